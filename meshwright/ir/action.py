@@ -1,0 +1,209 @@
+"""What a worker's list is made of, and the text that stands for it.
+
+    2F0@1#3     an action: stage 2, forward, microbatch 0, replica 1, parameter version 3
+    2B0.1       ... of the second half of microbatch 0
+    2U#3        an update has no microbatch: of stage 2, round 3 (it turns version 3 into 4)
+    [2F0|5B1]   a cell: two actions that overlap on purpose, one entry with its own cost
+    2act0>3     a transfer: send the output of stage 2 for microbatch 0 to worker 3
+    2act0<2     ... and its other end, on worker 3
+
+Every form parses back. What an action depends on is not here but in `effects.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from meshwright.errors import MeshwrightError
+
+NONE = -1
+"""No microbatch, no part, no piece: the whole thing."""
+
+
+class Op(StrEnum):
+    """What a worker can do; the letter is the one in the text form."""
+
+    F = "F"  # forward of a stage
+    B = "B"  # whole backward
+    I = "I"  # the half of a backward that the previous stage waits for: the gradient of the input  # noqa: E741
+    W = "W"  # the other half: the gradient of the weights
+    R = "R"  # recompute what a forward did not keep
+    G = "G"  # gather: make the parameters of a stage whole
+    S = "S"  # sync: add up the gradient of a unit over all who hold it
+    N = "N"  # the one global scalar reduction of a step: norm, finite, tokens
+    U = "U"  # update: turn parameter version k into k + 1
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
+"""Ops that occupy a worker for a microbatch; all others belong to a round."""
+
+
+class Kind(StrEnum):
+    """What a value is; the comment says who writes it and who ends it."""
+
+    ACT = "act"  # F -> F of the next stage
+    GRAD = "grad"  # B or I -> B or I of the previous stage
+    SAVED = "saved"  # F or R -> B or I: the activations of a stage
+    KEPT = "kept"  # F -> R, or B and I with recompute inside: the input of a stage
+    REST = "rest"  # I -> W: what the second half of a backward still needs
+    WGRAD = "wgrad"  # B or W -> S: the weight gradient of one microbatch
+    PARTIAL = "partial"  # S -> S of the next worker: a ring's running sum
+    SUM = "sum"  # the last S -> U: the gradient of a round, complete
+    NORM = "norm"  # N -> U
+    PARAM = "param"  # U -> whatever reads that version
+    OPT = "opt"  # U -> the next U: the state of the optimizer
+    TURN = "turn"  # zero bytes: makes its reader wait for its writer
+
+
+BY_VERSION = frozenset({Kind.PARTIAL, Kind.SUM, Kind.NORM, Kind.PARAM, Kind.OPT})
+"""Values that belong to a round or version, not to a microbatch."""
+
+
+class Action(NamedTuple):
+    """One thing that a worker does; `version` is the parameter version it reads (for S, N, U: the round)."""
+
+    op: Op
+    stage: int
+    mb: int = NONE
+    replica: int = 0
+    version: int = 0
+    part: int = NONE
+
+    def shifted(self, mb: int, version: int) -> Action:
+        """The same action `version` rounds, that is `mb` microbatches, later."""
+        later = self.mb if self.mb == NONE else self.mb + mb
+        return Action(self.op, self.stage, later, self.replica, self.version + version, self.part)
+
+    def __str__(self) -> str:
+        head = f"{self.stage}{self.op.value}" if self.op is not Op.N else "N"
+        return head + _tail(self.mb, self.replica, self.version, self.part)
+
+
+class Cell(NamedTuple):
+    """Two actions that overlap on purpose (DualPipe): both inputs at the start, both outputs at the end."""
+
+    first: Action
+    second: Action
+
+    def shifted(self, mb: int, version: int) -> Cell:
+        """The same cell some rounds later."""
+        return Cell(self.first.shifted(mb, version), self.second.shifted(mb, version))
+
+    def __str__(self) -> str:
+        return f"[{self.first}|{self.second}]"
+
+
+class Value(NamedTuple):
+    """What actions read and write. `piece` is a row piece of act and grad, else the worker whose copy it is."""
+
+    kind: Kind
+    stage: int
+    mb: int = NONE
+    replica: int = 0
+    version: int = 0
+    part: int = NONE
+    piece: int = NONE
+
+    def shifted(self, mb: int, version: int) -> Value:
+        """The same value some rounds later."""
+        if self.kind in BY_VERSION:
+            return self._replace(version=self.version + version)
+        return self._replace(mb=self.mb + mb)
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind.value}" + _tail(self.mb, self.replica, self.version, self.part)
+        return text if self.piece == NONE else f"{text}~{self.piece}"
+
+
+class Transfer(NamedTuple):
+    """One end of a message: `sends` or receives `value`, to or from worker `peer`."""
+
+    sends: bool
+    value: Value
+    peer: int
+
+    def shifted(self, mb: int, version: int) -> Transfer:
+        """The same transfer some rounds later."""
+        return Transfer(self.sends, self.value.shifted(mb, version), self.peer)
+
+    def __str__(self) -> str:
+        return f"{self.value}{'>' if self.sends else '<'}{self.peer}"
+
+
+Entry = Action | Cell | Transfer
+"""What stands in a worker's list."""
+
+
+def actions(entry: Entry) -> tuple[Action, ...]:
+    """The actions inside an entry: one, a cell's two, or none for a transfer."""
+    match entry:
+        case Action():
+            return (entry,)
+        case Cell():
+            return (entry.first, entry.second)
+        case Transfer():
+            return ()
+
+
+def walk(entries: tuple[Entry, ...]) -> Iterator[Action]:
+    """All actions of a list, cells opened, transfers passed over."""
+    for entry in entries:
+        yield from actions(entry)
+
+
+def parse(text: str) -> Entry:
+    """Read one entry from its text; the inverse of `str`."""
+    if text.startswith("[") and text.endswith("]") and text.count("|") == 1:
+        first, second = text[1:-1].split("|")
+        return Cell(_parse_action(first), _parse_action(second))
+    if match := _TRANSFER.fullmatch(text):
+        value, arrow, peer = match.groups()
+        return Transfer(arrow == ">", parse_value(value), int(peer))
+    return _parse_action(text)
+
+
+def parse_value(text: str) -> Value:
+    """Read a value from its text."""
+    if not (match := _VALUE.fullmatch(text)):
+        raise MeshwrightError(f"'{text}' is not a value", fix="write it as in 2act0, 2grad5@1 or 1sum#3")
+    kind, numbers = Kind(match["name"]), _numbers(match)
+    piece = NONE if match["piece"] is None else int(match["piece"])
+    return Value(kind, numbers[0], *numbers[1:], piece=piece)
+
+
+def _parse_action(text: str) -> Action:
+    if not (match := _ACTION.fullmatch(text)) or (match["stage"] == "") != (match["name"] == "N"):
+        raise MeshwrightError(f"'{text}' is not an action", fix="write it as in 2F0, 2B0@1#3, 2U#1, [2F0|5B1] or 2act0>3")
+    op, numbers = Op(match["name"]), _numbers(match)
+    if (op in COMPUTE) != (numbers[1] != NONE):
+        needs = "needs a microbatch" if op in COMPUTE else "belongs to a round and takes no microbatch"
+        raise MeshwrightError(f"'{text}': {op.value} {needs}", fix="2F0 for a microbatch, 2U#1 for a round")
+    return Action(op, *numbers)
+
+
+def _numbers(match: re.Match[str]) -> tuple[int, int, int, int, int]:
+    """stage, mb, replica, version, part; a stage that is not written is NONE."""
+    given = match.groupdict()
+
+    def number(name: str, default: int) -> int:
+        return int(given[name]) if given[name] else default
+
+    return number("stage", NONE), number("mb", NONE), number("replica", 0), number("version", 0), number("part", NONE)
+
+
+def _tail(mb: int, replica: int, version: int, part: int) -> str:
+    text = "" if mb == NONE else str(mb)
+    if replica:
+        text += f"@{replica}"
+    if version:
+        text += f"#{version}"
+    return text if part == NONE else f"{text}.{part}"
+
+
+_FIELDS = r"(?P<mb>\d+)?(?:@(?P<replica>\d+))?(?:#(?P<version>\d+))?(?:\.(?P<part>\d+))?"
+_ACTION = re.compile(rf"(?P<stage>\d*)(?P<name>[{''.join(Op)}])" + _FIELDS)
+_VALUE = re.compile(rf"(?P<stage>\d+)(?P<name>{'|'.join(Kind)})" + _FIELDS + r"(?:~(?P<piece>\d+))?")
+_TRANSFER = re.compile(r"(.*)([<>])(\d+)")

@@ -1,0 +1,239 @@
+"""The dependency rule, once: what every entry reads, writes and consumes.
+
+Checker, communication, simulator, memory curve and executor all read this and nothing else.
+
+    F   reads act of the stage before, its parameters      writes act, and saved (kept where it will be recomputed)
+    R   reads kept                                         writes saved
+    B   reads grad of the stage behind, saved (or kept)    writes grad and wgrad
+    I   the same, but leaves rest instead of wgrad         W turns rest into wgrad
+    S   reads every wgrad of its round on this worker      writes sum (in a ring: partial, the last one sum)
+    N   reads the sums                                     writes norm
+    U   reads sum, norm, param of version k                writes param of version k + 1
+
+Reading an act, grad, saved, kept, rest, wgrad, partial or turn consumes it. Parameters, sums and norms are not consumed:
+they live as long as something later in the worker's list reads them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Transfer, Value, actions, walk
+from meshwright.ir.schedule import Schedule
+
+CONSUMED = frozenset({Kind.ACT, Kind.GRAD, Kind.SAVED, Kind.KEPT, Kind.REST, Kind.WGRAD, Kind.PARTIAL, Kind.TURN})
+"""Kinds that end with their reader."""
+
+ACTIVATIONS = frozenset({Kind.SAVED, Kind.KEPT, Kind.REST})
+"""Kinds that stand for the activations of a stage and a microbatch."""
+
+
+class Effects(NamedTuple):
+    """What an entry needs before it starts and what exists when it ends."""
+
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+
+    @property
+    def consumes(self) -> tuple[Value, ...]:
+        """The reads that end here."""
+        return tuple(value for value in self.reads if value.kind in CONSUMED)
+
+
+def effects(schedule: Schedule, worker: int, entry: Entry) -> Effects:
+    """The effects of one entry; whoever asks for many takes `rule(schedule)` once."""
+    return rule(schedule)(worker, entry)
+
+
+def rule(schedule: Schedule) -> Callable[[int, Entry], Effects]:
+    """The rule for one schedule, with what depends on the whole of it looked up beforehand."""
+    return _Rule(schedule).of
+
+
+class _Rule:
+    """The dependency rule with its look-up tables."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.last = schedule.stages - 1
+        self.narrow = all(len(teams) == 1 == len(teams[0]) for copy in schedule.placement.teams for teams in copy)
+        self.parts = (NONE,) if schedule.parts == 1 else tuple(range(schedule.parts))
+        self.recompute = schedule.recompute or ()
+        self.writes_turn: dict[Action, list[Value]] = defaultdict(list)
+        self.reads_turn: dict[Action, list[Value]] = defaultdict(list)
+        for writer, reader in schedule.turn_edges:
+            self.writes_turn[writer].append(_turn(reader))
+            self.reads_turn[reader].append(_turn(reader))
+        self.wgrads: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
+        self.normed: set[tuple[int, int]] = set()
+        self.version_at: dict[tuple[int, int, int], int] = {}
+        self._scan()
+        self.rings: dict[tuple[int, int], tuple[int, ...]] = self._rings() if schedule.ring else {}
+
+    def _scan(self) -> None:
+        """Which weight gradients a worker makes in a round, where norms are taken, what first stages of ties read."""
+        schedule = self.schedule
+        tied = {stages[0] for stages in schedule.ties}
+        for worker, entries in enumerate(schedule.lists):
+            for action in walk(entries):
+                op = action.op
+                if op is Op.B or op is Op.W:
+                    for unit in schedule.units_of[action.stage]:
+                        key = worker, unit, action.mb // schedule.microbatches
+                        self.wgrads[key].append(_wgrad(unit, action, worker))
+                elif op is Op.N:
+                    self.normed.add((worker, action.version))
+                elif op is Op.F and action.stage in tied:
+                    self.version_at[action.stage, action.replica, action.mb] = action.version
+
+    def _rings(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """For each (unit, round) the contributing workers in microbatch order: a ring sums along them."""
+        first: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        for (worker, unit, round_), values in self.wgrads.items():
+            first[unit, round_][worker] = min(value.mb for value in values)
+        return {key: tuple(sorted(workers, key=workers.__getitem__)) for key, workers in first.items()}
+
+    def of(self, worker: int, entry: Entry) -> Effects:
+        """What an entry reads and writes on this worker."""
+        if isinstance(entry, Transfer):
+            return Effects((entry.value,), ()) if entry.sends else Effects((), (entry.value,))
+        parts = [self._action(worker, action) for action in actions(entry)]
+        if len(parts) == 1:
+            return parts[0]
+        return Effects(parts[0].reads + parts[1].reads, parts[0].writes + parts[1].writes)
+
+    def _action(self, worker: int, action: Action) -> Effects:
+        match action.op:
+            case Op.F:
+                found = self._forward(worker, action)
+            case Op.B | Op.I:
+                found = self._backward(worker, action)
+            case Op.W:
+                reads = (_own(Kind.REST, action, worker), *self._params(worker, action))
+                found = Effects(reads, self._wgrads(worker, action))
+            case Op.R:
+                reads = (_own(Kind.KEPT, action, worker), *self._params(worker, action))
+                found = Effects(reads, (_own(Kind.SAVED, action, worker),))
+            case Op.S:
+                found = self._sync(worker, action)
+            case Op.N:
+                sums = [_sum(self.schedule, unit, action.version, worker) for unit in self._units_held(worker)]
+                found = Effects(tuple(sums), (Value(Kind.NORM, 0, version=action.version, piece=worker),))
+            case Op.U:
+                found = self._update(worker, action)
+            case Op.G:
+                raise MeshwrightError(f"{action}: there is nothing to gather, this schedule keeps its parameters whole")
+        if not self.writes_turn and not self.reads_turn:
+            return found
+        return Effects(
+            found.reads + tuple(self.reads_turn.get(action, ())), found.writes + tuple(self.writes_turn.get(action, ()))
+        )
+
+    def _forward(self, worker: int, action: Action) -> Effects:
+        stage = action.stage
+        reads = self._crossing(Kind.ACT, action, stage - 1, worker, outward=False) if stage > 0 else ()
+        writes = self._crossing(Kind.ACT, action, stage, worker, outward=True) if stage < self.last else ()
+        kind = Kind.KEPT if self.recompute and self.recompute[stage].share > 0 else Kind.SAVED
+        parts = (action.part,) if action.part != NONE else self.parts
+        saved = tuple(Value(kind, stage, action.mb, action.replica, 0, part, worker) for part in parts)
+        return Effects(reads + self._params(worker, action), writes + saved)
+
+    def _backward(self, worker: int, action: Action) -> Effects:
+        stage = action.stage
+        reads = self._crossing(Kind.GRAD, action, stage, worker, outward=False) if stage < self.last else ()
+        writes = self._crossing(Kind.GRAD, action, stage - 1, worker, outward=True) if stage > 0 else ()
+        inline = self.recompute and self.recompute[stage].share > 0 and not self.recompute[stage].early
+        saved = _own(Kind.KEPT if inline else Kind.SAVED, action, worker)
+        left = self._wgrads(worker, action) if action.op is Op.B else (_own(Kind.REST, action, worker),)
+        return Effects((*reads, saved, *self._params(worker, action)), writes + left)
+
+    def _sync(self, worker: int, action: Action) -> Effects:
+        unit, round_ = action.stage, action.version
+        reads = tuple(self.wgrads.get((worker, unit, round_), ()))
+        if not self.schedule.ring:
+            return Effects(reads, (_sum(self.schedule, unit, round_, worker),))
+        ring = self.rings.get((unit, round_), ())
+        place = ring.index(worker) if worker in ring else 0
+        if place > 0:
+            reads += (Value(Kind.PARTIAL, unit, version=round_, piece=ring[place - 1]),)
+        if place == len(ring) - 1:
+            return Effects(reads, (_sum(self.schedule, unit, round_, worker),))
+        return Effects(reads, (Value(Kind.PARTIAL, unit, version=round_, piece=worker),))
+
+    def _update(self, worker: int, action: Action) -> Effects:
+        unit, k = action.stage, action.version
+        reads = [_sum(self.schedule, unit, k, worker), _param(unit, k, worker), _opt(unit, k, worker)]
+        if (worker, k) in self.normed:
+            reads.append(Value(Kind.NORM, 0, version=k, piece=worker))
+        return Effects(tuple(reads), (_param(unit, k + 1, worker), _opt(unit, k + 1, worker)))
+
+    def _crossing(self, kind: Kind, action: Action, boundary: int, worker: int, *, outward: bool) -> tuple[Value, ...]:
+        """The pieces of act or grad at the boundary behind stage `boundary` that this worker sends or needs."""
+        mb, replica = action.mb, action.replica
+        if self.narrow:
+            return (Value(kind, boundary, mb, replica, 0, action.part),)
+        placement = self.schedule.placement
+        before, behind = placement.team(replica, boundary, mb), placement.team(replica, boundary + 1, mb)
+        here = 1 if (kind is Kind.ACT) == outward else 2
+        crossing = placement.pieces(before, behind)
+        return tuple(Value(kind, boundary, mb, replica, 0, action.part, p[0]) for p in crossing if p[here] == worker)
+
+    def _params(self, worker: int, action: Action) -> tuple[Value, ...]:
+        own = _param(action.stage, action.version, worker)
+        if not self.schedule.ties:
+            return (own,)
+        found = [own]
+        for unit in self.schedule.units_of[action.stage][1:]:
+            first = self.schedule.stages_of(unit)[0]
+            version = self.version_at.get((first, action.replica, action.mb), action.version)
+            found.append(_param(unit, version, worker))
+        return tuple(found)
+
+    def _wgrads(self, worker: int, action: Action) -> tuple[Value, ...]:
+        return tuple(_wgrad(unit, action, worker) for unit in self.schedule.units_of[action.stage])
+
+    def _units_held(self, worker: int) -> list[int]:
+        return [unit for unit, workers in enumerate(self.schedule.holders) if worker in workers]
+
+
+def initial(schedule: Schedule, worker: int) -> tuple[Value, ...]:
+    """What a worker holds before its list starts: version 0 of its parameters and their optimizer state."""
+    units = [unit for unit, workers in enumerate(schedule.holders) if worker in workers]
+    return tuple(value for unit in units for value in (_param(unit, 0, worker), _opt(unit, 0, worker)))
+
+
+def collective(schedule: Schedule, action: Action) -> tuple[int, ...]:
+    """The workers that must issue this action together; empty for what a worker does alone."""
+    if action.op is Op.S and not schedule.ring:
+        return schedule.holders[action.stage]
+    return tuple(range(schedule.workers)) if action.op is Op.N else ()
+
+
+def _own(kind: Kind, action: Action, worker: int) -> Value:
+    return Value(kind, action.stage, action.mb, action.replica, 0, action.part, worker)
+
+
+def _wgrad(unit: int, action: Action, worker: int) -> Value:
+    """The gradient that one backward adds to a unit; a tied unit gets one from each of its stages, so the stage is in it."""
+    return Value(Kind.WGRAD, unit, action.mb, action.replica, action.stage, action.part, worker)
+
+
+def _param(unit: int, version: int, worker: int) -> Value:
+    return Value(Kind.PARAM, unit, NONE, 0, version, NONE, worker)
+
+
+def _opt(unit: int, version: int, worker: int) -> Value:
+    return Value(Kind.OPT, unit, NONE, 0, version, NONE, worker)
+
+
+def _sum(schedule: Schedule, unit: int, round_: int, worker: int) -> Value:
+    """A collective leaves a sum with each member; a ring makes one, which is handed on."""
+    return Value(Kind.SUM, unit, version=round_, piece=NONE if schedule.ring else worker)
+
+
+def _turn(reader: Action) -> Value:
+    """A turn is named after the one action that waits for it."""
+    return Value(Kind.TURN, reader.stage, reader.mb, reader.replica, 0, reader.part, list(Op).index(reader.op))

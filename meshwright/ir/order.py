@@ -1,0 +1,200 @@
+"""Linear orders of a schedule: one sweep over effects, and the run in which every send and receive blocks.
+
+`sweep` lets each worker go down its list as soon as its inputs exist anywhere; sorted by end it is the linear order in
+which communication is placed: what is still running when a message leaves then stands behind it in both lists. `rendezvous` runs a lowered schedule in the strictest way there is, and either ends with a
+linear order or names who waits for whom.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshwright.ir.action import Action, Cell, Entry, Op, Transfer, Value
+from meshwright.ir.effects import collective, initial, rule
+from meshwright.ir.schedule import Lists, Schedule
+
+Place = tuple[int, int]
+"""(worker, index in its list)."""
+
+SLOTS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.R: 1.0}
+"""Durations where nothing better is known: a backward is twice a forward."""
+
+
+def slots(entry: Entry) -> float:
+    """How long an entry takes in unit slots."""
+    if isinstance(entry, Action):
+        time = SLOTS.get(entry.op, 0.0)
+        return time if entry.part < 0 else time / 2
+    return slots(entry.first) + slots(entry.second) if isinstance(entry, Cell) else 0.0
+
+
+class Flow:
+    """The effects of all entries, taken once, with values interned as numbers."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.lists: Lists = schedule.lists
+        self.schedule = schedule
+        ids: dict[Value, int] = {}
+        of = rule(schedule)
+
+        def intern(values: tuple[Value, ...]) -> tuple[int, ...]:
+            return tuple([ids.setdefault(value, len(ids)) for value in values])
+
+        self.initial = [intern(initial(schedule, worker)) for worker in range(schedule.workers)]
+        self.reads: list[list[tuple[int, ...]]] = []
+        self.writes: list[list[tuple[int, ...]]] = []
+        for worker, entries in enumerate(self.lists):
+            both = [of(worker, entry) for entry in entries]
+            self.reads.append([intern(effect.reads) for effect in both])
+            self.writes.append([intern(effect.writes) for effect in both])
+        self.ids = ids
+        self.values = list(ids)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Start and end of every entry under a sweep, the places in order of end, and where workers got stuck."""
+
+    sequence: list[Place]
+    start: list[list[float]]
+    end: list[list[float]]
+    stuck: dict[int, int]
+    missing: dict[int, int]
+
+
+def sweep(
+    flow: Flow, *, duration: Callable[[int, Entry], float] | None = None, delay: Callable[[int, int, int], float] | None = None
+) -> Sweep:
+    """Run every list as soon as inputs exist; `delay(value, writer, reader)` is the way of a value between two workers."""
+    lists = flow.lists
+    time: list[float] = [-1.0] * len(flow.values)
+    home: list[int] = [-1] * len(flow.values)
+    for worker, values in enumerate(flow.initial):
+        for value in values:
+            time[value], home[value] = 0.0, worker
+    length = duration or (lambda _, entry: slots(entry))
+    start: list[list[float]] = [[] for _ in lists]
+    end: list[list[float]] = [[] for _ in lists]
+    free = [0.0] * len(lists)
+    sequence: list[tuple[float, int, Place]] = []
+    waiting: dict[int, list[int]] = defaultdict(list)
+    arrived: dict[Action, list[int]] = defaultdict(list)
+    missing: dict[int, int] = {}
+    ready = list(range(len(lists) - 1, -1, -1))
+
+    def run(worker: int, at: float) -> None:
+        index = len(start[worker])
+        finish = at + length(worker, lists[worker][index])
+        start[worker].append(at)
+        end[worker].append(finish)
+        free[worker] = finish
+        sequence.append((finish, len(sequence), (worker, index)))
+        for value in flow.writes[worker][index]:
+            time[value], home[value] = finish, worker
+            if value in waiting:
+                ready.extend(waiting.pop(value))
+
+    while ready:
+        worker = ready.pop()
+        entries, reads = lists[worker], flow.reads[worker]
+        while len(start[worker]) < len(entries):
+            index = len(start[worker])
+            at = free[worker]
+            for value in reads[index]:
+                if (made := time[value]) < 0.0:
+                    waiting[value].append(worker)
+                    missing[worker] = value
+                    break
+                if delay is not None and home[value] != worker:
+                    made += delay(value, home[value], worker)
+                if made > at:
+                    at = made
+            else:
+                entry = entries[index]
+                group = collective(flow.schedule, entry) if isinstance(entry, Action) and entry.op in (Op.S, Op.N) else ()
+                if len(group) > 1:
+                    free[worker] = at
+                    arrived[entry].append(worker)  # type: ignore[index]
+                    if len(arrived[entry]) < len(group):  # type: ignore[index]
+                        break
+                    at = max(free[member] for member in group)
+                    for member in group:
+                        if member in arrived[entry]:  # type: ignore[index]
+                            run(member, at)
+                    ready.extend(member for member in group if member != worker)
+                else:
+                    run(worker, at)
+                continue
+            break
+    sequence.sort()
+    stuck = {worker: len(start[worker]) for worker in range(len(lists)) if len(start[worker]) < len(lists[worker])}
+    return Sweep([place for _, _, place in sequence], start, end, stuck, missing)
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """Where a rendezvous run stopped: each stuck worker's index, and the workers it waits for."""
+
+    at: dict[int, int]
+    waits_for: dict[int, tuple[int, ...]]
+
+
+def rendezvous(schedule: Schedule) -> tuple[list[tuple[Place, ...]], Blocked | None]:
+    """Run lowered lists with blocking sends, receives and collectives: the events in order, and where it got stuck.
+
+    An event is one place, the two ends of a message (sender first), or all members of a collective. The outcome does not
+    depend on the order in which workers are tried: a worker has one thing to do next, and partners are fixed.
+    """
+    lists = schedule.lists
+    at = [0] * len(lists)
+    events: list[tuple[Place, ...]] = []
+    ready = list(range(len(lists) - 1, -1, -1))
+    while ready:
+        worker = ready.pop()
+        entries = lists[worker]
+        while at[worker] < len(entries):
+            index = at[worker]
+            partners = _partners(schedule, lists, at, worker, entries[index])
+            if partners is None:
+                break
+            if not partners:
+                events.append(((worker, index),))
+                at[worker] = index + 1
+                continue
+            events.append(tuple((member, at[member]) for member in partners))
+            for member in partners:
+                at[member] += 1
+                if member != worker:
+                    ready.append(member)
+    stuck = {worker: index for worker, index in enumerate(at) if index < len(lists[worker])}
+    if not stuck:
+        return events, None
+    return events, Blocked(stuck, {w: _awaited(schedule, lists, at, w) for w in stuck})
+
+
+def _partners(schedule: Schedule, lists: Lists, at: Sequence[int], worker: int, entry: Entry) -> tuple[int, ...] | None:
+    """Who takes part in what this worker does next: nobody else, or all who are there; None while one is missing."""
+    if isinstance(entry, Transfer):
+        peer = entry.peer
+        if peer >= len(lists) or at[peer] >= len(lists[peer]):
+            return None
+        other = lists[peer][at[peer]]
+        if type(other) is not Transfer or other.peer != worker or other.sends == entry.sends or other.value != entry.value:
+            return None
+        return (worker, peer) if entry.sends else (peer, worker)
+    if type(entry) is Action and entry.op in (Op.S, Op.N):
+        group = collective(schedule, entry)
+        if len(group) > 1 and worker in group:
+            here = [m for m in group if at[m] < len(lists[m]) and lists[m][at[m]] == entry]
+            return group if len(here) == len(group) else None
+    return ()
+
+
+def _awaited(schedule: Schedule, lists: Lists, at: Sequence[int], worker: int) -> tuple[int, ...]:
+    entry = lists[worker][at[worker]]
+    if isinstance(entry, Transfer):
+        return (entry.peer,)
+    group = collective(schedule, entry) if isinstance(entry, Action) else ()
+    return tuple(m for m in group if m != worker and not (at[m] < len(lists[m]) and lists[m][at[m]] == entry))

@@ -1,0 +1,112 @@
+"""Where stages live: (replica, stage) -> teams of workers.
+
+Microbatch m of a stage runs on team m mod len(teams); the workers of a team share its rows, worker k of w taking
+rows [b k // w, b (k + 1) // w). A plain pipeline has one team of one worker per stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+Team = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`teams[replica][stage]` is the tuple of teams that serve the stage; `rows` is the size of a microbatch (0: divisible)."""
+
+    teams: tuple[tuple[tuple[Team, ...], ...], ...]
+    rows: int = 0
+
+    @classmethod
+    def of(cls, worker: Callable[[int, int], int], *, stages: int, replicas: int = 1) -> Placement:
+        """One worker per stage: `worker(replica, stage)`."""
+        return cls(tuple(tuple(((worker(replica, stage),),) for stage in range(stages)) for replica in range(replicas)))
+
+    @classmethod
+    def line(cls, workers: int) -> Placement:
+        """Stage s on worker s."""
+        return cls.of(lambda _, stage: stage, stages=workers)
+
+    @classmethod
+    def looped(cls, workers: int, *, chunks: int) -> Placement:
+        """Stages go round the workers `chunks` times: stage s on worker s mod D."""
+        return cls.of(lambda _, stage: stage % workers, stages=workers * chunks)
+
+    @classmethod
+    def zigzag(cls, workers: int, *, legs: int) -> Placement:
+        """Stages run down the workers, back up, and so on: two legs make a V."""
+
+        def worker(_: int, stage: int) -> int:
+            leg, step = divmod(stage, workers)
+            return step if leg % 2 == 0 else workers - 1 - step
+
+        return cls.of(worker, stages=workers * legs)
+
+    @classmethod
+    def mirrored(cls, workers: int) -> Placement:
+        """Two replicas in opposite directions: stage s of replica 1 on worker D - 1 - s."""
+        return cls.of(lambda replica, stage: workers - 1 - stage if replica else stage, stages=workers, replicas=2)
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the pipeline there are."""
+        return len(self.teams)
+
+    @property
+    def stages(self) -> int:
+        """How many stages a copy has."""
+        return len(self.teams[0])
+
+    @cached_property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return 1 + max(worker for copy in self.teams for teams in copy for team in teams for worker in team)
+
+    def team(self, replica: int, stage: int, mb: int) -> Team:
+        """The workers that share microbatch `mb` of a stage."""
+        teams = self.teams[replica][stage]
+        return teams[mb % len(teams)]
+
+    @cached_property
+    def held(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each worker the (replica, stage) pairs that it holds, in order."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.workers)]
+        for replica, copy in enumerate(self.teams):
+            for stage, teams in enumerate(copy):
+                for worker in sorted({worker for team in teams for worker in team}):
+                    found[worker].append((replica, stage))
+        return tuple(tuple(pairs) for pairs in found)
+
+    @cached_property
+    def shares(self) -> int:
+        """A row count that every team can split: the given one, or the least that divides evenly."""
+        return self.rows or lcm(*(len(team) for copy in self.teams for teams in copy for team in teams))
+
+    def row_range(self, index: int, width: int) -> range:
+        """The rows of worker `index` in a team of `width`."""
+        return range(self.shares * index // width, self.shares * (index + 1) // width)
+
+    def pieces(self, source: Team, target: Team) -> tuple[tuple[int, int, int], ...]:
+        """What crosses from one team to the next: (piece, source worker, target worker), empty pieces left out."""
+        if len(source) == len(target) == 1:
+            return ((-1, source[0], target[0]),)
+        crossing = []
+        for i, sender in enumerate(source):
+            mine = self.row_range(i, len(source))
+            for j, receiver in enumerate(target):
+                theirs = self.row_range(j, len(target))
+                if max(mine.start, theirs.start) < min(mine.stop, theirs.stop):
+                    crossing.append((i * len(target) + j, sender, receiver))
+        return tuple(crossing)
+
+    def piece_share(self, piece: int, source: Team, target: Team) -> float:
+        """Which fraction of a microbatch's rows a piece carries."""
+        if piece < 0:
+            return 1.0
+        i, j = divmod(piece, len(target))
+        mine, theirs = self.row_range(i, len(source)), self.row_range(j, len(target))
+        return (min(mine.stop, theirs.stop) - max(mine.start, theirs.start)) / self.shares

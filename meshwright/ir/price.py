@@ -1,0 +1,133 @@
+"""What an entry takes and a value weighs on a given schedule: the one place where costs meet actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import NONE, Action, Cell, Entry, Kind, Op, Transfer, Value
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Schedule
+
+
+class Price:
+    """Seconds of entries and bytes of values.
+
+    A cell takes `F + B - overlap * min(F, B)`: 0 gains nothing by overlapping, 1 hides the shorter action.
+    """
+
+    def __init__(
+        self, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster | None = None, *, overlap: float = 0.0
+    ) -> None:
+        if len(costs) != schedule.stages:
+            raise MeshwrightError(
+                f"{schedule.name} has {schedule.stages} stages, the costs have {len(costs)}",
+                fix=f"give one row of costs per stage: {schedule.stages}",
+            )
+        self.schedule = schedule
+        self.costs = tuple(costs)
+        self.cluster = cluster or Cluster()
+        self.overlap = overlap
+        self.recompute = schedule.recompute or ()
+        self.narrow = all(len(team) == 1 for copy in schedule.placement.teams for teams in copy for team in teams)
+
+    def entry_s(self, worker: int, entry: Entry) -> float:
+        """How long an entry occupies its worker (a sync: its group)."""
+        if isinstance(entry, Action):
+            return self.action_s(worker, entry)
+        if isinstance(entry, Cell):
+            first, second = self.action_s(worker, entry.first), self.action_s(worker, entry.second)
+            return first + second - self.overlap * min(first, second)
+        return 0.0
+
+    def action_s(self, worker: int, action: Action) -> float:
+        """How long an action takes on this worker, for its rows and its part of the microbatch."""
+        if action.op is Op.S:
+            return self.sync_s(action.stage)
+        if action.op is Op.N or action.op is Op.U or action.op is Op.G:
+            return 0.0
+        time = self.whole_s(action.op, action.stage)
+        if action.part != NONE:
+            time /= self.schedule.parts
+        return time if self.narrow else time * self.row_share(worker, action.replica, action.stage, action.mb)
+
+    def whole_s(self, op: Op, stage: int) -> float:
+        """An op on all rows of a microbatch; recompute inside a backward is part of it."""
+        cost = self.costs[stage]
+        inside = cost.recompute_s if self._inline(stage) else 0.0
+        match op:
+            case Op.F:
+                return cost.forward_s
+            case Op.B:
+                return cost.input_s + cost.weight_s + inside
+            case Op.I:
+                return cost.input_s + inside
+            case Op.W:
+                return cost.weight_s
+            case Op.R:
+                return cost.recompute_s
+            case _:
+                return 0.0
+
+    def sync_s(self, unit: int) -> float:
+        """How long the sync of a unit takes; a tie group's is counted with its stages."""
+        return self.costs[unit].sync_s if unit < len(self.costs) and not self.schedule.ring else 0.0
+
+    def value_bytes(self, worker: int, value: Value) -> float:
+        """How much memory a value takes on this worker."""
+        stage, kind = value.stage, value.kind
+        match kind:
+            case Kind.ACT | Kind.GRAD:
+                cost = self.costs[stage]
+                return (cost.output_bytes if kind is Kind.ACT else cost.gradient_bytes) * self._piece_share(value)
+            case Kind.SAVED | Kind.REST | Kind.KEPT:
+                return self._saved_bytes(kind, stage) * self._part(value) * self._rows(worker, value)
+            case Kind.PARAM | Kind.WGRAD | Kind.PARTIAL | Kind.SUM:
+                return self.costs[stage].parameter_bytes if stage < len(self.costs) else 0.0
+            case Kind.NORM | Kind.OPT | Kind.TURN:
+                return 0.0
+
+    def message_s(self, value: Value, source: int, target: int) -> tuple[float, float]:
+        """A message's time on the link and the latency behind it."""
+        link = self.cluster.between(source, target)
+        if value.kind is Kind.TURN:
+            return 0.0, link.latency_s
+        return link.busy_s(self.value_bytes(source, value)), link.latency_s
+
+    def row_share(self, worker: int, replica: int, stage: int, mb: int) -> float:
+        """Which fraction of a microbatch's rows this worker has."""
+        team = self.schedule.placement.team(replica, stage, mb)
+        if len(team) == 1:
+            return 1.0
+        return len(self.schedule.placement.row_range(team.index(worker), len(team))) / self.schedule.placement.shares
+
+    def _inline(self, stage: int) -> bool:
+        return bool(self.recompute) and self.recompute[stage].share > 0 and not self.recompute[stage].early
+
+    def _saved_bytes(self, kind: Kind, stage: int) -> float:
+        """Activations of a stage; where it recomputes, `kept` is its input and the share that is not dropped."""
+        full = self.costs[stage].activation_bytes
+        if kind is not Kind.KEPT:
+            return full
+        before = self.costs[stage - 1].output_bytes if stage else 0.0
+        return before + (1.0 - self.recompute[stage].share) * full
+
+    def _part(self, value: Value) -> float:
+        return 1.0 if value.part == NONE else 1.0 / self.schedule.parts
+
+    def _rows(self, worker: int, value: Value) -> float:
+        return 1.0 if self.narrow else self.row_share(worker, value.replica, value.stage, value.mb)
+
+    def _piece_share(self, value: Value) -> float:
+        share = self._part(value)
+        if value.piece == NONE:
+            return share
+        placement = self.schedule.placement
+        teams = (placement.team(value.replica, value.stage + k, value.mb) for k in (0, 1))
+        return share * placement.piece_share(value.piece, *teams)
+
+
+def transfers(entries: Sequence[Entry]) -> int:
+    """How many entries of a list are sends."""
+    return sum(1 for entry in entries if isinstance(entry, Transfer) and entry.sends)

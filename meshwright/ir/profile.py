@@ -1,0 +1,98 @@
+"""What a stage costs: one record per stage, seconds and bytes for one microbatch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+from meshwright.errors import MeshwrightError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Times and sizes of one stage. A backward is `input_s + weight_s`; `recompute_s > 0` says that the stage recomputes.
+
+    `output_bytes` go forward over the boundary behind the stage, `gradient_bytes` come back over it.
+    """
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    recompute_s: float = 0.0
+    sync_s: float = 0.0
+    activation_bytes: float = 0.0
+    output_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """Both halves of a backward."""
+        return self.input_s + self.weight_s
+
+    def scaled(self, factor: float) -> StageCost:
+        """The cost of `factor` times as many layers."""
+        return StageCost(**{name: value * factor for name, value in asdict(self).items()})
+
+
+def even_costs(
+    *,
+    stages: int,
+    workers: int,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    split: tuple[float, float] = (1.0, 1.0),
+    recompute_s: float = 0.0,
+    sync_s: float = 0.0,
+) -> tuple[StageCost, ...]:
+    """Equal stages from one worker's totals per microbatch: with D v stages on D workers a stage costs 1/v of them.
+
+    Bytes are in units of what one worker holds: its activations of one microbatch, its parameters.
+    """
+    share = workers / stages
+    whole = StageCost(
+        forward_s=forward_s,
+        input_s=backward_s * split[0] / sum(split),
+        weight_s=backward_s * split[1] / sum(split),
+        recompute_s=recompute_s,
+        sync_s=sync_s,
+        activation_bytes=1.0,
+        parameter_bytes=1.0,
+    )
+    return (whole.scaled(share),) * stages
+
+
+def costs_to_json(costs: Sequence[StageCost]) -> str:
+    """The file form of stage costs."""
+    return json.dumps({"schema": SCHEMA, "stages": [asdict(cost) for cost in costs]}, indent=1)
+
+
+def costs_from_json(text: str) -> tuple[StageCost, ...]:
+    """Read stage costs: an object with `stages`, or a bare list of rows; a row may leave out what is zero."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise MeshwrightError(f"the cost file is not JSON: {error}") from error
+    if isinstance(data, Mapping) and isinstance(data.get("schema"), int) and data["schema"] > SCHEMA:
+        raise MeshwrightError(f"the cost file has schema {data['schema']}, this version reads up to {SCHEMA}", fix="update meshwright")
+    rows = data.get("stages") if isinstance(data, Mapping) else data
+    if not isinstance(rows, list) or not rows:
+        raise MeshwrightError("the cost file has no stages", fix='{"stages": [{"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}]}')
+    return tuple(_row(index, row) for index, row in enumerate(rows))
+
+
+def _row(index: int, row: object) -> StageCost:
+    names = [field.name for field in fields(StageCost)]
+    if not isinstance(row, Mapping):
+        raise MeshwrightError(f"stage {index} of the cost file is {row!r}, not an object", fix=f"keys: {', '.join(names)}")
+    unknown = sorted(set(row) - set(names))
+    if unknown:
+        raise MeshwrightError(f"stage {index} of the cost file has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(names)}")
+    for name, value in row.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise MeshwrightError(f"stage {index} of the cost file has {name} = {value!r}", fix="a number, zero or more")
+    cost = StageCost(**{name: float(value) for name, value in row.items()})
+    return cost if "gradient_bytes" in row else replace(cost, gradient_bytes=cost.output_bytes)

@@ -1,0 +1,140 @@
+"""A schedule: a placement and one ordered list of entries per worker; no times.
+
+It is prologue, period, drain. One period shifts the microbatches by N and the parameter version by one, so training of
+any length runs from it:
+
+    lists = prologue + period + period shifted by 1 + ... + drain shifted by `repeats`
+
+A schedule with a flush is all period. Sync units number the parameters: unit s is what stage s has for itself,
+unit `stages + i` is the i-th tie group, shared between the stages it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from meshwright.ir.action import Action, Entry, actions, walk
+from meshwright.ir.placement import Placement
+
+Lists = tuple[tuple[Entry, ...], ...]
+
+
+class Recompute(NamedTuple):
+    """How a stage gets back what its forward dropped: which share, and by its own R action (`early`) or inside B."""
+
+    share: float = 1.0
+    early: bool = False
+
+
+class ChannelOrder(NamedTuple):
+    """The order in which the link between two workers carries messages: actions whose output or gradient goes over it."""
+
+    workers: tuple[int, int]
+    producers: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every worker does, in which order. `microbatches` is per round; `lowered` says that syncs and transfers are in."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+    period: Lists
+    prologue: Lists = ()
+    drain: Lists = ()
+    repeats: int = 1
+    options: tuple[tuple[str, object], ...] = ()
+    parts: int = 1
+    ties: tuple[tuple[int, ...], ...] = ()
+    recompute: tuple[Recompute, ...] | None = None
+    turns: tuple[tuple[Action, Action], ...] = ()
+    channels: tuple[ChannelOrder, ...] = ()
+    flush: bool = True
+    ring: bool = False
+    lowered: bool = False
+
+    @property
+    def workers(self) -> int:
+        """How many lists there are."""
+        return self.placement.workers
+
+    @property
+    def stages(self) -> int:
+        """How many stages a replica has."""
+        return self.placement.stages
+
+    @property
+    def units(self) -> int:
+        """How many sync units there are: one per stage and one per tie group."""
+        return self.stages + len(self.ties)
+
+    @cached_property
+    def units_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the units whose parameters it uses."""
+        return tuple(
+            (stage, *(self.stages + i for i, tied in enumerate(self.ties) if stage in tied))
+            for stage in range(self.stages)
+        )
+
+    def stages_of(self, unit: int) -> tuple[int, ...]:
+        """The stages that use a unit's parameters."""
+        return (unit,) if unit < self.stages else self.ties[unit - self.stages]
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit the workers that hold its parameters."""
+        found: list[set[int]] = [set() for _ in range(self.units)]
+        for worker, pairs in enumerate(self.placement.held):
+            for _, stage in pairs:
+                for unit in self.units_of[stage]:
+                    found[unit].add(worker)
+        return tuple(tuple(sorted(workers)) for workers in found)
+
+    @cached_property
+    def lists(self) -> Lists:
+        """Everything in order, worker by worker: prologue, the periods, drain."""
+        if self.repeats == 1 and not self.prologue and not self.drain:
+            return self.period
+        count = self.workers
+        parts = [(self.prologue, 0), *((self.period, k) for k in range(self.repeats)), (self.drain, self.repeats)]
+        return tuple(
+            tuple(entry for segment, k in parts if segment for entry in self._later(segment[worker], k))
+            for worker in range(count)
+        )
+
+    @cached_property
+    def turn_edges(self) -> tuple[tuple[Action, Action], ...]:
+        """Control edges (writer, reader) of the whole run; an edge moves with its reader, and ends with the run."""
+        if not self.turns:
+            return ()
+        in_period = {action for entries in self.period for action in walk(entries)}
+        in_drain = {action for entries in self.drain for action in walk(entries)}
+        there = {action for entries in self.lists for action in walk(entries)}
+        edges = []
+        for writer, reader in self.turns:
+            if reader in in_period:
+                shifts: Iterable[int] = range(self.repeats)
+            else:
+                shifts = (self.repeats,) if reader in in_drain else (0,)
+            edges += [(self._moved(writer, k), self._moved(reader, k)) for k in shifts]
+        return tuple((writer, reader) for writer, reader in edges if writer in there and reader in there)
+
+    @property
+    def steps(self) -> int:
+        """How many rounds of microbatches the lists hold."""
+        last = max((a.mb for entries in self.lists for entry in entries for a in actions(entry)), default=-1)
+        return (last + self.microbatches) // self.microbatches
+
+    def repeated(self, repeats: int) -> Schedule:
+        """The same schedule with another number of periods."""
+        return replace(self, repeats=repeats)
+
+    def _later(self, entries: tuple[Entry, ...], k: int) -> Iterable[Entry]:
+        return entries if k == 0 else (entry.shifted(k * self.microbatches, k) for entry in entries)
+
+    def _moved(self, action: Action, k: int) -> Action:
+        return action.shifted(k * self.microbatches, k)

@@ -1,0 +1,147 @@
+"""When everything happens, predicted or measured: spans on lanes, and memory over time.
+
+Two objectives are kept apart: the flush makespan (one synchronous step, first start to last end) and the longest worker
+span (what zero-bubble papers report).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import COMPUTE, Entry, Op, actions, parse
+
+SCHEMA = 1
+
+
+class Lane(StrEnum):
+    """What a span occupies on its worker."""
+
+    COMPUTE = "compute"
+    SEND = "send"
+    RECEIVE = "receive"
+    COLLECTIVE = "collective"
+
+
+class Span(NamedTuple):
+    """An entry with its times on one worker."""
+
+    worker: int
+    lane: Lane
+    entry: Entry
+    start_s: float
+    end_s: float
+
+
+class Level(NamedTuple):
+    """What a worker holds from `time_s` on: bytes, and activations in units of one worker's for one microbatch."""
+
+    time_s: float
+    bytes: float
+    activations: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of all workers. `memory[worker]` and `parameter_copies[worker]` follow from the values that actions make and end."""
+
+    schedule: str
+    workers: int
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[Level, ...], ...] = ()
+    parameter_copies: tuple[float, ...] = ()
+    lower_bound_s: float = 0.0
+    flush: bool = True
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """From zero to the end of the last span."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def compute(self) -> tuple[tuple[Span, ...], ...]:
+        """For each worker what it computes, in order."""
+        found: list[list[Span]] = [[] for _ in range(self.workers)]
+        for span in self.spans:
+            if span.lane is Lane.COMPUTE and any(a.op in COMPUTE for a in actions(span.entry)):
+                found[span.worker].append(span)
+        return tuple(tuple(spans) for spans in found)
+
+    def busy_s(self, worker: int, begin_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """How long a worker computes, in a window or at all."""
+        return sum(max(0.0, min(s.end_s, end_s) - max(s.start_s, begin_s)) for s in self.compute[worker])
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The share of the flush makespan in which workers do not compute; without a flush, between fill and drain."""
+        begin, end = (0.0, self.makespan_s) if self.flush else self.steady
+        total = (end - begin) * self.workers
+        return 1.0 - sum(self.busy_s(w, begin, end) for w in range(self.workers)) / total if total > 0 else 0.0
+
+    @property
+    def span_bubble_ratio(self) -> float:
+        """The share of the longest worker span, from its first action to its last, in which workers do not compute."""
+        longest = max((spans[-1].end_s - spans[0].start_s for spans in self.compute if spans), default=0.0)
+        mean = sum(self.busy_s(w) for w in range(self.workers)) / self.workers
+        return 1.0 - mean / longest if longest > 0 else 0.0
+
+    @cached_property
+    def steady(self) -> tuple[float, float]:
+        """Between fill and drain: from the last first backward to the first last forward; all of it where they cross."""
+        begin = max(self._first(spans) for spans in self.compute)
+        end = min(self._last(spans) for spans in self.compute)
+        return (begin, end) if begin < end else (0.0, self.makespan_s)
+
+    def peak(self, worker: int) -> float:
+        """The most activations that a worker holds at once, in units of one worker's for one microbatch."""
+        return max((level.activations for level in self.memory[worker]), default=0.0)
+
+    def peak_bytes(self, worker: int) -> float:
+        """The most bytes that a worker holds at once."""
+        return max((level.bytes for level in self.memory[worker]), default=0.0)
+
+    def _first(self, spans: Sequence[Span]) -> float:
+        return next((s.start_s for s in spans if any(a.op in (Op.B, Op.I) for a in actions(s.entry))), 0.0)
+
+    def _last(self, spans: Sequence[Span]) -> float:
+        return next((s.end_s for s in reversed(spans) if any(a.op is Op.F for a in actions(s.entry))), self.makespan_s)
+
+    def to_json(self) -> str:
+        """The file form."""
+        return json.dumps(
+            {
+                "schema": SCHEMA,
+                "kind": "timeline",
+                "schedule": self.schedule,
+                "workers": self.workers,
+                "flush": self.flush,
+                "lower_bound_s": self.lower_bound_s,
+                "parameter_copies": self.parameter_copies,
+                "spans": [[s.worker, s.lane.value, str(s.entry), s.start_s, s.end_s] for s in self.spans],
+                "memory": self.memory,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Read the file form back."""
+        try:
+            data = json.loads(text)
+            if data["schema"] > SCHEMA:
+                raise MeshwrightError(f"the timeline has schema {data['schema']}, this version reads {SCHEMA}", fix="update meshwright")
+            return cls(
+                data["schedule"],
+                data["workers"],
+                tuple(Span(w, Lane(lane), parse(entry), start, end) for w, lane, entry, start, end in data["spans"]),
+                tuple(tuple(Level(*level) for level in levels) for levels in data["memory"]),
+                tuple(data["parameter_copies"]),
+                data["lower_bound_s"],
+                data["flush"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise MeshwrightError(f"this is not a timeline: {error}") from error

@@ -1,0 +1,221 @@
+"""The laws that can be seen by counting: who does what, how often, where, and in which order in its own list."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Op, Transfer, Value, actions
+from meshwright.ir.effects import ACTIVATIONS, rule
+from meshwright.ir.schedule import Lists, Schedule
+
+
+class Law(StrEnum):
+    """What a schedule must keep; the value is what users see."""
+
+    PLACEMENT = "placement"  # an action stands on a worker that holds its stage
+    ONCE = "once"  # F once, then B once or I then W once; S, N and U once per round
+    ORDER = "order"  # F before R before B or I before W, in the worker's own list
+    VERSION = "version"  # no version is read before it exists; a backward reads its forward's
+    UNIT = "unit"  # every parameter lives in exactly one unit
+    READ = "read"  # every read has exactly one live copy, on this worker
+    COPY = "copy"  # at most one copy of a value per worker
+    LEFTOVER = "leftover"  # a step with a flush leaves nothing behind
+    DEADLOCK = "deadlock"  # no cycle when every send and receive blocks in list order
+    CHANNEL = "channel order"  # send order equals receive order on every channel
+    COLLECTIVE = "collective order"  # all members issue their collectives in one order
+    BORDER = "border"  # what is alive at the border of two periods is the same, one period later
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken law and where it is seen."""
+
+    law: Law
+    worker: int
+    index: int
+    entry: Entry | None
+    reason: str
+
+
+Key = tuple[int, int, int, int]
+"""(stage, replica, microbatch, part)."""
+
+
+def structure(schedule: Schedule) -> Iterator[Violation]:
+    """All laws that need no run, in the order in which they are easiest to understand."""
+    yield from _units(schedule)
+    yield from _shape(schedule)
+    for worker, entries in enumerate(schedule.lists):
+        yield from _placed(schedule, worker, entries)
+    for worker, entries in enumerate(schedule.lists):
+        yield from _microbatches(schedule, worker, entries)
+    yield from _complete(schedule)
+    yield from _rounds(schedule)
+
+
+def _units(schedule: Schedule) -> Iterator[Violation]:
+    for group in schedule.ties:
+        if len(set(group)) != len(group) or len(group) < 2 or not all(0 <= stage < schedule.stages for stage in group):
+            yield Violation(Law.UNIT, 0, 0, None, f"the tie {group} is not two or more different stages of {schedule.stages}")
+
+
+def _shape(schedule: Schedule) -> Iterator[Violation]:
+    if len(schedule.lists) != schedule.workers:
+        reason = f"the placement has {schedule.workers} workers, there are {len(schedule.lists)} lists"
+        yield Violation(Law.PLACEMENT, 0, 0, None, reason)
+
+
+def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iterator[Violation]:
+    """Every action on a worker that holds its stage (for its microbatch), every index in range."""
+    placement = schedule.placement
+    parts = (NONE, *range(schedule.parts)) if schedule.parts > 1 else (NONE,)
+    for index, entry in enumerate(entries):
+        if isinstance(entry, Transfer):
+            if not 0 <= entry.peer < schedule.workers or entry.peer == worker:
+                yield Violation(Law.PLACEMENT, worker, index, entry, f"there is no other worker {entry.peer}")
+            continue
+        for action in actions(entry):
+            if action.op in COMPUTE:
+                in_range = 0 <= action.stage < schedule.stages and 0 <= action.replica < placement.replicas
+                if not in_range or action.part not in parts:
+                    reason = f"there are {schedule.stages} stages, {placement.replicas} replicas, {schedule.parts} parts"
+                    yield Violation(Law.PLACEMENT, worker, index, entry, reason)
+                elif worker not in (team := placement.team(action.replica, action.stage, action.mb)):
+                    where = " and ".join(map(str, team))
+                    yield Violation(Law.PLACEMENT, worker, index, entry, f"{action} belongs on worker {where}")
+            elif action.op is Op.G:
+                yield Violation(Law.PLACEMENT, worker, index, entry, "parameters are whole here, nothing is gathered")
+            elif action.op is not Op.N and (action.stage >= schedule.units or worker not in schedule.holders[action.stage]):
+                yield Violation(Law.PLACEMENT, worker, index, entry, f"worker {worker} does not hold unit {action.stage}")
+
+
+def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iterator[Violation]:
+    """Per (stage, replica, microbatch, part): F, then R where it is early, then B or I and W, each once and at one version."""
+    recompute = schedule.recompute or ()
+    halves = tuple(range(schedule.parts)) if schedule.parts > 1 else (NONE,)
+    done: dict[Key, str] = {}
+    version: dict[Key, int] = {}
+    where: dict[Key, tuple[int, Entry]] = {}
+    for index, entry in enumerate(entries):
+        for action in actions(entry):
+            if action.op not in COMPUTE:
+                continue
+            parts = halves if action.part == NONE and schedule.parts > 1 else (action.part,)
+            for part in parts:
+                key = (action.stage, action.replica, action.mb, part)
+                before = done.get(key, "")
+                early = bool(recompute) and recompute[action.stage].early and recompute[action.stage].share > 0
+                if reason := _next(before, action, early):
+                    yield Violation(Law.ONCE if action.op.value in before else Law.ORDER, worker, index, entry, reason)
+                if version.setdefault(key, action.version) != action.version:
+                    reason = f"reads version {action.version}, its forward read {version[key]}"
+                    yield Violation(Law.VERSION, worker, index, entry, reason)
+                done[key] = before + action.op.value
+                where[key] = (index, entry)
+    for key, history in done.items():
+        if history[-1] not in "BW":
+            index, entry = where[key]
+            missing = "W" if history[-1] == "I" else "backward"
+            reason = f"stage {key[0]}, microbatch {key[2]} ends with {history[-1]}: its {missing} is missing"
+            yield Violation(Law.ONCE, worker, index, entry, reason)
+
+
+def _next(before: str, action: Action, early: bool) -> str | None:
+    """Why this action cannot follow what its microbatch has done on the worker; None if it can."""
+    op = action.op.value
+    if op in before or (op in "BI" and ("B" in before or "I" in before)):
+        return f"{action} comes twice" if op in before else "its backward has been done"
+    needs = {"F": "", "R": "F", "B": "FR" if early else "F", "I": "FR" if early else "F", "W": before}[op]
+    if op == "R" and not early:
+        return f"stage {action.stage} does not recompute by actions of its own"
+    if op == "W" and not before.endswith("I"):
+        return "W comes before its I"
+    if op != "W" and before != needs:
+        wanted = {"F": "its forward", "FR": "its recompute", "": "nothing"}[needs]
+        return f"{wanted} must come before it" if needs else f"it comes after {before}"
+    return None
+
+
+def _complete(schedule: Schedule) -> Iterator[Violation]:
+    """Every microbatch of every round runs on one replica, on all stages, on every worker of its team."""
+    placement = schedule.placement
+    halves = range(schedule.parts) if schedule.parts > 1 else (NONE,)
+    seen: set[tuple[int, int, int, int, int]] = set()
+    replica_of: dict[int, int] = {}
+    for worker, entries in enumerate(schedule.lists):
+        for index, entry in enumerate(entries):
+            for action in actions(entry):
+                if action.op is not Op.F:
+                    continue
+                if replica_of.setdefault(action.mb, action.replica) != action.replica:
+                    reason = f"microbatch {action.mb} runs on replica {replica_of[action.mb]} already"
+                    yield Violation(Law.ONCE, worker, index, entry, reason)
+                for part in (action.part,) if action.part != NONE or schedule.parts == 1 else halves:
+                    seen.add((worker, action.stage, action.replica, action.mb, part))
+    for mb in range(schedule.steps * schedule.microbatches):
+        if mb not in replica_of:
+            yield Violation(Law.ONCE, 0, 0, None, f"microbatch {mb} does not run at all")
+            continue
+        replica = replica_of[mb]
+        for stage in range(schedule.stages):
+            for worker in placement.team(replica, stage, mb):
+                for part in halves:
+                    if (worker, stage, replica, mb, part) not in seen:
+                        missing = Action(Op.F, stage, mb, replica, part=part)
+                        yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
+
+
+def _rounds(schedule: Schedule) -> Iterator[Violation]:
+    """S and U once per unit and round on every holder, N once per round on every worker; all or none of each."""
+    counts: dict[Op, Counter[tuple[int, int, int]]] = defaultdict(Counter)
+    for worker, entries in enumerate(schedule.lists):
+        for index, entry in enumerate(entries):
+            if isinstance(entry, Action) and entry.op not in COMPUTE:
+                key = (worker, entry.stage, entry.version)
+                counts[entry.op][key] += 1
+                if counts[entry.op][key] > 1:
+                    yield Violation(Law.ONCE, worker, index, entry, f"{entry} comes twice")
+                elif entry.version >= schedule.steps:
+                    yield Violation(Law.ONCE, worker, index, entry, f"there are {schedule.steps} rounds")
+    wanted = [op for op in (Op.S, Op.U) if counts[op] or schedule.lowered]
+    for op in wanted:
+        for unit, workers in enumerate(schedule.holders):
+            for worker in workers:
+                for round_ in range(schedule.steps):
+                    if not counts[op][worker, unit, round_]:
+                        missing = Action(op, unit, version=round_)
+                        yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
+    if counts[Op.N] or (schedule.lowered and schedule.flush):
+        for worker in range(schedule.workers):
+            for round_ in range(schedule.steps):
+                if not counts[Op.N][worker, NONE, round_]:
+                    missing = Action(Op.N, NONE, version=round_)
+                    yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
+
+
+def border(schedule: Schedule) -> Iterator[Violation]:
+    """What is alive between prologue and period is, one period later, what is alive behind the period."""
+    if schedule.lowered or not schedule.prologue or not schedule.repeats:
+        return
+    of = rule(schedule)
+    for worker in range(schedule.workers):
+        first = _alive(of, worker, (schedule.prologue[worker],))
+        second = _alive(of, worker, (schedule.prologue[worker], schedule.period[worker]))
+        moved = {value.shifted(schedule.microbatches, 1) for value in first}
+        if odd := sorted(map(str, moved ^ second)):
+            reason = f"{odd[0]} is alive at one border of worker {worker} but not at the other"
+            entry = schedule.period[worker][-1] if schedule.period[worker] else None
+            yield Violation(Law.BORDER, worker, len(schedule.prologue[worker]), entry, reason)
+
+
+def _alive(of: object, worker: int, parts: Lists) -> set[Value]:
+    """The activations that a run of lists leaves on its worker."""
+    alive: set[Value] = set()
+    for entry in (entry for entries in parts for entry in entries):
+        effect = of(worker, entry)  # type: ignore[operator]
+        alive |= {value for value in effect.writes if value.kind in ACTIVATIONS}
+        alive -= set(effect.reads)
+    return alive

@@ -1,0 +1,127 @@
+"""Gradient sync and updates, where a schedule has not placed them itself.
+
+lazy       every sync after all compute of the step
+eager      a unit's sync as soon as the last of its holders has its last gradient
+eager-opt  eager only where each holder still has a bubble to hide it in (Chimera: exactly the stages above D/2)
+ring       no collective: running sums go from worker to worker in microbatch order, the total is handed back round
+
+All holders of a unit get its sync at one point of a linear order of the schedule, so collectives are issued in one order
+by everybody. A schedule with a flush then takes one global reduction (N) before its updates; one without has none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from enum import StrEnum
+
+from meshwright.ir.action import NONE, Action, Entry, Op, walk
+from meshwright.ir.order import Flow, Place, Sweep, sweep
+from meshwright.ir.schedule import Schedule
+from meshwright.passes.comm import Duration, stuck_error
+
+
+class Sync(StrEnum):
+    """When gradients are added up."""
+
+    LAZY = "lazy"
+    EAGER = "eager"
+    EAGER_OPT = "eager-opt"
+    RING = "ring"
+
+
+def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | None = None) -> Schedule:
+    """Add the syncs, the reduction and the updates that a schedule lacks; what it has placed stays as it is."""
+    placed = {action.op for entries in schedule.lists for action in walk(entries)}
+    schedule = replace(schedule, ring=schedule.ring or policy is Sync.RING)
+    if Op.S not in placed:
+        schedule = _with_syncs(schedule, policy, duration)
+    if Op.U not in placed:
+        norm = () if Op.N in placed or not schedule.flush else (Op.N,)
+        schedule = _whole(schedule, [(*entries, *_end(schedule, w, norm)) for w, entries in enumerate(schedule.lists)])
+    return schedule
+
+
+def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> Schedule:
+    """Put each unit's sync behind its last gradient, or at the end, on all its holders at once."""
+    shared = not schedule.ring and any(len(workers) > 1 for workers in schedule.holders)
+    order = None
+    if shared and policy is not Sync.LAZY:
+        flow = Flow(schedule)
+        order = sweep(flow, duration=duration)
+        if order.stuck:
+            raise stuck_error(schedule, flow, order)
+    sequence: Iterable[Place] = order.sequence if order else _list_after_list(schedule)
+    places = list(sequence)
+    lists: list[list[Entry]] = [[] for _ in schedule.lists]
+    at_end: list[Action] = []
+    due = _due(schedule, places, order, policy, at_end)
+    for position, (worker, index) in enumerate(places):
+        lists[worker].append(schedule.lists[worker][index])
+        for action, workers in due.get(position, ()):
+            for member in workers:
+                lists[member].append(action)
+    for action in sorted(at_end, key=lambda action: (action.version, -action.stage)):
+        for member in schedule.holders[action.stage]:
+            lists[member].append(action)
+    return _whole(schedule, lists)
+
+
+def _due(
+    schedule: Schedule, places: list[Place], order: Sweep | None, policy: Sync, at_end: list[Action]
+) -> dict[int, list[tuple[Action, tuple[int, ...]]]]:
+    """Which syncs stand behind which position of the linear order; what has to wait goes to `at_end`."""
+    last: dict[tuple[int, int, int], int] = {}
+    for position, (worker, index) in enumerate(places):
+        for action in walk((schedule.lists[worker][index],)):
+            if action.op is Op.B or action.op is Op.W:
+                for unit in schedule.units_of[action.stage]:
+                    last[unit, action.mb // schedule.microbatches, worker] = position
+    due: dict[int, list[tuple[Action, tuple[int, ...]]]] = defaultdict(list)
+    for unit, round_ in sorted({(unit, round_) for unit, round_, _ in last}, key=lambda key: (key[1], -key[0])):
+        action = Action(Op.S, unit, version=round_)
+        members = schedule.holders[unit]
+        ready = {w: last[unit, round_, w] for w in members if (unit, round_, w) in last}
+        if schedule.ring or len(members) == 1:
+            for worker, position in ready.items():
+                if policy is Sync.LAZY and schedule.flush:
+                    at_end.append(action)
+                else:
+                    due[position].append((action, (worker,)))
+            continue
+        moment = max(ready.values())
+        hides = order is not None and all(_bubble_behind(order, w, order.end[places[moment][0]][places[moment][1]]) for w in members)
+        if policy is Sync.LAZY or (policy is Sync.EAGER_OPT and not hides):
+            at_end.append(action)
+        else:
+            due[moment].append((action, members))
+    return due
+
+
+def _bubble_behind(order: Sweep, worker: int, time: float) -> bool:
+    """Is a worker idle at some time after `time` and before it ends?"""
+    starts, ends = order.start[worker], order.end[worker]
+    free = time
+    for start, end in zip(starts, ends, strict=True):
+        if end <= time:
+            continue
+        if start > free + 1e-9:
+            return True
+        free = max(free, end)
+    return False
+
+
+def _end(schedule: Schedule, worker: int, norm: tuple[Op, ...]) -> tuple[Action, ...]:
+    units = [unit for unit in reversed(range(schedule.units)) if worker in schedule.holders[unit]]
+    return (*(Action(op, NONE) for op in norm), *(Action(Op.U, unit) for unit in units))
+
+
+def _list_after_list(schedule: Schedule) -> Iterable[Place]:
+    return ((worker, index) for worker, entries in enumerate(schedule.lists) for index in range(len(entries)))
+
+
+def _whole(schedule: Schedule, lists: Iterable[Iterable[Entry]]) -> Schedule:
+    """The schedule with these lists as they stand: no more prologue and drain."""
+    lists = tuple(tuple(entries) for entries in lists)
+    return replace(schedule, period=lists, prologue=(), drain=(), repeats=1, turns=schedule.turn_edges)

@@ -1,0 +1,117 @@
+"""A file here is a schedule; its name is what users type. `build` finds it, checks the options and calls it.
+
+A schedule file has one function `build(*, workers, microbatches, ...) -> Schedule`. Its other keyword arguments are its
+options; `steps` and `costs` are passed to those that ask for them. A schedule with a flush builds one step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Schedule
+
+GIVEN = ("workers", "microbatches", "steps", "costs", "cluster")
+"""Arguments that are not options."""
+
+
+def names() -> list[str]:
+    """All schedules, by file name."""
+    return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
+
+
+def builder(name: str) -> Callable[..., Schedule]:
+    """The build function of a schedule."""
+    if name not in names():
+        raise MeshwrightError(f"there is no schedule '{name}'", fix=", ".join(names()))
+    found: Callable[..., Schedule] = importlib.import_module(f"{__name__}.{name}").build
+    return found
+
+
+def options(name: str) -> dict[str, inspect.Parameter]:
+    """The options of a schedule: the keyword arguments of its build function, with types and defaults."""
+    function = builder(name)
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters
+    return {key: p.replace(annotation=hints[key]) for key, p in parameters.items() if key not in GIVEN}
+
+
+def build(
+    name: str,
+    *,
+    workers: int,
+    microbatches: int,
+    steps: int | None = None,
+    costs: Sequence[StageCost] | None = None,
+    cluster: Cluster | None = None,
+    **chosen: object,
+) -> Schedule:
+    """Build a schedule by name. `steps` is 1, or 4 for schedules without a flush; texts of options are converted."""
+    for what, count in (("workers", workers), ("microbatches", microbatches), ("steps", steps if steps is not None else 1)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=4")
+    known = options(name)
+    unknown = sorted(set(chosen) - set(known))
+    if unknown:
+        listed = ", ".join(f"{key}={_shown(p)}" for key, p in known.items()) or f"{name} has no options"
+        raise MeshwrightError(f"{name} has no option {', '.join(repr(key) for key in unknown)}", fix=listed)
+    values = {key: _converted(name, known[key], value) for key, value in chosen.items()}
+    takes = inspect.signature(builder(name)).parameters
+    extra = {key: value for key, value in (("costs", costs), ("cluster", cluster)) if key in takes}
+    if "steps" in takes:
+        extra["steps"] = steps if steps is not None else 4
+    schedule = builder(name)(workers=workers, microbatches=microbatches, **extra, **values)
+    schedule = replace(schedule, options=tuple(sorted(values.items())))
+    return schedule if "steps" in takes else schedule.repeated(steps or 1)
+
+
+def _converted(name: str, parameter: inspect.Parameter, value: object) -> object:
+    """An option's value in its declared type; `Literal` types list what is allowed."""
+    kind = parameter.annotation
+    allowed = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    kinds = {type(a) for a in allowed} or {k for k in _members(kind) if k is not type(None)}
+    for each in kinds:
+        converted = _as(each, value)
+        if converted is not None and (not allowed or converted in allowed):
+            return converted
+    if value is None and type(None) in _members(kind):
+        return None
+    raise MeshwrightError(f"{name}: option {parameter.name} cannot be {value!r}", fix=f"{parameter.name}={_shown(parameter)}")
+
+
+def _members(kind: object) -> tuple[object, ...]:
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def _as(kind: object, value: object) -> object | None:
+    """`value`, perhaps a text, as bool, int, float or str; None where it is not one."""
+    if kind is bool:
+        return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value).lower())
+    if isinstance(value, bool):
+        return None
+    try:
+        if kind is int:
+            return int(value) if isinstance(value, int | str) else None
+        if kind is float:
+            return float(value) if isinstance(value, int | float | str) else None
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    """What an option may be, for help and errors."""
+    kind = parameter.annotation
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(str(a) for a in typing.get_args(kind))
+    return {bool: "true|false", int: "<whole number>", float: "<number>"}.get(
+        next((k for k in _members(kind) if k is not type(None)), str), "<text>"
+    )

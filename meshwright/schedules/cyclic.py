@@ -1,0 +1,127 @@
+"""Cyclic data parallelism (Fournier & Oyallon, 2403.08837): workers run whole microbatches, two time steps apart.
+
+    1: F1 F2 F3 B3 B2 B1 F1 F2 ..        N = 3: from time step 4 on every stage is in use by exactly one worker,
+    2: .  .  F1 F2 F3 B3 B2 B1 ..        so activations alive are constant, N (N + 1) / 2, and gradients travel
+    3: .  .  .  .  F1 F2 F3 B3 ..        from worker to worker as running sums instead of in one all-reduce
+
+Worker i of round t (1-based) reads version t of stage j where it is there in time, i + j >= K + 1 + margin, else t - 1:
+v2 has margin 0, v1 always reads t - 1. A worker updates its one copy right before the forward that wants the new version.
+
+The stagger is data: `turn` hands stage j on from F(m) to B(m - (K - j)) to F(m + 1). Stages of unequal cost keep only the
+turns that delay the first round's starts, by the lead that lets the v2 mask hold without a stall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Action, Op
+from meshwright.ir.placement import Placement
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Schedule
+
+Turn = tuple[Action, Action]
+
+
+def build(
+    *,
+    workers: int,
+    microbatches: int,
+    steps: int = 4,
+    costs: Sequence[StageCost] | None = None,
+    rule: Literal["v1", "v2"] = "v2",
+    margin: int | None = None,
+    stages: int | None = None,
+) -> Schedule:
+    """M workers, K <= M stages, one microbatch per worker and round."""
+    stages = workers if stages is None else stages
+    _refuse(workers, microbatches, stages, rule, margin)
+    margin = workers if rule == "v1" else margin or 0
+
+    def fresh(worker: int, stage: int) -> bool:
+        return (worker + 1) + (stage + 1) >= stages + 1 + margin
+
+    def version(worker: int, stage: int, round_: int) -> int:
+        return round_ if fresh(worker, stage) else max(0, round_ - 1)
+
+    def round_list(worker: int, round_: int) -> list[Action]:
+        mb, entries = workers * round_ + worker, []
+        for stage in range(stages):
+            wanted = version(worker, stage, round_)
+            if round_ and wanted > version(worker, stage, round_ - 1):
+                entries.append(Action(Op.U, stage, version=wanted - 1))
+            entries.append(Action(Op.F, stage, mb, version=wanted))
+        return entries + [Action(Op.B, s, mb, version=version(worker, s, round_)) for s in reversed(range(stages))]
+
+    def updates_left(worker: int, rounds: int) -> list[Action]:
+        return [Action(Op.U, s, version=k) for s in range(stages) for k in range(version(worker, s, rounds - 1), rounds)]
+
+    settled = min(steps, 2)
+    prologue = [[a for t in range(settled) for a in round_list(w, t)] for w in range(workers)]
+    even = costs is None or max(c.forward_s + c.backward_s for c in costs) <= 1.001 * min(c.forward_s + c.backward_s for c in costs)
+    mbs = range((settled + 2) * workers)
+    turns = _turns(stages, mbs) if even else _starts(workers, stages, costs or ())
+    placement = Placement(((tuple((worker,) for worker in range(workers)),) * stages,))
+    exact = {(w.op, w.stage, w.mb): w for row in range(workers) for t in range(settled + 2) for w in round_list(row, t)}
+    edges = [(exact[a.op, a.stage, a.mb], exact[b.op, b.stage, b.mb]) for a, b in turns]
+    return Schedule(
+        "cyclic",
+        placement,
+        workers,
+        period=tuple(tuple(round_list(w, 2)) for w in range(workers)),
+        prologue=tuple(map(tuple, prologue)),
+        drain=tuple(tuple(updates_left(w, settled)) for w in range(workers)),
+        repeats=steps - settled,
+        turns=tuple(edge for edge in edges if edge[1].mb < 3 * workers),
+        flush=False,
+        ring=True,
+    )
+
+
+def _turns(stages: int, mbs: range) -> list[Turn]:
+    """Stage j goes from F(m) to B(m - (K - j)) to F(m + 1); in the fill a start waits for the second stage of the one before."""
+    turns = []
+    for mb in mbs:
+        for stage in range(stages):
+            behind = mb - 1 - (stages - 1 - stage)
+            if behind >= 0:
+                turns.append((Action(Op.B, stage, behind), Action(Op.F, stage, mb)))
+            elif stage == 0 and mb > 0:
+                turns.append((Action(Op.F, 1, mb - 1), Action(Op.F, 0, mb)))
+            ahead = mb + stages - 1 - stage
+            if ahead in mbs and ahead != mb:
+                turns.append((Action(Op.F, stage, ahead), Action(Op.B, stage, mb)))
+    return turns
+
+
+def _starts(workers: int, stages: int, costs: Sequence[StageCost]) -> list[Turn]:
+    """Worker M - k leads worker M - k + 1 by forward and backward of stage k: it starts behind the action that ends then."""
+    turns = []
+    for worker in range(workers - 1):
+        k = min(stages, workers - 1 - worker)
+        lead = costs[k - 1].forward_s + costs[k - 1].backward_s
+        path = [(Action(Op.F, s, worker), costs[s].forward_s) for s in range(stages)]
+        path += [(Action(Op.B, s, worker), costs[s].backward_s) for s in reversed(range(stages))]
+        time = 0.0
+        for action, length in path:
+            time += length
+            if time >= lead - 1e-9:
+                turns.append((action, Action(Op.F, 0, worker + 1)))
+                break
+    return turns
+
+
+def _refuse(workers: int, microbatches: int, stages: int, rule: str, margin: int | None) -> None:
+    if microbatches != workers:
+        raise MeshwrightError(
+            f"cyclic runs one microbatch per worker and round: {workers} workers, got {microbatches} microbatches",
+            fix=f"--microbatches {workers}",
+        )
+    if not 1 <= stages <= workers:
+        raise MeshwrightError(f"cyclic needs 1 to {workers} stages for {workers} workers, got {stages}", fix=f"stages={workers}")
+    if margin is not None and not 0 <= margin <= workers:
+        raise MeshwrightError(f"cyclic: margin must be 0 to {workers}, got {margin}", fix="margin=0")
+    if margin is not None and rule == "v1":
+        raise MeshwrightError("cyclic: a margin belongs to rule=v2; v1 is the largest margin there is", fix="rule=v2")

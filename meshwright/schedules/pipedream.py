@@ -1,0 +1,22 @@
+"""PipeDream: 1F1B without a flush; every microbatch updates the weights, and a backward uses its forward's version.
+
+A stage with w stages behind it has w microbatches in flight, so its forward m reads version m - w, and it keeps w + 1
+versions: D on the first stage, one on the last. A round is a single microbatch here.
+"""
+
+from __future__ import annotations
+
+from meshwright.ir.schedule import Schedule
+from meshwright.schedules._endless import endless
+
+
+def build(*, workers: int, microbatches: int, steps: int = 4) -> Schedule:
+    """`steps` times `microbatches` rounds of one microbatch each."""
+    return endless(
+        "pipedream",
+        workers=workers,
+        microbatches=1,
+        rounds=steps * microbatches,
+        version=lambda stage, mb: max(0, mb - (workers - 1 - stage)),
+        settled=workers - 1,
+    )

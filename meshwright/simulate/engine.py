@@ -1,0 +1,66 @@
+"""Simulate a schedule: lower it where needed, sweep it once, and say when everything happens and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.ir.action import Transfer
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.price import Price
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Lane, Span, Timeline
+from meshwright.passes.lower import lower
+from meshwright.passes.sync import Sync
+from meshwright.simulate.bounds import lower_bound
+from meshwright.simulate.memory import memory, parameter_copies
+from meshwright.simulate.program import Message, Program, sweep
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    cluster: Cluster | None = None,
+    *,
+    sync: Sync | str = Sync.EAGER,
+    overlap: float = 0.0,
+) -> Timeline:
+    """Predict when every action, message and sync happens, and what each worker holds."""
+    cluster = cluster or Cluster()
+    lowered = lower(schedule, sync=sync, costs=costs, cluster=cluster)
+    program = Program(lowered, cluster.duplex)
+    price = Price(lowered, costs, cluster, overlap=overlap)
+    table = program.table(price)
+    starts, ready = sweep(program, table)
+    return timeline(program, price, starts, ready)
+
+
+def timeline(program: Program, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:
+    """Spans, memory, copies and the bound from the times of a program's nodes."""
+    schedule, flow = program.schedule, program.flow
+    spans: list[Span] = []
+    times: list[list[tuple[float, float]]] = [[(0.0, 0.0)] * len(entries) for entries in flow.lists]
+    for places, class_, start, end in zip(program.places, program.class_of, starts, ready, strict=True):
+        what = program.classes[class_][1]
+        for number, (worker, index) in enumerate(places):
+            times[worker][index] = (start, end)
+            if isinstance(what, Message):
+                lane = Lane.RECEIVE if number else Lane.SEND
+            else:
+                lane = Lane.COMPUTE if len(places) == 1 and not _is_sync(program, worker, index) else Lane.COLLECTIVE
+            spans.append(Span(worker, lane, flow.lists[worker][index], start, end))
+    workers = range(schedule.workers)
+    return Timeline(
+        schedule=schedule.name,
+        workers=schedule.workers,
+        spans=tuple(spans),
+        memory=tuple(memory(flow, price, worker, times[worker]) for worker in workers),
+        parameter_copies=tuple(parameter_copies(flow, worker) for worker in workers),
+        lower_bound_s=lower_bound(program, price),
+        flush=schedule.flush,
+    )
+
+
+def _is_sync(program: Program, worker: int, index: int) -> bool:
+    entry = program.flow.lists[worker][index]
+    return not isinstance(entry, Transfer) and str(entry)[-1:] == "S"
