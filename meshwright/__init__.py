@@ -1,0 +1,52 @@
+"""Meshwright plans, proves, simulates and runs multi-dimensional parallel training of ordinary PyTorch models."""
+
+from meshwright import schedules
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Action, Cell, Op, Transfer, Value
+from meshwright.ir.cluster import Cluster, Duplex, Link
+from meshwright.ir.csv_form import from_csv, to_csv
+from meshwright.ir.effects import effects
+from meshwright.ir.files import schedule_from_json, schedule_to_json
+from meshwright.ir.placement import Placement
+from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
+from meshwright.ir.schedule import Recompute, Schedule
+from meshwright.ir.timeline import Lane, Span, Timeline
+from meshwright.passes.check import CheckResult, check
+from meshwright.passes.lower import lower
+from meshwright.passes.recompute import stage_aware
+from meshwright.simulate import simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "Cell",
+    "CheckResult",
+    "Cluster",
+    "Duplex",
+    "Lane",
+    "Link",
+    "MeshwrightError",
+    "Op",
+    "Placement",
+    "Recompute",
+    "Schedule",
+    "Span",
+    "StageCost",
+    "Timeline",
+    "Transfer",
+    "Value",
+    "check",
+    "costs_from_json",
+    "costs_to_json",
+    "effects",
+    "even_costs",
+    "from_csv",
+    "lower",
+    "schedule_from_json",
+    "schedule_to_json",
+    "schedules",
+    "simulate",
+    "stage_aware",
+    "to_csv",
+]

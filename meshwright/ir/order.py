@@ -7,7 +7,6 @@ linear order or names who waits for whom.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,10 @@ SLOTS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.R: 1.0}
 """Durations where nothing better is known: a backward is twice a forward."""
 
 
+JOINT = (Op.S, Op.N)
+"""Ops that a group may have to issue together."""
+
+
 def slots(entry: Entry) -> float:
     """How long an entry takes in unit slots."""
     if isinstance(entry, Action):
@@ -30,27 +33,32 @@ def slots(entry: Entry) -> float:
     return slots(entry.first) + slots(entry.second) if isinstance(entry, Cell) else 0.0
 
 
+@dataclass(frozen=True)
 class Flow:
     """The effects of all entries, taken once, with values interned as numbers."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.lists: Lists = schedule.lists
-        self.schedule = schedule
+    schedule: Schedule
+    lists: Lists
+    reads: list[list[tuple[int, ...]]]
+    writes: list[list[tuple[int, ...]]]
+    initial: list[tuple[int, ...]]
+    ids: dict[Value, int]
+    values: list[Value]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Flow:
+        """Ask the rule for every entry once."""
         ids: dict[Value, int] = {}
-        of = rule(schedule)
-
-        def intern(values: tuple[Value, ...]) -> tuple[int, ...]:
-            return tuple([ids.setdefault(value, len(ids)) for value in values])
-
-        self.initial = [intern(initial(schedule, worker)) for worker in range(schedule.workers)]
-        self.reads: list[list[tuple[int, ...]]] = []
-        self.writes: list[list[tuple[int, ...]]] = []
-        for worker, entries in enumerate(self.lists):
-            both = [of(worker, entry) for entry in entries]
-            self.reads.append([intern(effect.reads) for effect in both])
-            self.writes.append([intern(effect.writes) for effect in both])
-        self.ids = ids
-        self.values = list(ids)
+        effects = rule(schedule)
+        reads: list[list[tuple[int, ...]]] = []
+        writes: list[list[tuple[int, ...]]] = []
+        number = ids.setdefault
+        start = [tuple([number(v, len(ids)) for v in initial(schedule, w)]) for w in range(schedule.workers)]
+        for worker, entries in enumerate(schedule.lists):
+            both = [effects(worker, entry) for entry in entries]
+            reads.append([tuple([number(value, len(ids)) for value in effect[0]]) for effect in both])
+            writes.append([tuple([number(value, len(ids)) for value in effect[1]]) for effect in both])
+        return cls(schedule, schedule.lists, reads, writes, start, ids, list(ids))
 
 
 @dataclass(frozen=True)
@@ -79,55 +87,56 @@ def sweep(
     end: list[list[float]] = [[] for _ in lists]
     free = [0.0] * len(lists)
     sequence: list[tuple[float, int, Place]] = []
-    waiting: dict[int, list[int]] = defaultdict(list)
-    arrived: dict[Action, list[int]] = defaultdict(list)
+    waiting: dict[int, list[int]] = {}
+    arrived: dict[Action, list[int]] = {}
     missing: dict[int, int] = {}
     ready = list(range(len(lists) - 1, -1, -1))
 
-    def run(worker: int, at: float) -> None:
-        index = len(start[worker])
+    def run(worker: int, index: int, at: float) -> None:
         finish = at + length(worker, lists[worker][index])
         start[worker].append(at)
         end[worker].append(finish)
         free[worker] = finish
         sequence.append((finish, len(sequence), (worker, index)))
         for value in flow.writes[worker][index]:
-            time[value], home[value] = finish, worker
+            time[value] = finish
+            home[value] = worker
             if value in waiting:
                 ready.extend(waiting.pop(value))
 
     while ready:
         worker = ready.pop()
         entries, reads = lists[worker], flow.reads[worker]
-        while len(start[worker]) < len(entries):
-            index = len(start[worker])
+        index = len(start[worker])
+        while index < len(entries):
             at = free[worker]
+            blocked = -1
             for value in reads[index]:
                 if (made := time[value]) < 0.0:
-                    waiting[value].append(worker)
-                    missing[worker] = value
+                    blocked = value
                     break
                 if delay is not None and home[value] != worker:
                     made += delay(value, home[value], worker)
                 if made > at:
                     at = made
+            if blocked >= 0:
+                waiting.setdefault(blocked, []).append(worker)
+                missing[worker] = blocked
+                break
+            entry = entries[index]
+            if type(entry) is Action and entry.op in JOINT and len(group := collective(flow.schedule, entry)) > 1:
+                free[worker] = at
+                here = arrived.setdefault(entry, [])
+                here.append(worker)
+                if len(here) < len(group):
+                    break
+                at = max(free[member] for member in here)
+                for member in here:
+                    run(member, len(start[member]), at)
+                ready.extend(member for member in here if member != worker)
             else:
-                entry = entries[index]
-                group = collective(flow.schedule, entry) if isinstance(entry, Action) and entry.op in (Op.S, Op.N) else ()
-                if len(group) > 1:
-                    free[worker] = at
-                    arrived[entry].append(worker)  # type: ignore[index]
-                    if len(arrived[entry]) < len(group):  # type: ignore[index]
-                        break
-                    at = max(free[member] for member in group)
-                    for member in group:
-                        if member in arrived[entry]:  # type: ignore[index]
-                            run(member, at)
-                    ready.extend(member for member in group if member != worker)
-                else:
-                    run(worker, at)
-                continue
-            break
+                run(worker, index, at)
+            index += 1
     sequence.sort()
     stuck = {worker: len(start[worker]) for worker in range(len(lists)) if len(start[worker]) < len(lists[worker])}
     return Sweep([place for _, _, place in sequence], start, end, stuck, missing)
@@ -184,7 +193,7 @@ def _partners(schedule: Schedule, lists: Lists, at: Sequence[int], worker: int, 
         if type(other) is not Transfer or other.peer != worker or other.sends == entry.sends or other.value != entry.value:
             return None
         return (worker, peer) if entry.sends else (peer, worker)
-    if type(entry) is Action and entry.op in (Op.S, Op.N):
+    if type(entry) is Action and entry.op in JOINT:
         group = collective(schedule, entry)
         if len(group) > 1 and worker in group:
             here = [m for m in group if at[m] < len(lists[m]) and lists[m][at[m]] == entry]

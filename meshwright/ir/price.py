@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.errors import MeshwrightError
 from meshwright.ir.action import NONE, Action, Cell, Entry, Kind, Op, Transfer, Value
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.profile import StageCost
+from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
 
 
@@ -20,13 +19,8 @@ class Price:
     def __init__(
         self, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster | None = None, *, overlap: float = 0.0
     ) -> None:
-        if len(costs) != schedule.stages:
-            raise MeshwrightError(
-                f"{schedule.name} has {schedule.stages} stages, the costs have {len(costs)}",
-                fix=f"give one row of costs per stage: {schedule.stages}",
-            )
         self.schedule = schedule
-        self.costs = tuple(costs)
+        self.costs = tuple(rows_for(costs, schedule.stages))
         self.cluster = cluster or Cluster()
         self.overlap = overlap
         self.recompute = schedule.recompute or ()

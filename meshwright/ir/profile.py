@@ -65,6 +65,15 @@ def even_costs(
     return (whole.scaled(share),) * stages
 
 
+def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCost]:
+    """The costs of `stages` stages: those given, or equal parts of one slot each."""
+    if costs is None:
+        return (StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0),) * stages
+    if len(costs) != stages:
+        raise MeshwrightError(f"there are {stages} stages, the costs have {len(costs)}", fix=f"give one row of costs per stage: {stages}")
+    return costs
+
+
 def costs_to_json(costs: Sequence[StageCost]) -> str:
     """The file form of stage costs."""
     return json.dumps({"schema": SCHEMA, "stages": [asdict(cost) for cost in costs]}, indent=1)

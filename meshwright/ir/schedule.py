@@ -123,7 +123,7 @@ class Schedule:
             edges += [(self._moved(writer, k), self._moved(reader, k)) for k in shifts]
         return tuple((writer, reader) for writer, reader in edges if writer in there and reader in there)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """How many rounds of microbatches the lists hold."""
         last = max((a.mb for entries in self.lists for entry in entries for a in actions(entry)), default=-1)

@@ -7,18 +7,18 @@ worker, the action, the reason and a small grid; nothing is raised.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.ir.action import Entry, Kind, Transfer
+from meshwright.ir.action import Entry, Kind, Op, Transfer, actions
 from meshwright.ir.effects import ACTIVATIONS, CONSUMED
 from meshwright.ir.grid import excerpt
 from meshwright.ir.order import Blocked, Flow, Place, rendezvous
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.comm import StuckError
 from meshwright.passes.laws import Law, Violation, border, structure
-from meshwright.passes.lower import lower
+from meshwright.passes.lower import lowered_flow
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,20 @@ def check(schedule: Schedule) -> CheckResult:
         return _broken(schedule, violation)
     for violation in border(schedule):
         return _broken(schedule, violation)
-    if not schedule.lowered:
-        try:
-            schedule = lower(schedule)
-        except StuckError as error:
-            worker, index = error.place
-            return _broken(schedule, Violation(Law.DEADLOCK, worker, index, schedule.lists[worker][index], error.what))
-    events, blocked = rendezvous(schedule)
+    try:
+        flow = lowered_flow(schedule)
+    except StuckError as error:
+        worker, index = error.place
+        return _broken(schedule, Violation(Law.DEADLOCK, worker, index, schedule.lists[worker][index], error.what))
+    events, blocked = rendezvous(flow.schedule)
     if blocked is not None:
-        return _broken(schedule, _deadlock(schedule, blocked))
-    copies = _Copies(schedule)
+        return _broken(flow.schedule, _deadlock(flow.schedule, blocked))
+    copies = _Copies(flow)
     for event in events:
         if violation := copies.follow(event):
-            return _broken(schedule, violation)
+            return _broken(flow.schedule, violation)
     if violation := copies.leftover():
-        return _broken(schedule, violation)
+        return _broken(flow.schedule, violation)
     return CheckResult(True, peak_activations=tuple(copies.peak), receive_depth=copies.depth)
 
 
@@ -74,16 +73,15 @@ def _broken(schedule: Schedule, violation: Violation) -> CheckResult:
 class _Copies:
     """Each worker's live values, followed through a run: one copy at most, made by write or receive, ended by its reader."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.flow = flow = Flow(schedule)
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
         self.live: list[set[int]] = [set(values) for values in flow.initial]
         self.ends = [value.kind in CONSUMED for value in flow.values]
         self.counts = [value.kind in ACTIVATIONS for value in flow.values]
-        self.ever = {value for values in flow.initial for value in values}
-        self.now = [0] * schedule.workers
-        self.peak = [0] * schedule.workers
-        self.waiting: dict[tuple[int, int, Kind], set[int]] = defaultdict(set)
+        self.now = [0] * len(flow.lists)
+        self.peak = [0] * len(flow.lists)
+        self.unread: dict[tuple[int, int, Kind], set[int]] = {}
+        self.came: dict[tuple[int, int], set[int]] = {}
         self.depth = 0
 
     def follow(self, event: tuple[Place, ...]) -> Violation | None:
@@ -97,57 +95,51 @@ class _Copies:
             for value in writes:
                 if value in live:
                     reason = f"makes {self.flow.values[value]} while worker {worker} still holds it"
-                    return Violation(Law.COPY, worker, index, self._entry(worker, index), reason)
-            self._account(worker, index, reads, writes)
+                    return Violation(Law.COPY, worker, index, self.flow.lists[worker][index], reason)
+            live.update(writes)
+            made = ended = 0
+            for value in writes:
+                made += self.counts[value]
+            for value in reads:
+                if self.ends[value]:
+                    live.discard(value)
+                    ended += self.counts[value]
+                if (queue := self.came.get((worker, value))) is not None:
+                    queue.discard(value)
+            self._count(worker, index, made, ended)
+            if len(event) == 2 and not reads:
+                self._arrived(worker, index, writes[0])
         return None
 
-    def _account(self, worker: int, index: int, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
-        live = self.live[worker]
-        for value in writes:
-            live.add(value)
-            self.now[worker] += self.counts[value]
-        self.ever.update(writes)
-        if self.now[worker] > self.peak[worker]:
-            self.peak[worker] = self.now[worker]
-        for value in reads:
-            if self.ends[value]:
-                live.discard(value)
-                self.now[worker] -= self.counts[value]
-        entry = self._entry(worker, index)
-        if isinstance(entry, Transfer):
-            if not entry.sends:
-                queue = self.waiting[entry.peer, worker, entry.value.kind]
-                queue.add(writes[0])
-                self.depth = max(self.depth, len(queue))
-        elif reads:
-            self._used(worker, reads)
+    def _count(self, worker: int, index: int, made: int, ended: int) -> None:
+        """A worker's live activations; recompute and I turn one into another, which is no second one."""
+        if made or ended:
+            swaps = sum(1 for a in actions(self.flow.lists[worker][index]) if a.op is Op.R or a.op is Op.I)
+            self.peak[worker] = max(self.peak[worker], self.now[worker] + made - swaps)
+            self.now[worker] += made - ended
 
-    def _used(self, worker: int, reads: tuple[int, ...]) -> None:
-        for value in reads:
-            kind = self.flow.values[value].kind
-            if kind is Kind.ACT or kind is Kind.GRAD:
-                for (_, target, channel), queue in self.waiting.items():
-                    if target == worker and channel is kind:
-                        queue.discard(value)
+    def _arrived(self, worker: int, index: int, value: int) -> None:
+        entry = self.flow.lists[worker][index]
+        assert isinstance(entry, Transfer)
+        queue = self.unread.setdefault((entry.peer, worker, entry.value.kind), set())
+        queue.add(value)
+        self.came[worker, value] = queue
+        self.depth = max(self.depth, len(queue))
 
     def _unread(self, worker: int, index: int, value_id: int) -> Violation:
         value = self.flow.values[value_id]
-        entry = self._entry(worker, index)
+        entry = self.flow.lists[worker][index]
         verb = "sends" if isinstance(entry, Transfer) else "reads"
         law = Law.VERSION if value.kind is Kind.PARAM else Law.READ
         if value.kind is Kind.PARAM:
             why = f"version {value.version} of unit {value.stage} does not exist there yet"
-        elif value_id in self.live_before(worker, index):
+        elif any(value_id in values for values in self.flow.writes[worker][:index]):
             why = "it has been used up by then"
-        elif value_id in self.ever:
-            why = f"worker {worker} has not received it"
+        elif any(value_id in values for writes in self.flow.writes for values in writes):
+            why = f"worker {worker} does not have it at that point"
         else:
-            why = "it has not been made yet"
+            why = "nobody makes it"
         return Violation(law, worker, index, entry, f"{verb} {value}, but {why}")
-
-    def live_before(self, worker: int, index: int) -> set[int]:
-        """What this worker has made or received earlier in its list."""
-        return {value for values in self.flow.writes[worker][:index] for value in values}
 
     def leftover(self) -> Violation | None:
         """At the end of a step with a flush nothing may be left but parameters and sums."""
@@ -156,14 +148,11 @@ class _Copies:
                 if self.ends[value]:
                     index = self._writer(worker, value)
                     reason = f"makes {self.flow.values[value]}, which nobody uses"
-                    return Violation(Law.LEFTOVER, worker, index, self._entry(worker, index), reason)
+                    return Violation(Law.LEFTOVER, worker, index, self.flow.lists[worker][index], reason)
         return None
 
     def _writer(self, worker: int, value: int) -> int:
         return next(index for index, values in enumerate(self.flow.writes[worker]) if value in values)
-
-    def _entry(self, worker: int, index: int) -> Entry:
-        return self.flow.lists[worker][index]
 
 
 def _deadlock(schedule: Schedule, blocked: Blocked) -> Violation:

@@ -3,19 +3,17 @@
 Both ends of a message stand at one point of a linear order of everything: running the lists in that order never finds a
 partner missing. "Send after the producer, receive before the reader" does not have this property.
 
-The point is right after the producer, unless two messages of the same channel (source, destination, kind) would then
-wait unread at the receiver: in that case it moves behind the reader of the one before the last, and the value stays with
-its sender so long. A value with several readers is handed on from reader to reader, after the one before has used it.
+The point is right after the producer, but not before the last but one message of the same channel (source, destination,
+kind) has been read: so at most two wait unread at the receiver, and the value stays with its sender so long. A value with several readers is handed on from reader to reader, after the one before has used it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import Entry, Kind, Transfer, Value
+from meshwright.ir.action import Entry, Kind, Transfer
 from meshwright.ir.order import Flow, Place, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 
@@ -28,57 +26,69 @@ Delay = Callable[[int, int, int], float]
 
 def comm(
     schedule: Schedule, *, flow: Flow | None = None, duration: Duration | None = None, delay: Delay | None = None
-) -> Schedule:
-    """Add sends and receives to lists of compute, syncs and updates; times only choose among safe orders."""
-    flow = flow or Flow(schedule)
+) -> Flow:
+    """Add sends and receives to lists of compute, syncs and updates; times only choose among safe orders.
+
+    The result is the lowered schedule with its effects: those of the entries are taken over, not asked for again.
+    """
+    flow = flow or Flow.of(schedule)
     order = sweep(flow, duration=duration, delay=delay)
     if order.stuck:
         raise stuck_error(schedule, flow, order)
     after = _messages(flow, order)
     lists: list[list[Entry]] = [[] for _ in schedule.lists]
+    reads: list[list[tuple[int, ...]]] = [[] for _ in schedule.lists]
+    writes: list[list[tuple[int, ...]]] = [[] for _ in schedule.lists]
     for position, (worker, index) in enumerate(order.sequence):
-        lists[worker].append(schedule.lists[worker][index])
-        for value, source, target in after.get(position, ()):
+        lists[worker].append(flow.lists[worker][index])
+        reads[worker].append(flow.reads[worker][index])
+        writes[worker].append(flow.writes[worker][index])
+        for number, source, target in after.get(position, ()):
+            value, just = flow.values[number], (number,)
             lists[source].append(Transfer(True, value, target))
+            reads[source].append(just)
+            writes[source].append(())
             lists[target].append(Transfer(False, value, source))
-    return replace(
+            reads[target].append(())
+            writes[target].append(just)
+    lowered = replace(
         schedule, prologue=(), drain=(), repeats=1, period=tuple(map(tuple, lists)), turns=schedule.turn_edges, lowered=True
     )
+    return Flow(lowered, lowered.lists, reads, writes, flow.initial, flow.ids, flow.values)
 
 
-def _messages(flow: Flow, order: Sweep) -> dict[int, list[tuple[Value, int, int]]]:
+def _messages(flow: Flow, order: Sweep) -> dict[int, list[tuple[int, int, int]]]:
     """For each position of the linear order the messages (value, source, target) that stand right behind it."""
-    hops = _hops(flow, order)
-    read_at: dict[tuple[int, int, Kind], list[int]] = defaultdict(list)
-    after: dict[int, list[tuple[Value, int, int]]] = defaultdict(list)
-    for produced, value_id, source, target, read in sorted(hops):
-        value = flow.values[value_id]
-        reads = read_at[source, target, value.kind]
+    read_at: dict[tuple[int, int, Kind], list[int]] = {}
+    after: dict[int, list[tuple[int, int, int]]] = {}
+    for produced, value, source, target, read in _hops(flow, order):
+        reads = read_at.setdefault((source, target, flow.values[value].kind), [])
         point = max(produced, reads[-OUTSTANDING]) if len(reads) >= OUTSTANDING else produced
-        if point >= read:
-            point = produced
         reads.append(read)
-        after[point].append((value, source, target))
+        after.setdefault(point, []).append((value, source, target))
     return after
 
 
 def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
-    """Every message as (position of who has it, value, source, target, position of its first reader there)."""
-    holder: dict[int, tuple[int, int]] = {}
-    held: set[tuple[int, int]] = set()
+    """Every message as (position of who has it, value, source, target, position of its first reader there), by reader."""
+    holder: list[int] = [-1] * len(flow.values)
+    since: list[int] = [0] * len(flow.values)
+    others: dict[int, set[int]] = {}
     hops = []
     for worker, values in enumerate(flow.initial):
-        held.update((value, worker) for value in values)
+        for value in values:
+            holder[value] = worker
     for position, (worker, index) in enumerate(order.sequence):
         for value in flow.reads[worker][index]:
-            if (value, worker) not in held and value in holder:
-                source, since = holder[value]
-                hops.append((since, value, source, worker, position))
-                held.add((value, worker))
-            holder[value] = (worker, position)
+            source = holder[value]
+            if source != worker:
+                had = others.setdefault(value, {source})
+                if worker not in had:
+                    hops.append((since[value], value, source, worker, position))
+                    had.add(worker)
+            holder[value], since[value] = worker, position
         for value in flow.writes[worker][index]:
-            held.add((value, worker))
-            holder[value] = (worker, position)
+            holder[value], since[value] = worker, position
     return hops
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import StrEnum
+from typing import TypeVar
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.order import Flow
 from meshwright.ir.price import Price
@@ -15,6 +18,8 @@ from meshwright.passes.recompute import Mode
 from meshwright.passes.recompute import recompute as settle_recompute
 from meshwright.passes.sync import Sync
 from meshwright.passes.sync import sync as place_syncs
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def lower(
@@ -31,17 +36,41 @@ def lower(
     """
     if schedule.lowered:
         return schedule
-    closed = schedule.flush and not schedule.prologue and not schedule.drain
-    work = schedule.repeated(1) if closed else schedule
+    return lowered_flow(schedule, sync=sync, recompute=recompute, costs=costs, cluster=cluster).schedule
+
+
+def lowered_flow(
+    schedule: Schedule,
+    *,
+    sync: Sync | str = Sync.EAGER,
+    recompute: Mode | str | Sequence[Recompute] | None = None,
+    costs: Sequence[StageCost] | None = None,
+    cluster: Cluster | None = None,
+) -> Flow:
+    """The lowered schedule with its effects, asked for once."""
+    if schedule.lowered:
+        return Flow.of(schedule)
     if recompute is None and costs is not None and any(cost.recompute_s > 0 for cost in costs):
         recompute = [Recompute(1.0 if cost.recompute_s > 0 else 0.0) for cost in costs]
-    work = settle_recompute(work, Mode(recompute) if isinstance(recompute, str) else recompute)
+    closed = schedule.flush and not schedule.prologue and not schedule.drain
+    work = schedule.repeated(1) if closed else schedule
+    work = settle_recompute(work, _choice(Mode, recompute) if isinstance(recompute, str) else recompute)
     duration = Price(work, costs, cluster).entry_s if costs is not None else None
-    work = place_syncs(work, Sync(sync), duration=duration)
+    work = place_syncs(work, _choice(Sync, sync), duration=duration)
+    flow = Flow.of(work)
     if costs is None:
-        work = comm(work)
+        done = comm(work, flow=flow)
     else:
         price = Price(work, costs, cluster)
-        flow = Flow(work)
-        work = comm(work, flow=flow, duration=price.entry_s, delay=lambda v, a, b: sum(price.message_s(flow.values[v], a, b)))
-    return replace(work, repeats=schedule.repeats) if closed else work
+        delay = (lambda v, a, b: sum(price.message_s(flow.values[v], a, b))) if cluster is not None else None
+        done = comm(work, flow=flow, duration=price.entry_s, delay=delay)
+    if closed and schedule.repeats != 1:
+        return Flow.of(replace(done.schedule, repeats=schedule.repeats))
+    return done
+
+
+def _choice(kind: type[Choice], text: str) -> Choice:
+    try:
+        return kind(text)
+    except ValueError:
+        raise MeshwrightError(f"there is no {kind.__name__.lower()} '{text}'", fix=", ".join(kind)) from None

@@ -48,7 +48,7 @@ def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> 
     shared = not schedule.ring and any(len(workers) > 1 for workers in schedule.holders)
     order = None
     if shared and policy is not Sync.LAZY:
-        flow = Flow(schedule)
+        flow = Flow.of(schedule)
         order = sweep(flow, duration=duration)
         if order.stuck:
             raise stuck_error(schedule, flow, order)

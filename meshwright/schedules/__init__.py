@@ -36,12 +36,23 @@ def builder(name: str) -> Callable[..., Schedule]:
     return found
 
 
-def options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a schedule: the keyword arguments of its build function, with types and defaults."""
+def parameters(name: str) -> dict[str, inspect.Parameter]:
+    """All keyword arguments of a schedule's build function, with their types."""
     function = builder(name)
     hints = typing.get_type_hints(function)
-    parameters = inspect.signature(function).parameters
-    return {key: p.replace(annotation=hints[key]) for key, p in parameters.items() if key not in GIVEN}
+    return {key: p.replace(annotation=hints[key]) for key, p in inspect.signature(function).parameters.items()}
+
+
+def options(name: str) -> dict[str, inspect.Parameter]:
+    """The options of a schedule: what its build function takes beside sizes and costs."""
+    return {key: parameter for key, parameter in parameters(name).items() if key not in GIVEN}
+
+
+def compared(name: str) -> tuple[dict[str, object], ...]:
+    """The sets of options worth comparing: a schedule file's COMPARED, or its defaults alone."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    found: tuple[dict[str, object], ...] = getattr(module, "COMPARED", ({},))
+    return found
 
 
 def build(
@@ -64,10 +75,9 @@ def build(
         listed = ", ".join(f"{key}={_shown(p)}" for key, p in known.items()) or f"{name} has no options"
         raise MeshwrightError(f"{name} has no option {', '.join(repr(key) for key in unknown)}", fix=listed)
     values = {key: _converted(name, known[key], value) for key, value in chosen.items()}
-    takes = inspect.signature(builder(name)).parameters
-    extra = {key: value for key, value in (("costs", costs), ("cluster", cluster)) if key in takes}
-    if "steps" in takes:
-        extra["steps"] = steps if steps is not None else 4
+    takes = parameters(name)
+    given = {"steps": 4 if steps is None else steps, "costs": costs, "cluster": cluster}
+    extra = {key: value for key, value in given.items() if key in takes}
     schedule = builder(name)(workers=workers, microbatches=microbatches, **extra, **values)
     schedule = replace(schedule, options=tuple(sorted(values.items())))
     return schedule if "steps" in takes else schedule.repeated(steps or 1)
@@ -77,8 +87,7 @@ def _converted(name: str, parameter: inspect.Parameter, value: object) -> object
     """An option's value in its declared type; `Literal` types list what is allowed."""
     kind = parameter.annotation
     allowed = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    kinds = {type(a) for a in allowed} or {k for k in _members(kind) if k is not type(None)}
-    for each in kinds:
+    for each in [type(a) for a in allowed[:1]] or _members(kind):
         converted = _as(each, value)
         if converted is not None and (not allowed or converted in allowed):
             return converted
@@ -112,6 +121,5 @@ def _shown(parameter: inspect.Parameter) -> str:
     kind = parameter.annotation
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(str(a) for a in typing.get_args(kind))
-    return {bool: "true|false", int: "<whole number>", float: "<number>"}.get(
-        next((k for k in _members(kind) if k is not type(None)), str), "<text>"
-    )
+    shown = {bool: "true|false", int: "<whole number>", float: "<number>"}
+    return next((text for member, text in shown.items() if member in _members(kind)), "<text>")

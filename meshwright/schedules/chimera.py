@@ -5,47 +5,58 @@
     2: .  F2 F0 F3 F1 B0 B2 B1 B3 .
     3: F2 F3 .  F0 B0 F1 B1 B2 .  B3
 
-D stages, h = D/2. In a unit of D microbatches each direction runs h of them, in fixed slots of unit length: forward m of
-stage k in slot k + 2m, backward m in slot 2D-1-k + 2m. The slots of the two directions never meet, so sorting by slot is
-the whole merge. More microbatches:
+In a unit of D microbatches each direction runs D/2 of them in slots of unit length: forward i of stage k in slot k + 2i,
+backward i in slot 2D-1-k + 2i. The slots of the two directions never meet, so sorting by slot is the whole merge.
 
     direct    unit after unit, 2D slots apart
-    doubling  a slot holds two forwards or one backward: 2h backwards per direction, double units 3D slots apart
-    halving   the same program with one forward or half a backward in a slot; `half_forward` halves forwards as well
+    doubling  a slot holds two forwards or one backward; double units, 3D slots apart
+    halving   a slot holds one forward (`half_forward`: two halves) or half a backward; units 3D slots apart
+    steady    ours: the order of a folded wave, unfolded; no seam between units (28 instead of 30 at D=4, N=8, B=2F)
 
-`pairs` (f) puts f such pairs on the same workers, D/f apart: 2f replicas and f times fewer bubbles.
+`pairs` (f) puts f such pairs on the same workers, D/f apart: 2f replicas and f times fewer bubbles. `split` takes backwards
+apart and fills their weight halves into the gaps of the steady order, with at most D activations alive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import NONE, Action, Op
 from meshwright.ir.placement import Placement
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Lists, Schedule
+from meshwright.schedules._fill import fill
+from meshwright.schedules._wave import steady, unfold
+
+COMPARED = ({}, {"mode": "doubling"}, {"mode": "halving"}, {"mode": "steady"}, {"pairs": 2}, {"split": True})
+Mode = Literal["direct", "doubling", "halving", "steady"]
 
 
 def build(
     *,
     workers: int,
     microbatches: int,
+    costs: Sequence[StageCost] | None = None,
     pairs: int = 1,
-    mode: Literal["direct", "doubling", "halving"] = "direct",
+    mode: Mode = "direct",
     half_forward: bool = False,
     split: bool = False,
 ) -> Schedule:
-    """Sort every worker's slots; `split` takes backwards apart into I and W."""
+    """Whole units of D microbatches (doubling: 2D), or fewer; `split` and `steady` take any even number."""
     _refuse(workers, microbatches, pairs, mode, half_forward, split)
-    placement = Placement.of(
-        lambda replica, stage: _worker(workers, pairs, replica, stage), stages=workers, replicas=2 * pairs
-    )
-    if split:
-        lists = split_lists(workers, microbatches)
+    placement = Placement.of(lambda r, stage: _worker(workers, pairs, r, stage), stages=workers, replicas=2 * pairs)
+    backward = Op.I if split else Op.B
+    if mode == "steady" or (split and pairs == 1):
+        unit = min(workers, microbatches)
+        lists: Lists = tuple(map(tuple, unfold(steady(workers // 2, -(-microbatches // 2), backward=backward), microbatches, unit=unit)))
     else:
-        lists = _sorted_slots(workers, microbatches, pairs, mode, half_forward)
-    parts = 2 if mode == "halving" else 1
-    return Schedule("chimera", placement, microbatches, lists, parts=parts)
+        lists = _slots(workers, microbatches, pairs, mode, half_forward, backward)
+    if split:
+        orders = [[a for a in entries if isinstance(a, Action)] for entries in lists]
+        lists = tuple(map(tuple, fill(orders, stages=workers, cap=workers, costs=costs)))
+    return Schedule("chimera", placement, microbatches, lists, parts=2 if mode == "halving" else 1)
 
 
 def _worker(workers: int, pairs: int, replica: int, stage: int) -> int:
@@ -54,28 +65,26 @@ def _worker(workers: int, pairs: int, replica: int, stage: int) -> int:
     return (start - 1 - stage if replica % 2 else start + stage) % workers
 
 
-def _sorted_slots(workers: int, microbatches: int, pairs: int, mode: str, half_forward: bool) -> tuple[tuple[Action, ...], ...]:
-    """Every action with its slot, sorted on its worker."""
+def _slots(workers: int, microbatches: int, pairs: int, mode: str, half_forward: bool, backward: Op) -> Lists:
+    """Every action with its slot, sorted on its worker; a unit's microbatches are dealt to the down pipelines first."""
     double = 2 if mode == "doubling" else 1
-    unit = min(microbatches, double * workers)
-    each = unit // (2 * pairs)
-    apart = (2 if mode == "direct" else 3) * workers
-    slots: list[list[tuple[int, int, Action]]] = [[] for _ in range(workers)]
+    unit, window = min(microbatches, double * workers), workers // (2 * pairs)
+    each, apart = unit // (2 * pairs), (2 if mode == "direct" else 3) * workers
+    rows: list[list[tuple[int, int, Action]]] = [[] for _ in range(workers)]
     for first in range(0, microbatches, unit):
         base = first // unit * apart
         for replica in range(2 * pairs):
-            # Microbatches of a unit are dealt to the down pipelines first, then to the up pipelines.
-            place = (replica // 2 + (pairs if replica % 2 else 0)) * each
-            mbs = range(first + place, first + place + each)
+            place = first + (replica // 2 + pairs * (replica % 2)) * each
+            mbs = range(place, place + each)
             for stage in range(workers):
-                row = slots[_worker(workers, pairs, replica, stage)]
-                for number, (mb, part) in enumerate(_halves(mbs, half_forward)):
-                    step = number // 2 if double == 2 or half_forward else number
-                    row.append((base + stage + 2 * step, number, Action(Op.F, stage, mb, replica, part=part)))
-                for number, (mb, part) in enumerate(_halves(mbs, mode == "halving")):
-                    slot = base + 2 * workers - 1 - stage + 2 * number
-                    row.append((slot, number, Action(Op.B, stage, mb, replica, part=part)))
-    return tuple(tuple(action for *_, action in sorted(row)) for row in slots)
+                row = rows[_worker(workers, pairs, replica, stage)]
+                for i, (mb, part) in enumerate(_halves(mbs, half_forward)):
+                    slot = base + stage + 2 * (i // 2 if double == 2 or half_forward else i)
+                    row.append((slot, i, Action(Op.F, stage, mb, replica, part=part)))
+                for i, (mb, part) in enumerate(_halves(mbs, mode == "halving")):
+                    slot = base + 2 * workers - 1 - stage + 2 * (i % window) + workers * (i // window)
+                    row.append((slot, i, Action(backward, stage, mb, replica, part=part)))
+    return tuple(tuple(action for *_, action in sorted(row)) for row in rows)
 
 
 def _halves(mbs: range, halved: bool) -> list[tuple[int, int]]:
@@ -84,31 +93,20 @@ def _halves(mbs: range, halved: bool) -> list[tuple[int, int]]:
 
 def _refuse(workers: int, microbatches: int, pairs: int, mode: str, half_forward: bool, split: bool) -> None:
     if workers % 2:
-        raise MeshwrightError(
-            f"chimera needs an even number of workers, got {workers}", fix=f"--workers {workers + 1}, or --workers {max(2, workers - 1)}"
-        )
+        raise MeshwrightError(f"chimera needs an even number of workers, got {workers}", fix=f"--workers {workers + 1}")
     if pairs < 1 or (workers // 2) % pairs:
         good = [f for f in range(1, workers // 2 + 1) if (workers // 2) % f == 0]
         raise MeshwrightError(f"chimera: pairs={pairs} does not divide {workers} / 2", fix=" or ".join(f"pairs={f}" for f in good))
     if half_forward and mode != "halving":
         raise MeshwrightError("chimera: half_forward belongs to mode=halving", fix="mode=halving")
-    if split and (mode != "direct" or pairs > 1):
-        raise MeshwrightError(f"chimera: split=true runs with mode=direct and pairs=1, got mode={mode}, pairs={pairs}", fix="split=false")
+    if (split and mode not in ("direct", "steady")) or (mode == "steady" and pairs > 1):
+        raise MeshwrightError(f"chimera: mode={mode}, pairs={pairs}, split={split} do not go together", fix="mode=direct")
     unit = 2 * workers if mode == "doubling" else workers
-    if microbatches % (2 * pairs) or (microbatches > unit and microbatches % unit):
-        below = 2 * pairs
-        more = -(-microbatches // unit) * unit
+    whole = mode != "steady" and not (split and pairs == 1)
+    step = 4 * pairs if mode == "doubling" else 2 * pairs
+    if microbatches % step or (whole and microbatches > unit and microbatches % unit):
+        enough = unit if whole else step
         raise MeshwrightError(
-            f"chimera runs whole units of {unit} microbatches, or fewer in multiples of {below}, got {microbatches}",
-            fix=f"--microbatches {more}",
+            f"chimera runs whole units of {unit} microbatches, or fewer in multiples of {step}, got {microbatches}",
+            fix=f"--microbatches {-(-microbatches // enough) * enough}",
         )
-    if mode == "doubling" and microbatches % (4 * pairs):
-        raise MeshwrightError(
-            f"chimera: doubling pairs up forwards, {microbatches} microbatches over {2 * pairs} pipelines leave one over",
-            fix=f"--microbatches {-(-microbatches // unit) * unit}",
-        )
-
-
-def split_lists(workers: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Backwards in two halves."""
-    raise NotImplementedError

@@ -56,7 +56,7 @@ def build(
         return entries + [Action(Op.B, s, mb, version=version(worker, s, round_)) for s in reversed(range(stages))]
 
     def updates_left(worker: int, rounds: int) -> list[Action]:
-        return [Action(Op.U, s, version=k) for s in range(stages) for k in range(version(worker, s, rounds - 1), rounds)]
+        return [Action(Op.U, s, version=k) for k in range(rounds) for s in reversed(range(stages)) if k >= version(worker, s, rounds - 1)]
 
     settled = min(steps, 2)
     prologue = [[a for t in range(settled) for a in round_list(w, t)] for w in range(workers)]

@@ -10,7 +10,7 @@ from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
-from meshwright.passes.lower import lower
+from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
 from meshwright.simulate.bounds import lower_bound
 from meshwright.simulate.memory import memory, parameter_copies
@@ -27,9 +27,9 @@ def simulate(
 ) -> Timeline:
     """Predict when every action, message and sync happens, and what each worker holds."""
     cluster = cluster or Cluster()
-    lowered = lower(schedule, sync=sync, costs=costs, cluster=cluster)
-    program = Program(lowered, cluster.duplex)
-    price = Price(lowered, costs, cluster, overlap=overlap)
+    flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
+    program = Program(flow, cluster.duplex)
+    price = Price(flow.schedule, costs, cluster, overlap=overlap)
     table = program.table(price)
     starts, ready = sweep(program, table)
     return timeline(program, price, starts, ready)

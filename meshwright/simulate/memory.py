@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.ir.action import NONE, Action, Kind, Op, Transfer, Value, actions
+from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Value, actions
 from meshwright.ir.effects import ACTIVATIONS, CONSUMED
 from meshwright.ir.order import Flow
 from meshwright.ir.price import Price
@@ -32,7 +32,7 @@ def memory(flow: Flow, price: Price, worker: int, times: Times) -> tuple[Level, 
 
     for value_id in flow.initial[worker]:
         change(0.0, value_id, +1)
-        if value_id in last_use and _ends(flow, worker, value_id, entries):
+        if value_id in last_use and _ends(flow, value_id):
             change(times[last_use[value_id]][1], value_id, -1)
     for index, (start, end) in enumerate(times):
         for value_id in writes[index]:
@@ -41,8 +41,10 @@ def memory(flow: Flow, price: Price, worker: int, times: Times) -> tuple[Level, 
                 gradients.setdefault((value.stage, value.mb // schedule.microbatches), []).append(start)
                 continue
             change(start if value.kind is not Kind.PARAM else end, value_id, +1)
-            if value_id in last_use and _ends(flow, worker, value_id, entries):
-                change(times[last_use[value_id]][1], value_id, -1)
+            if value_id in last_use and _ends(flow, value_id):
+                use = last_use[value_id]
+                swapped = value.kind in ACTIVATIONS and _swaps(entries[use], value)
+                change(times[use][0 if swapped else 1], value_id, -1)
         for action in actions(entries[index]):
             if extra := _working(price, worker, action):
                 changes += [(start, True, extra, 0.0), (end, False, -extra, 0.0)]
@@ -79,7 +81,12 @@ def parameter_copies(flow: Flow, worker: int) -> float:
     return peak * flow.schedule.workers / flow.schedule.stages
 
 
-def _ends(flow: Flow, worker: int, value_id: int, entries: Sequence[object]) -> bool:
+def _swaps(entry: Entry, value: Value) -> bool:
+    """Does this use turn one form of the activations into another (R: kept into saved, I: saved into rest)?"""
+    return any(a.op in (Op.R, Op.I) and (a.stage, a.mb) == (value.stage, value.mb) for a in actions(entry))
+
+
+def _ends(flow: Flow, value_id: int) -> bool:
     """Does a value end with its last local use? Parameters only if they are replaced."""
     value = flow.values[value_id]
     if value.kind is Kind.PARAM:
@@ -118,7 +125,3 @@ def _levels(changes: list[tuple[float, bool, float, float]]) -> tuple[Level, ...
             levels.append(level)
     return tuple(levels)
 
-
-def is_receive(entry: object) -> bool:
-    """Is this the receiving end of a message?"""
-    return isinstance(entry, Transfer) and not entry.sends

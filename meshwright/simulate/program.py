@@ -22,7 +22,6 @@ from meshwright.ir.cluster import Duplex
 from meshwright.ir.effects import collective
 from meshwright.ir.order import Flow, Place, rendezvous
 from meshwright.ir.price import Price
-from meshwright.ir.schedule import Schedule
 
 
 class Message(NamedTuple):
@@ -36,12 +35,11 @@ class Message(NamedTuple):
 class Program:
     """Nodes in an order in which each comes after all it waits for."""
 
-    def __init__(self, schedule: Schedule, duplex: Duplex = Duplex.FULL) -> None:
-        if not schedule.lowered:
-            raise MeshwrightError(f"{schedule.name} is not lowered", fix="meshwright.lower(schedule)")
+    def __init__(self, flow: Flow, duplex: Duplex = Duplex.FULL) -> None:
+        schedule = flow.schedule
         self.schedule = schedule
         self.duplex = duplex
-        self.flow = Flow(schedule)
+        self.flow = flow
         self.places: list[tuple[Place, ...]] = []
         self.waits: list[list[int]] = []
         self.link_before: list[int] = []

@@ -1,0 +1,100 @@
+"""`meshwright compare`: every schedule side by side at equal work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+
+from meshwright import schedules
+from meshwright.cli import inputs
+from meshwright.errors import MeshwrightError
+from meshwright.simulate import simulate as predict
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule at the given sizes and costs, or why it does not run at them."""
+
+    schedule: str
+    step_s: float | None = None
+    makespan_s: float | None = None
+    bubble_ratio: float | None = None
+    parameter_copies: float | None = None
+    peak_activations: float | None = None
+    peak_bytes: float | None = None
+    feasible: bool = False
+    refused: str | None = None
+
+
+def compare(
+    workers: inputs.Workers = 4,
+    microbatches: inputs.Microbatches = 8,
+    forward: inputs.Forward = 1.0,
+    backward: inputs.Backward = 2.0,
+    split: inputs.Split = "1:1",
+    recompute: inputs.RecomputeTime = 0.0,
+    send: inputs.Send = 0.0,
+    sync_cost: inputs.SyncCost = 0.0,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="The most activations that a worker may hold, in units of its own for one microbatch.", rich_help_panel=inputs.SIZES),
+    ] = None,
+    as_json: inputs.Json = False,
+) -> None:
+    """All schedules at equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits."""
+    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost)
+    rows = [row(name, options, workers, microbatches, flags, memory) for name in schedules.names() for options in schedules.compared(name)]
+    rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
+    if as_json:
+        typer.echo(json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]}))
+        return
+    _print(rows, memory)
+
+
+def row(name: str, options: dict[str, object], workers: int, microbatches: int, flags: inputs.CostFlags, memory: float | None) -> Row:
+    """Simulate one schedule; where it has no flush, a step costs what one more of them adds."""
+    title = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+    text = [f"{key}={value}" for key, value in options.items()]
+
+    def run(steps: int | None) -> tuple[bool, object]:
+        schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=flags)
+        return schedule.flush, predict(schedule, flags.stages(schedule), flags.cluster)
+
+    try:
+        flush, timeline = run(None)
+        step_s = timeline.makespan_s if flush else run(5)[1].makespan_s - run(4)[1].makespan_s  # type: ignore[attr-defined]
+    except MeshwrightError as error:
+        return Row(title, refused=error.what)
+    peak = max(timeline.peak(w) for w in range(workers))  # type: ignore[attr-defined]
+    return Row(
+        title,
+        step_s,
+        timeline.makespan_s,  # type: ignore[attr-defined]
+        timeline.bubble_ratio,  # type: ignore[attr-defined]
+        max(timeline.parameter_copies),  # type: ignore[attr-defined]
+        peak,
+        max(timeline.peak_bytes(w) for w in range(workers)),  # type: ignore[attr-defined]
+        memory is None or peak <= memory + 1e-9,
+    )
+
+
+def _print(rows: list[Row], memory: float | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("schedule")
+    for column in ("step", "bubble", "parameter copies", "peak activations"):
+        table.add_column(column, justify="right")
+    table.add_column("fits" if memory is not None else "")
+    for r in rows:
+        if r.step_s is None:
+            table.add_row(r.schedule, "-", "", "", "", f"[dim]{r.refused}[/dim]")
+            continue
+        fits = "" if memory is None else "yes" if r.feasible else "[red]no[/red]"
+        numbers = (f"{r.step_s:.6g}", f"{r.bubble_ratio:.2%}", f"{r.parameter_copies:.4g}", f"{r.peak_activations:.4g}")
+        table.add_row(r.schedule, *numbers, fits)
+    Console(highlight=False).print(table)

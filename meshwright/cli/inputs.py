@@ -1,0 +1,146 @@
+"""What the verbs have in common: sizes, options and costs from flags, schedules by name or file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright import schedules
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster, Duplex, Link
+from meshwright.ir.csv_form import from_csv
+from meshwright.ir.files import schedule_from_json
+from meshwright.ir.profile import StageCost, costs_from_json, even_costs
+from meshwright.ir.schedule import Schedule
+
+SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
+
+Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule by name, or a file with one (.json, .csv).")]
+Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-n", help="Microbatches per step.", rich_help_panel=SIZES)]
+Steps = Annotated[int | None, typer.Option(help="Steps to run: 1, or 4 for schedules without a flush.", rich_help_panel=SIZES)]
+Option = Annotated[
+    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the schedule.", rich_help_panel=SIZES)
+]
+Forward = Annotated[float, typer.Option(help="One worker's forward per microbatch.", rich_help_panel=TIMES)]
+Backward = Annotated[float, typer.Option(help="One worker's backward per microbatch.", rich_help_panel=TIMES)]
+Split = Annotated[str, typer.Option(metavar="I:W", help="How a backward splits into its halves.", rich_help_panel=TIMES)]
+RecomputeTime = Annotated[
+    float, typer.Option("--recompute", help="Recompute per microbatch; above 0 every stage recomputes.", rich_help_panel=TIMES)
+]
+Send = Annotated[float, typer.Option(help="Latency of a message between two workers.", rich_help_panel=TIMES)]
+Bandwidth = Annotated[float, typer.Option(help="Bytes per second of a link, with --costs.", rich_help_panel=TIMES)]
+DuplexChoice = Annotated[Duplex, typer.Option("--duplex", help="Do the two directions of a link share it?", rich_help_panel=TIMES)]
+SyncCost = Annotated[float, typer.Option(help="Gradient sync of one worker's parameters.", rich_help_panel=TIMES)]
+Overlap = Annotated[float, typer.Option(min=0, max=1, help="How much of the shorter action a cell hides.", rich_help_panel=TIMES)]
+Costs = Annotated[Path | None, typer.Option(help="JSON with one row of costs per stage.", rich_help_panel=TIMES)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=OUTPUT)]
+
+
+@dataclass(frozen=True)
+class CostFlags:
+    """Costs as given on the command line."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    split: str = "1:1"
+    recompute: float = 0.0
+    send: float = 0.0
+    sync_cost: float = 0.0
+    bandwidth: float = float("inf")
+    duplex: Duplex = Duplex.FULL
+    file: Path | None = None
+
+    def stages(self, schedule: Schedule) -> Sequence[StageCost]:
+        """One row per stage of this schedule."""
+        if self.file is not None:
+            return costs_from_json(read(self.file))
+        return self.even(stages=schedule.stages, workers=schedule.workers)
+
+    def even(self, *, stages: int, workers: int) -> Sequence[StageCost]:
+        """Equal stages from one worker's totals."""
+        for name in ("forward", "backward", "recompute", "send", "sync_cost"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise MeshwrightError(f"--{name.replace('_', '-')} must be zero or more, got {getattr(self, name)}")
+        return even_costs(
+            stages=stages,
+            workers=workers,
+            forward_s=self.forward,
+            backward_s=self.backward,
+            split=self._ratio(),
+            recompute_s=self.recompute,
+            sync_s=self.sync_cost,
+        )
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """One kind of link between all workers; None where messages are free."""
+        if not self.send and self.bandwidth == float("inf"):
+            return None
+        if self.bandwidth <= 0:
+            raise MeshwrightError(f"--bandwidth must be above zero, got {self.bandwidth}")
+        return Cluster(Link(self.send, self.bandwidth), duplex=self.duplex)
+
+    def _ratio(self) -> tuple[float, float]:
+        try:
+            first, second = (float(part) for part in self.split.split(":"))
+        except ValueError:
+            raise MeshwrightError(f"--split must be a ratio I:W, got {self.split!r}", fix="--split 1:1") from None
+        if min(first, second) < 0 or first + second <= 0:
+            raise MeshwrightError(f"--split must be a ratio of positive numbers, got {self.split!r}", fix="--split 1:1")
+        return first, second
+
+
+def load(
+    name: str, *, workers: int, microbatches: int, steps: int | None, option: Sequence[str] | None, flags: CostFlags
+) -> Schedule:
+    """A schedule from its file, or built by name with the given sizes and options."""
+    path = Path(name)
+    if path.suffix in (".json", ".csv") or path.is_file():
+        return load_file(path)
+    chosen = pairs(option)
+    schedule = schedules.build(name, workers=workers, microbatches=microbatches, steps=steps, **chosen)
+    if "costs" not in schedules.parameters(name):
+        return schedule
+    # How many rows of costs there are follows from the schedule; those that costs shape are then built with them.
+    costs = flags.stages(schedule)
+    return schedules.build(
+        name, workers=workers, microbatches=microbatches, steps=steps, costs=costs, cluster=flags.cluster, **chosen
+    )
+
+
+def load_file(path: Path) -> Schedule:
+    """A schedule from a JSON or CSV file."""
+    text = read(path)
+    return from_csv(text, path.stem) if path.suffix == ".csv" else schedule_from_json(text)
+
+
+def read(path: Path) -> str:
+    """The text of a file that a user named."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MeshwrightError(f"cannot read {path}: {error}") from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write an output that a user asked for."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MeshwrightError(f"cannot write {path}: {error}") from error
+
+
+def pairs(option: Sequence[str] | None) -> dict[str, str]:
+    """`--option key=value` flags as a mapping."""
+    found: dict[str, str] = {}
+    for text in option or ():
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise MeshwrightError(f"--option takes KEY=VALUE, got {text!r}", fix="--option warmup=2")
+        found[key] = value
+    return found

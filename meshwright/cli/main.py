@@ -1,0 +1,38 @@
+"""The `meshwright` command: collects the verbs, and turns what users can mend into one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from meshwright.cli import check, compare, show, simulate
+from meshwright.errors import MeshwrightError
+
+app = typer.Typer(
+    help="Plan, prove, simulate and run multi-dimensional parallel training of ordinary PyTorch models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("show")(show.show)
+app.command("check")(check.check)
+app.command("simulate")(simulate.simulate)
+app.command("compare")(compare.compare)
+
+
+def main() -> None:
+    """Run a verb; what it prints is its answer, its exit code the short form."""
+    try:
+        app()
+    except MeshwrightError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

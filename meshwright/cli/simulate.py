@@ -1,0 +1,73 @@
+"""`meshwright simulate`: when everything happens under given costs, and what each worker holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.cli import inputs
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Timeline
+from meshwright.passes.sync import Sync
+from meshwright.simulate import simulate as predict
+
+
+def simulate(
+    name: inputs.Name,
+    workers: inputs.Workers = 4,
+    microbatches: inputs.Microbatches = 4,
+    steps: inputs.Steps = None,
+    option: inputs.Option = None,
+    sync: Annotated[Sync, typer.Option(help="When gradients are added up.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
+    forward: inputs.Forward = 1.0,
+    backward: inputs.Backward = 2.0,
+    split: inputs.Split = "1:1",
+    recompute: inputs.RecomputeTime = 0.0,
+    send: inputs.Send = 0.0,
+    sync_cost: inputs.SyncCost = 0.0,
+    bandwidth: inputs.Bandwidth = float("inf"),
+    duplex: inputs.DuplexChoice = inputs.Duplex.FULL,
+    overlap: inputs.Overlap = 0.0,
+    costs: inputs.Costs = None,
+    as_json: inputs.Json = False,
+) -> None:
+    """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
+    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs)
+    schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
+    timeline = predict(schedule, flags.stages(schedule), flags.cluster, sync=sync, overlap=overlap)
+    if as_json:
+        typer.echo(json.dumps(summary(schedule, timeline)))
+        return
+    from rich.console import Console
+
+    from meshwright.report.terminal import print_timeline
+
+    print_timeline(Console(highlight=False), schedule, timeline)
+
+
+def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+    """The numbers of a prediction, as `--json` prints them."""
+    return {
+        "schedule": schedule.name,
+        "options": dict(schedule.options),
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "steps": schedule.steps,
+        "makespan_s": timeline.makespan_s,
+        "bubble_ratio": timeline.bubble_ratio,
+        "span_bubble_ratio": timeline.span_bubble_ratio,
+        "lower_bound_s": timeline.lower_bound_s,
+        "workers": [
+            {
+                "worker": worker,
+                "busy_s": timeline.busy_s(worker),
+                "idle_s": timeline.makespan_s - timeline.busy_s(worker),
+                "peak_activations": timeline.peak(worker),
+                "peak_bytes": timeline.peak_bytes(worker),
+                "parameter_copies": timeline.parameter_copies[worker],
+            }
+            for worker in range(timeline.workers)
+        ],
+    }

@@ -1,0 +1,113 @@
+"""torch.distributed.pipelining's CSV: read and write both of its forms, for what it can express.
+
+The compute form has one row per rank and a cell per time step (`0F0`, `1I2`, `1W2`, `0B3`, empty for idle); the lowered form
+adds `0SEND_F0`, `1RECV_F0`, `1SEND_B0`, `0RECV_B0`. Overlapped pairs are written `(0F1;3B0)OVERLAP_F_B`. The form knows no
+replicas, versions, parts, teams, recompute, syncs or updates: a schedule that needs them is refused, except that the syncs
+and updates which lowering added are left out, since torch does them behind the schedule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import COMPUTE, Action, Cell, Entry, Kind, Op, Transfer, Value, actions
+from meshwright.ir.placement import Placement
+from meshwright.ir.schedule import Schedule
+
+_CELL = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_TRANSFER = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The compute form of a schedule, or the lowered form of a lowered one."""
+    _refuse(schedule)
+    return "".join(",".join(filter(None, (_cell(entry) for entry in entries))) + "\n" for entries in schedule.lists)
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """Read either form; the placement follows from which rank runs which stage."""
+    rows = [[_parsed(cell.strip()) for cell in line.split(",") if cell.strip()] for line in text.splitlines() if line.strip()]
+    where: dict[int, int] = {}
+    for worker, row in enumerate(rows):
+        for action in (a for cell in row if not isinstance(cell, tuple) or isinstance(cell, Action | Cell) for a in actions(cell)):
+            if where.setdefault(action.stage, worker) != worker:
+                raise MeshwrightError(f"stage {action.stage} runs on rank {where[action.stage]} and on rank {worker}")
+    if not where or sorted(where) != list(range(len(where))):
+        raise MeshwrightError(f"the stages are {sorted(where)}, not 0, 1, 2, ...", fix="every stage needs its actions")
+    placement = Placement.of(lambda _, stage: where[stage], stages=len(where))
+    lowered = any(isinstance(cell, _Half) for row in rows for cell in row)
+    lists = tuple(tuple(_resolved(cell, where) for cell in row) for row in rows)
+    mbs = {a.mb for entries in lists for entry in entries for a in actions(entry)}
+    schedule = Schedule(name, placement, max(mbs) + 1, lists)
+    return _with_updates(schedule) if lowered else schedule
+
+
+class _Half(tuple[bool, Kind, int, int]):
+    """One end of a message as torch writes it: sends, kind, boundary stage, microbatch; the peer is not in it."""
+
+
+def _parsed(cell: str) -> Action | Cell | _Half:
+    if match := _CELL.fullmatch(cell):
+        first, second = _parsed(match[1]), _parsed(match[2])
+        assert isinstance(first, Action) and isinstance(second, Action)
+        return Cell(first, second)
+    if match := _COMPUTE.fullmatch(cell):
+        return Action(Op(match[2]), int(match[1]), int(match[3]))
+    if match := _TRANSFER.fullmatch(cell):
+        stage, sends, forward, mb = int(match[1]), match[2] == "SEND", match[3] == "F", int(match[4])
+        # F: stage s sends to s + 1, and s + 1 receives. B: stage s + 1 sends its gradient to s.
+        boundary = stage if sends == forward else stage - 1
+        return _Half((sends, Kind.ACT if forward else Kind.GRAD, boundary, mb))
+    raise MeshwrightError(f"'{cell}' is not a cell of torch's CSV", fix="0F0, 1I2, 1W2, 0B3, 0SEND_F0, 1RECV_F0 or (0F1;3B0)OVERLAP_F_B")
+
+
+def _resolved(cell: Action | Cell | _Half, where: dict[int, int]) -> Entry:
+    if isinstance(cell, Action | Cell):
+        return cell
+    sends, kind, boundary, mb = cell
+    if boundary not in where or boundary + 1 not in where:
+        raise MeshwrightError(f"there is no boundary behind stage {boundary}")
+    peer = where[boundary + 1 if sends == (kind is Kind.ACT) else boundary]
+    return Transfer(sends, Value(kind, boundary, mb), peer)
+
+
+def _with_updates(schedule: Schedule) -> Schedule:
+    """A lowered schedule ends its step with syncs, the reduction and updates, which torch's form leaves out."""
+    lists = []
+    for worker, entries in enumerate(schedule.lists):
+        units = [unit for unit in reversed(range(schedule.units)) if worker in schedule.holders[unit]]
+        end = [Action(Op.S, unit) for unit in units] + [Action(Op.N, -1)] + [Action(Op.U, unit) for unit in units]
+        lists.append((*entries, *end))
+    return replace(schedule, period=tuple(lists), lowered=True)
+
+
+def _cell(entry: Entry) -> str:
+    match entry:
+        case Cell():
+            return f"({_cell(entry.first)};{_cell(entry.second)})OVERLAP_F_B"
+        case Transfer():
+            value = entry.value
+            forward = value.kind is Kind.ACT
+            stage = value.stage if entry.sends == forward else value.stage + 1
+            return f"{stage}{'SEND' if entry.sends else 'RECV'}_{'F' if forward else 'B'}{value.mb}"
+        case Action():
+            return f"{entry.stage}{entry.op.value}{entry.mb}" if entry.op in COMPUTE else ""
+
+
+def _refuse(schedule: Schedule) -> None:
+    placement = schedule.placement
+    problems: Sequence[tuple[bool, str]] = (
+        (placement.replicas > 1, "several replicas"),
+        (any(len(teams) > 1 or len(teams[0]) > 1 for copy in placement.teams for teams in copy), "teams"),
+        (schedule.parts > 1, "half microbatches"),
+        (not schedule.flush, "steps without a flush"),
+        (schedule.steps > 1, "several steps"),
+        (any(how.share for how in schedule.recompute or ()), "recompute"),
+    )
+    for present, what in problems:
+        if present:
+            raise MeshwrightError(f"torch's CSV cannot express {what}, which {schedule.name} has", fix="--format json")

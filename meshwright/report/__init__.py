@@ -1,0 +1,1 @@
+"""Timelines and schedules for people: terminal grids, Perfetto traces."""

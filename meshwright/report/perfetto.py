@@ -1,0 +1,36 @@
+"""A timeline as a Chrome trace, for ui.perfetto.dev: a process per worker, a thread per lane, arrows for messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from meshwright.ir.action import Transfer
+from meshwright.ir.timeline import Lane, Timeline
+
+MICRO = 1e6
+
+
+def to_perfetto(timeline: Timeline) -> str:
+    """Trace events in microseconds, with counters for what each worker holds."""
+    events: list[dict[str, Any]] = []
+    lanes = list(Lane)
+    for worker in range(timeline.workers):
+        events.append({"ph": "M", "pid": worker, "name": "process_name", "args": {"name": f"worker {worker}"}})
+        for number, lane in enumerate(lanes):
+            events.append({"ph": "M", "pid": worker, "tid": number, "name": "thread_name", "args": {"name": lane.value}})
+    flows: dict[object, int] = {}
+    for span in timeline.spans:
+        place = {"pid": span.worker, "tid": lanes.index(span.lane), "ts": span.start_s * MICRO}
+        length = (span.end_s - span.start_s) * MICRO
+        events.append({"ph": "X", "name": str(span.entry), "cat": span.lane.value, "dur": length, **place})
+        if isinstance(span.entry, Transfer):
+            ends = (span.worker, span.entry.peer) if span.entry.sends else (span.entry.peer, span.worker)
+            number = flows.setdefault((span.entry.value, ends), len(flows))
+            phase = {"ph": "s"} if span.entry.sends else {"ph": "f", "bp": "e"}
+            events.append({**phase, "id": number, "name": "message", "cat": "message", **place})
+    for worker, levels in enumerate(timeline.memory):
+        for level in levels:
+            for name, number in (("activations", level.activations), ("bytes", level.bytes)):
+                events.append({"ph": "C", "pid": worker, "name": name, "ts": level.time_s * MICRO, "args": {name: number}})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

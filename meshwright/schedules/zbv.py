@@ -1,0 +1,30 @@
+"""ZB-V (Qi et al., 2024): stages in a V, backwards in halves; equal parts leave no bubble inside a worker's span.
+
+    D = 3: stages 0, 1, 2 run down, 3, 4, 5 back up; worker 0 holds the first and the last
+    0: 0F0 0F1 0F2 .   .   5F0 5I0 5W0 ...
+
+Forwards and input halves keep the steady order of a wave; weight halves fill the gaps, with at most D activations of a
+worker alive, as in 1F1B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.ir.action import Op
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.placement import Placement
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Schedule
+from meshwright.schedules._fill import fill
+from meshwright.schedules._wave import steady
+
+
+def build(
+    *, workers: int, microbatches: int, costs: Sequence[StageCost] | None = None, cluster: Cluster | None = None
+) -> Schedule:
+    """Costs, where given, decide where the gaps are."""
+    stages = 2 * workers
+    latency_s = cluster.link.latency_s if cluster else 0.0
+    lists = fill(steady(workers, microbatches, backward=Op.I), stages=stages, cap=stages, costs=costs, latency_s=latency_s)
+    return Schedule("zbv", Placement.zigzag(workers, legs=2), microbatches, tuple(map(tuple, lists)))
