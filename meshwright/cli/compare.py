@@ -11,6 +11,7 @@ import typer
 from meshwright import schedules
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
+from meshwright.ir.timeline import Timeline
 from meshwright.simulate import simulate as predict
 
 
@@ -40,13 +41,20 @@ def compare(
     sync_cost: inputs.SyncCost = 0.0,
     memory: Annotated[
         float | None,
-        typer.Option(help="The most activations that a worker may hold, in units of its own for one microbatch.", rich_help_panel=inputs.SIZES),
+        typer.Option(
+            help="The most activations that a worker may hold, in units of its own for one microbatch.",
+            rich_help_panel=inputs.SIZES,
+        ),
     ] = None,
     as_json: inputs.Json = False,
 ) -> None:
     """All schedules at equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits."""
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost)
-    rows = [row(name, options, workers, microbatches, flags, memory) for name in schedules.names() for options in schedules.compared(name)]
+    rows = [
+        row(name, options, workers, microbatches, flags, memory)
+        for name in schedules.names()
+        for options in schedules.compared(name)
+    ]
     rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
     if as_json:
         typer.echo(json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]}))
@@ -54,29 +62,31 @@ def compare(
     _print(rows, memory)
 
 
-def row(name: str, options: dict[str, object], workers: int, microbatches: int, flags: inputs.CostFlags, memory: float | None) -> Row:
+def row(
+    name: str, options: dict[str, object], workers: int, microbatches: int, flags: inputs.CostFlags, memory: float | None
+) -> Row:
     """Simulate one schedule; where it has no flush, a step costs what one more of them adds."""
     title = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
     text = [f"{key}={value}" for key, value in options.items()]
 
-    def run(steps: int | None) -> tuple[bool, object]:
+    def run(steps: int | None) -> Timeline:
         schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=flags)
-        return schedule.flush, predict(schedule, flags.stages(schedule), flags.cluster)
+        return predict(schedule, flags.stages(schedule), flags.cluster)
 
     try:
-        flush, timeline = run(None)
-        step_s = timeline.makespan_s if flush else run(5)[1].makespan_s - run(4)[1].makespan_s  # type: ignore[attr-defined]
+        timeline = run(None)
+        step_s = timeline.makespan_s if timeline.flush else run(5).makespan_s - run(4).makespan_s
     except MeshwrightError as error:
         return Row(title, refused=error.what)
-    peak = max(timeline.peak(w) for w in range(workers))  # type: ignore[attr-defined]
+    peak = max(timeline.peak(w) for w in range(workers))
     return Row(
         title,
         step_s,
-        timeline.makespan_s,  # type: ignore[attr-defined]
-        timeline.bubble_ratio,  # type: ignore[attr-defined]
-        max(timeline.parameter_copies),  # type: ignore[attr-defined]
+        timeline.makespan_s,
+        timeline.bubble_ratio,
+        max(timeline.parameter_copies),
         peak,
-        max(timeline.peak_bytes(w) for w in range(workers)),  # type: ignore[attr-defined]
+        max(timeline.peak_bytes(w) for w in range(workers)),
         memory is None or peak <= memory + 1e-9,
     )
 

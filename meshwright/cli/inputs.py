@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,7 +34,9 @@ RecomputeTime = Annotated[
 ]
 Send = Annotated[float, typer.Option(help="Latency of a message between two workers.", rich_help_panel=TIMES)]
 Bandwidth = Annotated[float, typer.Option(help="Bytes per second of a link, with --costs.", rich_help_panel=TIMES)]
-DuplexChoice = Annotated[Duplex, typer.Option("--duplex", help="Do the two directions of a link share it?", rich_help_panel=TIMES)]
+DuplexChoice = Annotated[
+    Duplex, typer.Option("--duplex", help="Do the two directions of a link share it?", rich_help_panel=TIMES)
+]
 SyncCost = Annotated[float, typer.Option(help="Gradient sync of one worker's parameters.", rich_help_panel=TIMES)]
 Overlap = Annotated[float, typer.Option(min=0, max=1, help="How much of the shorter action a cell hides.", rich_help_panel=TIMES)]
 Costs = Annotated[Path | None, typer.Option(help="JSON with one row of costs per stage.", rich_help_panel=TIMES)]
@@ -135,9 +137,9 @@ def write(path: Path, text: str) -> None:
         raise MeshwrightError(f"cannot write {path}: {error}") from error
 
 
-def pairs(option: Sequence[str] | None) -> dict[str, str]:
+def pairs(option: Sequence[str] | None) -> dict[str, Any]:
     """`--option key=value` flags as a mapping."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for text in option or ():
         key, sign, value = text.partition("=")
         if not sign or not key:

@@ -11,6 +11,7 @@ import typer
 from meshwright.cli import inputs
 from meshwright.ir.csv_form import to_csv
 from meshwright.ir.files import schedule_to_json
+from meshwright.ir.schedule import Schedule
 from meshwright.passes.lower import lower
 from meshwright.simulate import simulate
 
@@ -36,8 +37,12 @@ def show(
     recompute: inputs.RecomputeTime = 0.0,
     send: inputs.Send = 0.0,
     costs: inputs.Costs = None,
-    format: Annotated[Format, typer.Option(help="text, a schedule file, torch's CSV, or a trace.", rich_help_panel=inputs.OUTPUT)] = Format.TEXT,
-    lowered: Annotated[bool, typer.Option("--lowered", help="With syncs, updates, sends and receives.", rich_help_panel=inputs.OUTPUT)] = False,
+    format: Annotated[
+        Format, typer.Option(help="text, a schedule file, torch's CSV, or a trace.", rich_help_panel=inputs.OUTPUT)
+    ] = Format.TEXT,
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="With syncs, updates, sends and receives.", rich_help_panel=inputs.OUTPUT)
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=inputs.OUTPUT)] = None,
 ) -> None:
     """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file."""
@@ -63,7 +68,7 @@ def show(
         inputs.write(output, text + "\n")
 
 
-def _print(schedule: inputs.Schedule, flags: inputs.CostFlags, output: Path | None) -> None:
+def _print(schedule: Schedule, flags: inputs.CostFlags, output: Path | None) -> None:
     from rich.console import Console
 
     from meshwright.report.terminal import print_timeline

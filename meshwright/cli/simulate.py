@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli import inputs
+from meshwright.ir.cluster import Duplex
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.sync import Sync
@@ -28,7 +29,7 @@ def simulate(
     send: inputs.Send = 0.0,
     sync_cost: inputs.SyncCost = 0.0,
     bandwidth: inputs.Bandwidth = float("inf"),
-    duplex: inputs.DuplexChoice = inputs.Duplex.FULL,
+    duplex: inputs.DuplexChoice = Duplex.FULL,
     overlap: inputs.Overlap = 0.0,
     costs: inputs.Costs = None,
     as_json: inputs.Json = False,

@@ -28,7 +28,7 @@ class Op(StrEnum):
 
     F = "F"  # forward of a stage
     B = "B"  # whole backward
-    I = "I"  # the half of a backward that the previous stage waits for: the gradient of the input  # noqa: E741
+    I = "I"  # the half of a backward that the previous stage waits for: the gradient of the input
     W = "W"  # the other half: the gradient of the weights
     R = "R"  # recompute what a forward did not keep
     G = "G"  # gather: make the parameters of a stage whole

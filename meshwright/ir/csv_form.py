@@ -33,7 +33,9 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     rows = [[_parsed(cell.strip()) for cell in line.split(",") if cell.strip()] for line in text.splitlines() if line.strip()]
     where: dict[int, int] = {}
     for worker, row in enumerate(rows):
-        for action in (a for cell in row if not isinstance(cell, tuple) or isinstance(cell, Action | Cell) for a in actions(cell)):
+        for action in (
+            a for cell in row if not isinstance(cell, tuple) or isinstance(cell, Action | Cell) for a in actions(cell)
+        ):
             if where.setdefault(action.stage, worker) != worker:
                 raise MeshwrightError(f"stage {action.stage} runs on rank {where[action.stage]} and on rank {worker}")
     if not where or sorted(where) != list(range(len(where))):
@@ -62,7 +64,9 @@ def _parsed(cell: str) -> Action | Cell | _Half:
         # F: stage s sends to s + 1, and s + 1 receives. B: stage s + 1 sends its gradient to s.
         boundary = stage if sends == forward else stage - 1
         return _Half((sends, Kind.ACT if forward else Kind.GRAD, boundary, mb))
-    raise MeshwrightError(f"'{cell}' is not a cell of torch's CSV", fix="0F0, 1I2, 1W2, 0B3, 0SEND_F0, 1RECV_F0 or (0F1;3B0)OVERLAP_F_B")
+    raise MeshwrightError(
+        f"'{cell}' is not a cell of torch's CSV", fix="0F0, 1I2, 1W2, 0B3, 0SEND_F0, 1RECV_F0 or (0F1;3B0)OVERLAP_F_B"
+    )
 
 
 def _resolved(cell: Action | Cell | _Half, where: dict[int, int]) -> Entry:

@@ -19,8 +19,27 @@ from meshwright.ir.schedule import ChannelOrder, Lists, Recompute, Schedule
 
 SCHEMA = 1
 _KEYS = frozenset(
-    "schema kind name microbatches placement rows period prologue drain repeats options parts ties recompute turns channels"
-    " flush ring lowered".split()
+    [
+        "schema",
+        "kind",
+        "name",
+        "microbatches",
+        "placement",
+        "rows",
+        "period",
+        "prologue",
+        "drain",
+        "repeats",
+        "options",
+        "parts",
+        "ties",
+        "recompute",
+        "turns",
+        "channels",
+        "flush",
+        "ring",
+        "lowered",
+    ]
 )
 
 
@@ -60,9 +79,11 @@ def schedule_from_json(text: str) -> Schedule:
     except (json.JSONDecodeError, RecursionError) as error:
         raise MeshwrightError(f"the file is not JSON: {error}", fix="meshwright show NAME --format json writes one") from error
     if not isinstance(data, Mapping) or data.get("kind") != "schedule":
-        raise MeshwrightError("the file is not a schedule: it has no \"kind\": \"schedule\"", fix="see docs/schedule-file.md")
+        raise MeshwrightError('the file is not a schedule: it has no "kind": "schedule"', fix="see docs/schedule-file.md")
     if not isinstance(data.get("schema"), int) or data["schema"] > SCHEMA:
-        raise MeshwrightError(f"the file has schema {data.get('schema')!r}, this version reads up to {SCHEMA}", fix="update meshwright")
+        raise MeshwrightError(
+            f"the file has schema {data.get('schema')!r}, this version reads up to {SCHEMA}", fix="update meshwright"
+        )
     if unknown := sorted(set(data) - _KEYS):
         raise MeshwrightError(f"the file has unknown keys: {', '.join(unknown)}", fix="see docs/schedule-file.md")
     read = _Reader(data)

@@ -1,7 +1,7 @@
 """A schedule as a text grid: errors, terminal and tests all draw with it.
 
-    0: F0 F1 .  B0 =  .  B1 =
-    1: .  F0 B0 =  F1 B1 =  .
+0: F0 F1 .  B0 =  .  B1 =
+1: .  F0 B0 =  F1 B1 =  .
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCo
     if costs is None:
         return (StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0),) * stages
     if len(costs) != stages:
-        raise MeshwrightError(f"there are {stages} stages, the costs have {len(costs)}", fix=f"give one row of costs per stage: {stages}")
+        raise MeshwrightError(
+            f"there are {stages} stages, the costs have {len(costs)}", fix=f"give one row of costs per stage: {stages}"
+        )
     return costs
 
 
@@ -86,10 +88,14 @@ def costs_from_json(text: str) -> tuple[StageCost, ...]:
     except json.JSONDecodeError as error:
         raise MeshwrightError(f"the cost file is not JSON: {error}") from error
     if isinstance(data, Mapping) and isinstance(data.get("schema"), int) and data["schema"] > SCHEMA:
-        raise MeshwrightError(f"the cost file has schema {data['schema']}, this version reads up to {SCHEMA}", fix="update meshwright")
+        raise MeshwrightError(
+            f"the cost file has schema {data['schema']}, this version reads up to {SCHEMA}", fix="update meshwright"
+        )
     rows = data.get("stages") if isinstance(data, Mapping) else data
     if not isinstance(rows, list) or not rows:
-        raise MeshwrightError("the cost file has no stages", fix='{"stages": [{"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}]}')
+        raise MeshwrightError(
+            "the cost file has no stages", fix='{"stages": [{"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}]}'
+        )
     return tuple(_row(index, row) for index, row in enumerate(rows))
 
 
@@ -99,7 +105,9 @@ def _row(index: int, row: object) -> StageCost:
         raise MeshwrightError(f"stage {index} of the cost file is {row!r}, not an object", fix=f"keys: {', '.join(names)}")
     unknown = sorted(set(row) - set(names))
     if unknown:
-        raise MeshwrightError(f"stage {index} of the cost file has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(names)}")
+        raise MeshwrightError(
+            f"stage {index} of the cost file has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(names)}"
+        )
     for name, value in row.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise MeshwrightError(f"stage {index} of the cost file has {name} = {value!r}", fix="a number, zero or more")

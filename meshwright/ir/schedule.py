@@ -76,8 +76,7 @@ class Schedule:
     def units_of(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the units whose parameters it uses."""
         return tuple(
-            (stage, *(self.stages + i for i, tied in enumerate(self.ties) if stage in tied))
-            for stage in range(self.stages)
+            (stage, *(self.stages + i for i, tied in enumerate(self.ties) if stage in tied)) for stage in range(self.stages)
         )
 
     def stages_of(self, unit: int) -> tuple[int, ...]:

@@ -133,7 +133,9 @@ class Timeline:
         try:
             data = json.loads(text)
             if data["schema"] > SCHEMA:
-                raise MeshwrightError(f"the timeline has schema {data['schema']}, this version reads {SCHEMA}", fix="update meshwright")
+                raise MeshwrightError(
+                    f"the timeline has schema {data['schema']}, this version reads {SCHEMA}", fix="update meshwright"
+                )
             return cls(
                 data["schedule"],
                 data["workers"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from meshwright.ir.action import Entry, Kind, Op, Transfer, actions
 from meshwright.ir.effects import ACTIVATIONS, CONSUMED
@@ -43,9 +44,7 @@ class CheckResult:
 
 def check(schedule: Schedule) -> CheckResult:
     """Prove a schedule, lowered or not; never raises for anything that a schedule can contain."""
-    for violation in structure(schedule):
-        return _broken(schedule, violation)
-    for violation in border(schedule):
+    for violation in chain(structure(schedule), border(schedule)):
         return _broken(schedule, violation)
     try:
         flow = lowered_flow(schedule)
@@ -57,10 +56,10 @@ def check(schedule: Schedule) -> CheckResult:
         return _broken(flow.schedule, _deadlock(flow.schedule, blocked))
     copies = _Copies(flow)
     for event in events:
-        if violation := copies.follow(event):
-            return _broken(flow.schedule, violation)
-    if violation := copies.leftover():
-        return _broken(flow.schedule, violation)
+        if broken := copies.follow(event):
+            return _broken(flow.schedule, broken)
+    if left := copies.leftover():
+        return _broken(flow.schedule, left)
     return CheckResult(True, peak_activations=tuple(copies.peak), receive_depth=copies.depth)
 
 
@@ -209,4 +208,3 @@ def _path(parent: dict[int, int], start: int, worker: int) -> Iterator[int]:
     while steps[-1] != start:
         steps.append(parent[steps[-1]])
     return reversed(steps)
-

@@ -24,9 +24,7 @@ Duration = Callable[[int, Entry], float]
 Delay = Callable[[int, int, int], float]
 
 
-def comm(
-    schedule: Schedule, *, flow: Flow | None = None, duration: Duration | None = None, delay: Delay | None = None
-) -> Flow:
+def comm(schedule: Schedule, *, flow: Flow | None = None, duration: Duration | None = None, delay: Delay | None = None) -> Flow:
     """Add sends and receives to lists of compute, syncs and updates; times only choose among safe orders.
 
     The result is the lowered schedule with its effects: those of the entries are taken over, not asked for again.

@@ -44,8 +44,8 @@ def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> 
             result.append(entry)
         return tuple(result)
 
-    segments = {name: tuple(map(placed, getattr(schedule, name))) for name in ("prologue", "period", "drain")}
-    return replace(schedule, recompute=tuple(choice), **segments)
+    prologue, period, drain = (tuple(map(placed, lists)) for lists in (schedule.prologue, schedule.period, schedule.drain))
+    return replace(schedule, recompute=tuple(choice), prologue=prologue, period=period, drain=drain)
 
 
 def stage_aware(

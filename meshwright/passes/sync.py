@@ -91,7 +91,9 @@ def _due(
                     due[position].append((action, (worker,)))
             continue
         moment = max(ready.values())
-        hides = order is not None and all(_bubble_behind(order, w, order.end[places[moment][0]][places[moment][1]]) for w in members)
+        hides = order is not None and all(
+            _bubble_behind(order, w, order.end[places[moment][0]][places[moment][1]]) for w in members
+        )
         if policy is Sync.LAZY or (policy is Sync.EAGER_OPT and not hides):
             at_end.append(action)
         else:
@@ -123,5 +125,5 @@ def _list_after_list(schedule: Schedule) -> Iterable[Place]:
 
 def _whole(schedule: Schedule, lists: Iterable[Iterable[Entry]]) -> Schedule:
     """The schedule with these lists as they stand: no more prologue and drain."""
-    lists = tuple(tuple(entries) for entries in lists)
-    return replace(schedule, period=lists, prologue=(), drain=(), repeats=1, turns=schedule.turn_edges)
+    period = tuple(tuple(entries) for entries in lists)
+    return replace(schedule, period=period, prologue=(), drain=(), repeats=1, turns=schedule.turn_edges)

@@ -31,6 +31,6 @@ def to_perfetto(timeline: Timeline) -> str:
             events.append({**phase, "id": number, "name": "message", "cat": "message", **place})
     for worker, levels in enumerate(timeline.memory):
         for level in levels:
-            for name, number in (("activations", level.activations), ("bytes", level.bytes)):
-                events.append({"ph": "C", "pid": worker, "name": name, "ts": level.time_s * MICRO, "args": {name: number}})
+            for name, held in (("activations", level.activations), ("bytes", level.bytes)):
+                events.append({"ph": "C", "pid": worker, "name": name, "ts": level.time_s * MICRO, "args": {name: held}})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

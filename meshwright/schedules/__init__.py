@@ -77,7 +77,7 @@ def build(
     values = {key: _converted(name, known[key], value) for key, value in chosen.items()}
     takes = parameters(name)
     given = {"steps": 4 if steps is None else steps, "costs": costs, "cluster": cluster}
-    extra = {key: value for key, value in given.items() if key in takes}
+    extra: dict[str, object] = {key: value for key, value in given.items() if key in takes}
     schedule = builder(name)(workers=workers, microbatches=microbatches, **extra, **values)
     schedule = replace(schedule, options=tuple(sorted(values.items())))
     return schedule if "steps" in takes else schedule.repeated(steps or 1)

@@ -43,9 +43,5 @@ def endless(
     longer = [stage_list(stage, base + 1) for stage in range(workers)]
     prologue: Lists = tuple(tuple(a[: cut(s, a)]) for s, a in enumerate(short))
     drain: Lists = tuple(tuple(a[cut(s, a) :]) for s, a in enumerate(short))
-    period: Lists = tuple(
-        tuple(a[cut(s, a) : cut(s, a) + len(a) - len(short[s])]) for s, a in enumerate(longer)
-    )
-    return Schedule(
-        name, placement, microbatches, period, prologue=prologue, drain=drain, repeats=rounds - base, flush=False
-    )
+    period: Lists = tuple(tuple(a[cut(s, a) : cut(s, a) + len(a) - len(short[s])]) for s, a in enumerate(longer))
+    return Schedule(name, placement, microbatches, period, prologue=prologue, drain=drain, repeats=rounds - base, flush=False)

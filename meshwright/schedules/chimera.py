@@ -30,7 +30,7 @@ from meshwright.ir.schedule import Lists, Schedule
 from meshwright.schedules._fill import fill
 from meshwright.schedules._wave import steady, unfold
 
-COMPARED = ({}, {"mode": "doubling"}, {"mode": "halving"}, {"mode": "steady"}, {"pairs": 2}, {"split": True})
+COMPARED: tuple[dict[str, object], ...] = ({}, {"mode": "doubling"}, {"mode": "halving"}, {"mode": "steady"}, {"pairs": 2}, {"split": True})
 Mode = Literal["direct", "doubling", "halving", "steady"]
 
 
@@ -50,7 +50,9 @@ def build(
     backward = Op.I if split else Op.B
     if mode == "steady" or (split and pairs == 1):
         unit = min(workers, microbatches)
-        lists: Lists = tuple(map(tuple, unfold(steady(workers // 2, -(-microbatches // 2), backward=backward), microbatches, unit=unit)))
+        lists: Lists = tuple(
+            map(tuple, unfold(steady(workers // 2, -(-microbatches // 2), backward=backward), microbatches, unit=unit))
+        )
     else:
         lists = _slots(workers, microbatches, pairs, mode, half_forward, backward)
     if split:
@@ -96,7 +98,9 @@ def _refuse(workers: int, microbatches: int, pairs: int, mode: str, half_forward
         raise MeshwrightError(f"chimera needs an even number of workers, got {workers}", fix=f"--workers {workers + 1}")
     if pairs < 1 or (workers // 2) % pairs:
         good = [f for f in range(1, workers // 2 + 1) if (workers // 2) % f == 0]
-        raise MeshwrightError(f"chimera: pairs={pairs} does not divide {workers} / 2", fix=" or ".join(f"pairs={f}" for f in good))
+        raise MeshwrightError(
+            f"chimera: pairs={pairs} does not divide {workers} / 2", fix=" or ".join(f"pairs={f}" for f in good)
+        )
     if half_forward and mode != "halving":
         raise MeshwrightError("chimera: half_forward belongs to mode=halving", fix="mode=halving")
     if (split and mode not in ("direct", "steady")) or (mode == "steady" and pairs > 1):

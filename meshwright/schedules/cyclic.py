@@ -56,11 +56,18 @@ def build(
         return entries + [Action(Op.B, s, mb, version=version(worker, s, round_)) for s in reversed(range(stages))]
 
     def updates_left(worker: int, rounds: int) -> list[Action]:
-        return [Action(Op.U, s, version=k) for k in range(rounds) for s in reversed(range(stages)) if k >= version(worker, s, rounds - 1)]
+        return [
+            Action(Op.U, s, version=k)
+            for k in range(rounds)
+            for s in reversed(range(stages))
+            if k >= version(worker, s, rounds - 1)
+        ]
 
     settled = min(steps, 2)
     prologue = [[a for t in range(settled) for a in round_list(w, t)] for w in range(workers)]
-    even = costs is None or max(c.forward_s + c.backward_s for c in costs) <= 1.001 * min(c.forward_s + c.backward_s for c in costs)
+    even = costs is None or max(c.forward_s + c.backward_s for c in costs) <= 1.001 * min(
+        c.forward_s + c.backward_s for c in costs
+    )
     mbs = range((settled + 2) * workers)
     turns = _turns(stages, mbs) if even else _starts(workers, stages, costs or ())
     placement = Placement(((tuple((worker,) for worker in range(workers)),) * stages,))

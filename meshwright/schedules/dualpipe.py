@@ -19,7 +19,8 @@ def build(*, workers: int, microbatches: int) -> Schedule:
         raise MeshwrightError(f"dualpipe needs an even number of workers, got {workers}", fix=f"--workers {workers + 1}")
     if microbatches % 2:
         raise MeshwrightError(
-            f"dualpipe runs half of the microbatches in each direction, got {microbatches}", fix=f"--microbatches {microbatches + 1}"
+            f"dualpipe runs half of the microbatches in each direction, got {microbatches}",
+            fix=f"--microbatches {microbatches + 1}",
         )
     lists = unfold(folded_lists(workers // 2, microbatches // 2), microbatches, unit=microbatches)
     return Schedule("dualpipe", Placement.mirrored(workers), microbatches, tuple(map(tuple, lists)))

@@ -26,9 +26,7 @@ def folded_lists(workers: int, microbatches: int) -> tuple[tuple[Action | Cell, 
     planned = max(microbatches, 2 * workers - 1)
     return tuple(
         tuple(
-            letters(
-                _phases(worker, workers, planned), shallow=worker, deep=2 * workers - 1 - worker, microbatches=microbatches
-            )
+            letters(_phases(worker, workers, planned), shallow=worker, deep=2 * workers - 1 - worker, microbatches=microbatches)
         )
         for worker in range(workers)
     )

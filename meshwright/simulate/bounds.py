@@ -41,7 +41,7 @@ def one_machine(jobs: list[Job]) -> float:
         if not queue:
             time = max(time, released[position][0])
         while position < len(released) and released[position][0] <= time + 1e-12:
-            head, length, tail = released[position]
+            _, length, tail = released[position]
             heappush(queue, [-tail, length])
             position += 1
         tail, length = -queue[0][0], queue[0][1]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.ir.action import Transfer
+from meshwright.ir.action import Action
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.effects import collective
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
@@ -63,4 +64,4 @@ def timeline(program: Program, price: Price, starts: Sequence[float], ready: Seq
 
 def _is_sync(program: Program, worker: int, index: int) -> bool:
     entry = program.flow.lists[worker][index]
-    return not isinstance(entry, Transfer) and str(entry)[-1:] == "S"
+    return isinstance(entry, Action) and bool(collective(program.schedule, entry))

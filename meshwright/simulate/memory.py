@@ -124,4 +124,3 @@ def _levels(changes: list[tuple[float, bool, float, float]]) -> tuple[Level, ...
         else:
             levels.append(level)
     return tuple(levels)
-
