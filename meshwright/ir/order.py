@@ -1,13 +1,17 @@
 """Linear orders of a schedule: one sweep over effects, and the run in which every send and receive blocks.
 
 `sweep` lets each worker go down its list as soon as its inputs exist anywhere; sorted by end it is the linear order in
-which communication is placed: what is still running when a message leaves then stands behind it in both lists. `rendezvous` runs a lowered schedule in the strictest way there is, and either ends with a
-linear order or names who waits for whom.
+which communication is placed: what is still running when a message leaves then stands behind it in both lists. (Lists
+beyond the workers' are channels, whose messages are sorted by when they leave.)
+`rendezvous` runs a lowered schedule in the strictest way there is, and either ends with a linear order or names who waits
+for whom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from meshwright.ir.action import Action, Cell, Entry, Op, Transfer, Value
@@ -19,6 +23,18 @@ Place = tuple[int, int]
 
 SLOTS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.R: 1.0}
 """Durations where nothing better is known: a backward is twice a forward."""
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Hold the garbage collector off: large schedules are millions of tuples without a cycle, which it would walk again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 JOINT = (Op.S, Op.N)
@@ -76,7 +92,7 @@ def sweep(
     flow: Flow, *, duration: Callable[[int, Entry], float] | None = None, delay: Callable[[int, int, int], float] | None = None
 ) -> Sweep:
     """Run every list as soon as inputs exist; `delay(value, writer, reader)` is the way of a value between two workers."""
-    lists = flow.lists
+    lists, workers = flow.lists, flow.schedule.workers
     time: list[float] = [-1.0] * len(flow.values)
     home: list[int] = [-1] * len(flow.values)
     for worker, values in enumerate(flow.initial):
@@ -97,7 +113,7 @@ def sweep(
         start[worker].append(at)
         end[worker].append(finish)
         free[worker] = finish
-        sequence.append((finish, len(sequence), (worker, index)))
+        sequence.append((finish if worker < workers else at, len(sequence), (worker, index)))
         for value in flow.writes[worker][index]:
             time[value] = finish
             home[value] = worker

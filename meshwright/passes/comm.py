@@ -4,7 +4,9 @@ Both ends of a message stand at one point of a linear order of everything: runni
 partner missing. "Send after the producer, receive before the reader" does not have this property.
 
 The point is right after the producer, but not before the last but one message of the same channel (source, destination,
-kind) has been read: so at most two wait unread at the receiver, and the value stays with its sender so long. A value with several readers is handed on from reader to reader, after the one before has used it.
+kind) has been read: so at most two wait unread at the receiver, and the value stays with its sender so long. A value
+with several readers is handed on from reader to reader, after the one before has used it. Where a schedule orders a
+channel itself, the channel takes part in the linear order like a worker, and its messages stand where it carries them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import Entry, Kind, Transfer
+from meshwright.ir.action import Entry, Kind, Op, Transfer, Value
 from meshwright.ir.order import Flow, Place, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 
@@ -30,17 +32,19 @@ def comm(schedule: Schedule, *, flow: Flow | None = None, duration: Duration | N
     The result is the lowered schedule with its effects: those of the entries are taken over, not asked for again.
     """
     flow = flow or Flow.of(schedule)
-    order = sweep(flow, duration=duration, delay=delay)
+    carried = _with_channels(flow) if schedule.channels else flow
+    order = sweep(carried, duration=duration, delay=delay)
     if order.stuck:
-        raise stuck_error(schedule, flow, order)
-    after = _messages(flow, order)
+        raise stuck_error(schedule, carried, order)
+    after = _messages(carried, order)
     lists: list[list[Entry]] = [[] for _ in schedule.lists]
     reads: list[list[tuple[int, ...]]] = [[] for _ in schedule.lists]
     writes: list[list[tuple[int, ...]]] = [[] for _ in schedule.lists]
     for position, (worker, index) in enumerate(order.sequence):
-        lists[worker].append(flow.lists[worker][index])
-        reads[worker].append(flow.reads[worker][index])
-        writes[worker].append(flow.writes[worker][index])
+        if worker < len(lists):
+            lists[worker].append(flow.lists[worker][index])
+            reads[worker].append(flow.reads[worker][index])
+            writes[worker].append(flow.writes[worker][index])
         for number, source, target in after.get(position, ()):
             value, just = flow.values[number], (number,)
             lists[source].append(Transfer(True, value, target))
@@ -64,6 +68,13 @@ def _messages(flow: Flow, order: Sweep) -> dict[int, list[tuple[int, int, int]]]
         point = max(produced, reads[-OUTSTANDING]) if len(reads) >= OUTSTANDING else produced
         reads.append(read)
         after.setdefault(point, []).append((value, source, target))
+    for position, (worker, index) in enumerate(order.sequence):
+        if worker >= flow.schedule.workers:
+            message = flow.lists[worker][index]
+            assert isinstance(message, Transfer)
+            ends = flow.schedule.channels[worker - flow.schedule.workers].workers
+            source = ends[0] if message.peer == ends[1] else ends[1]
+            after.setdefault(position, []).append((flow.reads[worker][index][0], source, message.peer))
     return after
 
 
@@ -73,13 +84,14 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
     since: list[int] = [0] * len(flow.values)
     others: dict[int, set[int]] = {}
     hops = []
+    workers = flow.schedule.workers
     for worker, values in enumerate(flow.initial):
         for value in values:
             holder[value] = worker
     for position, (worker, index) in enumerate(order.sequence):
         for value in flow.reads[worker][index]:
             source = holder[value]
-            if source != worker:
+            if source != worker and source < workers and worker < workers:
                 had = others.setdefault(value, {source})
                 if worker not in had:
                     hops.append((since[value], value, source, worker, position))
@@ -88,6 +100,31 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
         for value in flow.writes[worker][index]:
             holder[value], since[value] = worker, position
     return hops
+
+
+def _with_channels(flow: Flow) -> Flow:
+    """The flow with a list per ordered channel, which turns a value at its producer into one at its reader."""
+    schedule, placement = flow.schedule, flow.schedule.placement
+    lists, reads, writes, values = list(flow.lists), list(flow.reads), list(flow.writes), list(flow.values)
+    for channel in schedule.channels:
+        row, row_reads, row_writes = [], [], []
+        for producer in channel.producers:
+            forward = producer.op is Op.F
+            boundary, reader = (producer.stage, producer.stage + 1) if forward else (producer.stage - 1, producer.stage - 1)
+            value = Value(Kind.ACT if forward else Kind.GRAD, boundary, producer.mb, producer.replica, 0, producer.part)
+            target = placement.team(producer.replica, reader, producer.mb)[0]
+            if value not in flow.ids or target not in channel.workers:
+                raise MeshwrightError(f"{schedule.name}: the channel {channel.workers} cannot carry the output of {producer}")
+            number, arrived = flow.ids[value], len(values)
+            values.append(value)
+            row.append(Transfer(True, value, target))
+            row_reads.append((number,))
+            row_writes.append((arrived,))
+            reads[target] = [tuple(arrived if n == number else n for n in ids) if number in ids else ids for ids in reads[target]]
+        lists.append(tuple(row))
+        reads.append(row_reads)
+        writes.append(row_writes)
+    return Flow(schedule, tuple(lists), reads, writes, flow.initial, flow.ids, values)
 
 
 class StuckError(MeshwrightError):
@@ -100,7 +137,8 @@ class StuckError(MeshwrightError):
 
 def stuck_error(schedule: Schedule, flow: Flow, order: Sweep) -> StuckError:
     """What a schedule that cannot run to its end waits for."""
-    worker, index = min(order.stuck.items(), key=lambda item: (item[1], item[0]))
+    stuck = {worker: index for worker, index in order.stuck.items() if worker < schedule.workers}
+    worker, index = min(stuck.items(), key=lambda item: (item[1], item[0]))
     entry = schedule.lists[worker][index]
     reason = f"waits for {flow.values[order.missing[worker]]}" if worker in order.missing else "waits for its partners"
     return StuckError(f"{schedule.name} cannot run: worker {worker} stops at {entry}, which {reason}", (worker, index))

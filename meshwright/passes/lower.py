@@ -8,8 +8,9 @@ from enum import StrEnum
 from typing import TypeVar
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Entry, Transfer
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.order import Flow
+from meshwright.ir.order import Flow, no_collection
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule
@@ -39,6 +40,7 @@ def lower(
     return lowered_flow(schedule, sync=sync, recompute=recompute, costs=costs, cluster=cluster).schedule
 
 
+@no_collection()
 def lowered_flow(
     schedule: Schedule,
     *,
@@ -61,12 +63,35 @@ def lowered_flow(
     if costs is None:
         done = comm(work, flow=flow)
     else:
-        price = Price(work, costs, cluster)
-        delay = (lambda v, a, b: sum(price.message_s(flow.values[v], a, b))) if cluster is not None else None
-        done = comm(work, flow=flow, duration=price.entry_s, delay=delay)
+        clock = _Clock(Price(work, costs, cluster), flow)
+        done = comm(work, flow=flow, duration=clock.duration, delay=clock.delay if cluster is not None else None)
     if closed and schedule.repeats != 1:
         return Flow.of(replace(done.schedule, repeats=schedule.repeats))
     return done
+
+
+class _Clock:
+    """Times for the linear order: entries on their workers, messages on the way, or on a channel that has its own list."""
+
+    def __init__(self, price: Price, flow: Flow) -> None:
+        self.price, self.values, self.workers = price, flow.values, flow.schedule.workers
+        self.channels = flow.schedule.channels
+
+    def duration(self, worker: int, entry: Entry) -> float:
+        """How long an entry occupies its worker, or a message its channel."""
+        if not isinstance(entry, Transfer):
+            return self.price.entry_s(worker, entry)
+        ends = self.channels[worker - self.workers].workers
+        return self.price.message_s(entry.value, ends[0] if entry.peer == ends[1] else ends[1], entry.peer)[0]
+
+    def delay(self, value: int, source: int, target: int) -> float:
+        """How long a value is on its way; what a channel carries is only late by its latency."""
+        if target >= self.workers:
+            return 0.0
+        if source >= self.workers:
+            ends = self.channels[source - self.workers].workers
+            return self.price.cluster.between(*ends).latency_s
+        return sum(self.price.message_s(self.values[value], source, target))
 
 
 def _choice(kind: type[Choice], text: str) -> Choice:

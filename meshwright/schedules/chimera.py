@@ -30,7 +30,14 @@ from meshwright.ir.schedule import Lists, Schedule
 from meshwright.schedules._fill import fill
 from meshwright.schedules._wave import steady, unfold
 
-COMPARED: tuple[dict[str, object], ...] = ({}, {"mode": "doubling"}, {"mode": "halving"}, {"mode": "steady"}, {"pairs": 2}, {"split": True})
+COMPARED: tuple[dict[str, object], ...] = (
+    {},
+    {"mode": "doubling"},
+    {"mode": "halving"},
+    {"mode": "steady"},
+    {"pairs": 2},
+    {"split": True},
+)
 Mode = Literal["direct", "doubling", "halving", "steady"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from meshwright.ir.action import Action
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.effects import collective
+from meshwright.ir.order import no_collection
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
@@ -18,6 +19,7 @@ from meshwright.simulate.memory import memory, parameter_copies
 from meshwright.simulate.program import Message, Program, sweep
 
 
+@no_collection()
 def simulate(
     schedule: Schedule,
     costs: Sequence[StageCost],
