@@ -27,7 +27,7 @@ SLOTS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.R: 1.0}
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Hold the garbage collector off: large schedules are millions of tuples without a cycle, which it would walk again and again."""
+    """Hold the garbage collector off: it would walk the tuples of a large schedule again and again, and finds no cycle."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -179,42 +179,51 @@ def rendezvous(schedule: Schedule) -> tuple[list[tuple[Place, ...]], Blocked | N
     while ready:
         worker = ready.pop()
         entries = lists[worker]
-        while at[worker] < len(entries):
-            index = at[worker]
-            partners = _partners(schedule, lists, at, worker, entries[index])
+        index = at[worker]
+        while index < len(entries):
+            entry = entries[index]
+            partners: tuple[int, ...] | None
+            if type(entry) is Transfer:
+                partners = _ends(lists, at, worker, entry)
+            elif type(entry) is Action and entry.op in JOINT:
+                partners = _members(schedule, lists, at, worker, entry)
+            else:
+                partners = ()
             if partners is None:
                 break
-            if not partners:
+            if partners:
+                events.append(tuple([(member, at[member]) for member in partners]))
+                for member in partners:
+                    at[member] += 1
+                ready.extend(member for member in partners if member != worker)
+                index = at[worker]
+            else:
                 events.append(((worker, index),))
-                at[worker] = index + 1
-                continue
-            events.append(tuple((member, at[member]) for member in partners))
-            for member in partners:
-                at[member] += 1
-                if member != worker:
-                    ready.append(member)
+                index += 1
+                at[worker] = index
     stuck = {worker: index for worker, index in enumerate(at) if index < len(lists[worker])}
     if not stuck:
         return events, None
     return events, Blocked(stuck, {w: _awaited(schedule, lists, at, w) for w in stuck})
 
 
-def _partners(schedule: Schedule, lists: Lists, at: Sequence[int], worker: int, entry: Entry) -> tuple[int, ...] | None:
-    """Who takes part in what this worker does next: nobody else, or all who are there; None while one is missing."""
-    if isinstance(entry, Transfer):
-        peer = entry.peer
-        if peer >= len(lists) or at[peer] >= len(lists[peer]):
-            return None
-        other = lists[peer][at[peer]]
-        if type(other) is not Transfer or other.peer != worker or other.sends == entry.sends or other.value != entry.value:
-            return None
-        return (worker, peer) if entry.sends else (peer, worker)
-    if type(entry) is Action and entry.op in JOINT:
-        group = collective(schedule, entry)
-        if len(group) > 1 and worker in group:
-            here = [m for m in group if at[m] < len(lists[m]) and lists[m][at[m]] == entry]
-            return group if len(here) == len(group) else None
-    return ()
+def _ends(lists: Lists, at: Sequence[int], worker: int, entry: Transfer) -> tuple[int, ...] | None:
+    """Sender and receiver of a message, once the peer stands at its other end."""
+    peer = entry.peer
+    if peer >= len(lists) or at[peer] >= len(lists[peer]):
+        return None
+    other = lists[peer][at[peer]]
+    if type(other) is not Transfer or other.peer != worker or other.sends == entry.sends or other.value != entry.value:
+        return None
+    return (worker, peer) if entry.sends else (peer, worker)
+
+
+def _members(schedule: Schedule, lists: Lists, at: Sequence[int], worker: int, entry: Action) -> tuple[int, ...] | None:
+    """The group of a collective once all of it is there; nobody for what a worker does alone."""
+    group = collective(schedule, entry)
+    if len(group) < 2 or worker not in group:
+        return ()
+    return group if all(at[m] < len(lists[m]) and lists[m][at[m]] == entry for m in group) else None
 
 
 def _awaited(schedule: Schedule, lists: Lists, at: Sequence[int], worker: int) -> tuple[int, ...]:

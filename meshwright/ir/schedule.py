@@ -128,6 +128,11 @@ class Schedule:
         last = max((a.mb for entries in self.lists for entry in entries for a in actions(entry)), default=-1)
         return (last + self.microbatches) // self.microbatches
 
+    def with_lists(self, lists: Lists) -> Schedule:
+        """The schedule with these lists as they stand; without a flush they are no period that could repeat."""
+        flat = replace(self, prologue=(), drain=(), turns=self.turn_edges)
+        return replace(flat, period=lists, repeats=1) if self.flush else replace(flat, prologue=lists, period=(), repeats=0)
+
     def repeated(self, repeats: int) -> Schedule:
         """The same schedule with another number of periods."""
         return replace(self, repeats=repeats)

@@ -80,51 +80,65 @@ class _Copies:
         self.counts = [value.kind in ACTIVATIONS for value in flow.values]
         self.now = [0] * len(flow.lists)
         self.peak = [0] * len(flow.lists)
-        self.unread: dict[tuple[int, int, Kind], set[int]] = {}
-        self.came: dict[tuple[int, int], set[int]] = {}
+        self.waiting: dict[tuple[int, int, Kind], int] = {}
+        self.came: list[dict[int, tuple[int, int, Kind]]] = [{} for _ in flow.lists]
         self.depth = 0
 
     def follow(self, event: tuple[Place, ...]) -> Violation | None:
         """Apply one event: an action, both ends of a message, or a collective."""
+        if len(event) == 2 and type(entry := self.flow.lists[event[0][0]][event[0][1]]) is Transfer:
+            return self._message(event[0], event[1], entry)
         for worker, index in event:
-            live = self.live[worker]
-            reads, writes = self.flow.reads[worker][index], self.flow.writes[worker][index]
-            for value in reads:
-                if value not in live:
-                    return self._unread(worker, index, value)
-            for value in writes:
-                if value in live:
-                    reason = f"makes {self.flow.values[value]} while worker {worker} still holds it"
-                    return Violation(Law.COPY, worker, index, self.flow.lists[worker][index], reason)
-            live.update(writes)
-            made = ended = 0
-            for value in writes:
-                made += self.counts[value]
-            for value in reads:
-                if self.ends[value]:
-                    live.discard(value)
-                    ended += self.counts[value]
-                if (queue := self.came.get((worker, value))) is not None:
-                    queue.discard(value)
+            if broken := self._entry(worker, index):
+                return broken
+        return None
+
+    def _entry(self, worker: int, index: int) -> Violation | None:
+        live, ends, counts, came = self.live[worker], self.ends, self.counts, self.came[worker]
+        reads, writes = self.flow.reads[worker][index], self.flow.writes[worker][index]
+        made = ended = 0
+        for value in reads:
+            if value not in live:
+                return self._unread(worker, index, value)
+        for value in writes:
+            if value in live:
+                return self._second(worker, index, value)
+            live.add(value)
+            made += counts[value]
+        for value in reads:
+            if ends[value]:
+                live.discard(value)
+                ended += counts[value]
+            if value in came:
+                self.waiting[came.pop(value)] -= 1
+        if made or ended:
             self._count(worker, index, made, ended)
-            if len(event) == 2 and not reads:
-                self._arrived(worker, index, writes[0])
+        return None
+
+    def _message(self, sender: Place, receiver: Place, entry: Transfer) -> Violation | None:
+        value = self.flow.reads[sender[0]][sender[1]][0]
+        if value not in self.live[sender[0]]:
+            return self._unread(*sender, value)
+        if value in self.live[receiver[0]]:
+            return self._second(*receiver, value)
+        if self.ends[value]:
+            self.live[sender[0]].discard(value)
+        self.live[receiver[0]].add(value)
+        channel = (sender[0], receiver[0], entry.value.kind)
+        self.came[receiver[0]][value] = channel
+        self.waiting[channel] = ahead = self.waiting.get(channel, 0) + 1
+        self.depth = max(self.depth, ahead)
         return None
 
     def _count(self, worker: int, index: int, made: int, ended: int) -> None:
         """A worker's live activations; recompute and I turn one into another, which is no second one."""
-        if made or ended:
-            swaps = sum(1 for a in actions(self.flow.lists[worker][index]) if a.op is Op.R or a.op is Op.I)
-            self.peak[worker] = max(self.peak[worker], self.now[worker] + made - swaps)
-            self.now[worker] += made - ended
+        swaps = sum(1 for a in actions(self.flow.lists[worker][index]) if a.op is Op.R or a.op is Op.I) if made and ended else 0
+        self.peak[worker] = max(self.peak[worker], self.now[worker] + made - swaps)
+        self.now[worker] += made - ended
 
-    def _arrived(self, worker: int, index: int, value: int) -> None:
-        entry = self.flow.lists[worker][index]
-        assert isinstance(entry, Transfer)
-        queue = self.unread.setdefault((entry.peer, worker, entry.value.kind), set())
-        queue.add(value)
-        self.came[worker, value] = queue
-        self.depth = max(self.depth, len(queue))
+    def _second(self, worker: int, index: int, value: int) -> Violation:
+        reason = f"makes {self.flow.values[value]} while worker {worker} still holds it"
+        return Violation(Law.COPY, worker, index, self.flow.lists[worker][index], reason)
 
     def _unread(self, worker: int, index: int, value_id: int) -> Violation:
         value = self.flow.values[value_id]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import Entry, Kind, Op, Transfer, Value
+from meshwright.ir.action import Action, Entry, Kind, Op, Transfer, Value
 from meshwright.ir.order import Flow, Place, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 
@@ -53,9 +53,7 @@ def comm(schedule: Schedule, *, flow: Flow | None = None, duration: Duration | N
             lists[target].append(Transfer(False, value, source))
             reads[target].append(())
             writes[target].append(just)
-    lowered = replace(
-        schedule, prologue=(), drain=(), repeats=1, period=tuple(map(tuple, lists)), turns=schedule.turn_edges, lowered=True
-    )
+    lowered = replace(schedule.with_lists(tuple(map(tuple, lists))), lowered=True)
     return Flow(lowered, lowered.lists, reads, writes, flow.initial, flow.ids, flow.values)
 
 
@@ -82,24 +80,39 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
     """Every message as (position of who has it, value, source, target, position of its first reader there), by reader."""
     holder: list[int] = [-1] * len(flow.values)
     since: list[int] = [0] * len(flow.values)
+    made: list[int] = [0] * len(flow.values)
     others: dict[int, set[int]] = {}
     hops = []
     workers = flow.schedule.workers
     for worker, values in enumerate(flow.initial):
         for value in values:
             holder[value] = worker
+    ends: list[list[int]] = [[0] * len(entries) for entries in flow.lists]
+    for position, (worker, index) in enumerate(order.sequence):
+        ends[worker][index] = position
     for position, (worker, index) in enumerate(order.sequence):
         for value in flow.reads[worker][index]:
             source = holder[value]
             if source != worker and source < workers and worker < workers:
                 had = others.setdefault(value, {source})
                 if worker not in had:
-                    hops.append((since[value], value, source, worker, position))
+                    hops.append((since[value] if since[value] < position else made[value], value, source, worker, position))
                     had.add(worker)
-            holder[value], since[value] = worker, position
+            holder[value], made[value] = worker, position
+            since[value] = ends[worker][_last_use(flow, worker, index)]
         for value in flow.writes[worker][index]:
-            holder[value], since[value] = worker, position
+            holder[value], made[value], since[value] = worker, position, position
     return hops
+
+
+def _last_use(flow: Flow, worker: int, index: int) -> int:
+    """The index behind which a reader hands a value on: an update's own forward comes first."""
+    entries = flow.lists[worker]
+    if index + 1 < len(entries) and isinstance(update := entries[index], Action) and update.op is Op.U:
+        behind = entries[index + 1]
+        if isinstance(behind, Action) and behind.op is Op.F and behind.stage == update.stage:
+            return index + 1
+    return index
 
 
 def _with_channels(flow: Flow) -> Flow:
@@ -107,7 +120,9 @@ def _with_channels(flow: Flow) -> Flow:
     schedule, placement = flow.schedule, flow.schedule.placement
     lists, reads, writes, values = list(flow.lists), list(flow.reads), list(flow.writes), list(flow.values)
     for channel in schedule.channels:
-        row, row_reads, row_writes = [], [], []
+        row: list[Entry] = []
+        row_reads: list[tuple[int, ...]] = []
+        row_writes: list[tuple[int, ...]] = []
         for producer in channel.producers:
             forward = producer.op is Op.F
             boundary, reader = (producer.stage, producer.stage + 1) if forward else (producer.stage - 1, producer.stage - 1)

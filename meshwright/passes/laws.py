@@ -40,6 +40,10 @@ class Violation:
     reason: str
 
 
+PLAIN = frozenset({("", Op.F), ("F", Op.B), ("F", Op.I), ("FI", Op.W)})
+EARLY = frozenset({("", Op.F), ("F", Op.R), ("FR", Op.B), ("FR", Op.I), ("FRI", Op.W)})
+"""What may follow what a microbatch has done on a worker; `EARLY` where its stage recomputes by R actions."""
+
 Key = tuple[int, int, int, int]
 """(stage, replica, microbatch, part)."""
 
@@ -72,7 +76,10 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
     """Every action on a worker that holds its stage (for its microbatch), every index in range."""
     placement = schedule.placement
     parts = (NONE, *range(schedule.parts)) if schedule.parts > 1 else (NONE,)
+    alone = {pair for pair in placement.held[worker] if len(placement.teams[pair[0]][pair[1]]) == 1}
     for index, entry in enumerate(entries):
+        if type(entry) is Action and (entry.replica, entry.stage) in alone and entry.part == NONE and entry.op in COMPUTE:
+            continue
         if isinstance(entry, Transfer):
             if not 0 <= entry.peer < schedule.workers or entry.peer == worker:
                 yield Violation(Law.PLACEMENT, worker, index, entry, f"there is no other worker {entry.peer}")
@@ -108,7 +115,8 @@ def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -
                 key = (action.stage, action.replica, action.mb, part)
                 before = done.get(key, "")
                 early = bool(recompute) and recompute[action.stage].early and recompute[action.stage].share > 0
-                if reason := _next(before, action, early):
+                if (before, action.op) not in (EARLY if early else PLAIN):
+                    reason = _why_not(before, action, early)
                     yield Violation(Law.ONCE if action.op.value in before else Law.ORDER, worker, index, entry, reason)
                 if version.setdefault(key, action.version) != action.version:
                     reason = f"reads version {action.version}, its forward read {version[key]}"
@@ -123,20 +131,20 @@ def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -
             yield Violation(Law.ONCE, worker, index, entry, reason)
 
 
-def _next(before: str, action: Action, early: bool) -> str | None:
-    """Why this action cannot follow what its microbatch has done on the worker; None if it can."""
-    op = action.op.value
-    if op in before or (op in "BI" and ("B" in before or "I" in before)):
-        return f"{action} comes twice" if op in before else "its backward has been done"
-    needs = {"F": "", "R": "F", "B": "FR" if early else "F", "I": "FR" if early else "F", "W": before}[op]
-    if op == "R" and not early:
+def _why_not(before: str, action: Action, early: bool) -> str:
+    """Why this action cannot follow what its microbatch has done on the worker."""
+    op = action.op
+    if op.value in before:
+        return f"{action} comes twice"
+    if op is Op.R and not early:
         return f"stage {action.stage} does not recompute by actions of its own"
-    if op == "W" and not before.endswith("I"):
-        return "W comes before its I"
-    if op != "W" and before != needs:
-        wanted = {"F": "its forward", "FR": "its recompute", "": "nothing"}[needs]
-        return f"{wanted} must come before it" if needs else f"it comes after {before}"
-    return None
+    if op is Op.W:
+        return "its I must come before it"
+    if "B" in before or "I" in before:
+        return "its backward has been done"
+    if op is Op.F:
+        return f"it comes after {before}"
+    return "its recompute must come before it" if early and before == "F" else "its forward must come before it"
 
 
 def _complete(schedule: Schedule) -> Iterator[Violation]:

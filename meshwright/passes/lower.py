@@ -37,7 +37,34 @@ def lower(
     """
     if schedule.lowered:
         return schedule
-    return lowered_flow(schedule, sync=sync, recompute=recompute, costs=costs, cluster=cluster).schedule
+
+    def lowered(work: Schedule) -> Schedule:
+        return lowered_flow(work, sync=sync, recompute=recompute, costs=costs, cluster=cluster).schedule
+
+    if schedule.flush or not schedule.period:
+        return lowered(schedule)
+    return folded(lowered(schedule), lowered(schedule.repeated(schedule.repeats + 1)))
+
+
+def folded(short: Schedule, long: Schedule) -> Schedule:
+    """The shorter of two lowered schedules that differ by one period, with that period found in it and ready to repeat.
+
+    On every worker the longer list must be the shorter one with a period put in, and all behind it one round later.
+    """
+    prologue, period, drain = [], [], []
+    for a, b in zip(short.lists, long.lists, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+        more = len(b) - len(a)
+        later = [entry.shifted(short.microbatches, 1) for entry in a[same:]]
+        if later != list(b[same + more :]):
+            return short
+        prologue.append(a[:same])
+        period.append(b[same : same + more])
+        drain.append(a[same:])
+    turns = (*short.turns, *((w, r) for w, r in long.turns if any(r in entries for entries in period)))
+    return replace(
+        short, prologue=tuple(prologue), period=tuple(period), drain=tuple(drain), repeats=0, turns=tuple(dict.fromkeys(turns))
+    )
 
 
 @no_collection()

@@ -39,7 +39,7 @@ def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | 
         schedule = _with_syncs(schedule, policy, duration)
     if Op.U not in placed:
         norm = () if Op.N in placed or not schedule.flush else (Op.N,)
-        schedule = _whole(schedule, [(*entries, *_end(schedule, w, norm)) for w, entries in enumerate(schedule.lists)])
+        schedule = schedule.with_lists(tuple((*entries, *_end(schedule, w, norm)) for w, entries in enumerate(schedule.lists)))
     return schedule
 
 
@@ -65,7 +65,7 @@ def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> 
     for action in sorted(at_end, key=lambda action: (action.version, -action.stage)):
         for member in schedule.holders[action.stage]:
             lists[member].append(action)
-    return _whole(schedule, lists)
+    return schedule.with_lists(tuple(map(tuple, lists)))
 
 
 def _due(
@@ -121,9 +121,3 @@ def _end(schedule: Schedule, worker: int, norm: tuple[Op, ...]) -> tuple[Action,
 
 def _list_after_list(schedule: Schedule) -> Iterable[Place]:
     return ((worker, index) for worker, entries in enumerate(schedule.lists) for index in range(len(entries)))
-
-
-def _whole(schedule: Schedule, lists: Iterable[Iterable[Entry]]) -> Schedule:
-    """The schedule with these lists as they stand: no more prologue and drain."""
-    period = tuple(tuple(entries) for entries in lists)
-    return replace(schedule, period=period, prologue=(), drain=(), repeats=1, turns=schedule.turn_edges)

@@ -75,22 +75,17 @@ def letters(text: str, *, shallow: int, deep: int, microbatches: int) -> Order:
 def unfold(lists: Sequence[Sequence[Action | Cell]], microbatches: int, *, unit: int) -> list[Order]:
     """A V of h workers as two mirrored replicas on 2h workers: microbatch m of the V runs once in each direction.
 
-    In every `unit` of microbatches the first half goes down, the second half up.
+    In every `unit` of microbatches, the last one perhaps shorter, the first half goes down, the second half up.
     """
-    h, half = len(lists), -(-unit // 2)
+    h = len(lists)
 
-    def turned(action: Action, side: int) -> list[Action]:
+    def turned(action: Action, side: int) -> Action:
         replica = side if action.stage < h else 1 - side
-        mb = action.mb // half * unit + replica * half + action.mb % half
-        inside = mb < microbatches and replica * half + action.mb % half < unit
-        return [action._replace(mb=mb, replica=replica)] if inside else []
+        first = action.mb // (unit // 2) * unit
+        half = min(unit, microbatches - first) // 2
+        return action._replace(mb=first + replica * half + action.mb % (unit // 2), replica=replica)
 
-    def entries(order: Sequence[Action | Cell], side: int) -> Order:
-        found: Order = []
-        for entry in order:
-            pair = [a for part in ((entry,) if isinstance(entry, Action) else entry) for a in turned(part, side)]
-            found += [Cell(*pair)] if isinstance(entry, Cell) and len(pair) == 2 else pair
-        return found
+    def row(order: Sequence[Action | Cell], side: int) -> Order:
+        return [turned(e, side) if isinstance(e, Action) else Cell(turned(e.first, side), turned(e.second, side)) for e in order]
 
-    down, up = ([entries(order, side) for order in lists] for side in (0, 1))
-    return down + up[::-1]
+    return [row(order, 0) for order in lists] + [row(order, 1) for order in reversed(lists)]

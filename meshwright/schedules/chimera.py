@@ -23,11 +23,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import NONE, Action, Op
+from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Lists, Schedule
 from meshwright.schedules._fill import fill
+from meshwright.schedules._slots import sorted_slots, worker_of
 from meshwright.schedules._wave import steady, unfold
 
 COMPARED: tuple[dict[str, object], ...] = (
@@ -53,7 +54,7 @@ def build(
 ) -> Schedule:
     """Whole units of D microbatches (doubling: 2D), or fewer; `split` and `steady` take any even number."""
     _refuse(workers, microbatches, pairs, mode, half_forward, split)
-    placement = Placement.of(lambda r, stage: _worker(workers, pairs, r, stage), stages=workers, replicas=2 * pairs)
+    placement = Placement.of(lambda r, stage: worker_of(workers, pairs, r, stage), stages=workers, replicas=2 * pairs)
     backward = Op.I if split else Op.B
     if mode == "steady" or (split and pairs == 1):
         unit = min(workers, microbatches)
@@ -61,43 +62,11 @@ def build(
             map(tuple, unfold(steady(workers // 2, -(-microbatches // 2), backward=backward), microbatches, unit=unit))
         )
     else:
-        lists = _slots(workers, microbatches, pairs, mode, half_forward, backward)
+        lists = sorted_slots(workers, microbatches, pairs=pairs, mode=mode, half_forward=half_forward, backward=backward)
     if split:
         orders = [[a for a in entries if isinstance(a, Action)] for entries in lists]
         lists = tuple(map(tuple, fill(orders, stages=workers, cap=workers, costs=costs)))
     return Schedule("chimera", placement, microbatches, lists, parts=2 if mode == "halving" else 1)
-
-
-def _worker(workers: int, pairs: int, replica: int, stage: int) -> int:
-    """Down pipeline i starts at worker i D/f; its mirror, up pipeline i, runs the other way from the worker before."""
-    start = (replica // 2) * workers // pairs
-    return (start - 1 - stage if replica % 2 else start + stage) % workers
-
-
-def _slots(workers: int, microbatches: int, pairs: int, mode: str, half_forward: bool, backward: Op) -> Lists:
-    """Every action with its slot, sorted on its worker; a unit's microbatches are dealt to the down pipelines first."""
-    double = 2 if mode == "doubling" else 1
-    unit, window = min(microbatches, double * workers), workers // (2 * pairs)
-    each, apart = unit // (2 * pairs), (2 if mode == "direct" else 3) * workers
-    rows: list[list[tuple[int, int, Action]]] = [[] for _ in range(workers)]
-    for first in range(0, microbatches, unit):
-        base = first // unit * apart
-        for replica in range(2 * pairs):
-            place = first + (replica // 2 + pairs * (replica % 2)) * each
-            mbs = range(place, place + each)
-            for stage in range(workers):
-                row = rows[_worker(workers, pairs, replica, stage)]
-                for i, (mb, part) in enumerate(_halves(mbs, half_forward)):
-                    slot = base + stage + 2 * (i // 2 if double == 2 or half_forward else i)
-                    row.append((slot, i, Action(Op.F, stage, mb, replica, part=part)))
-                for i, (mb, part) in enumerate(_halves(mbs, mode == "halving")):
-                    slot = base + 2 * workers - 1 - stage + 2 * (i % window) + workers * (i // window)
-                    row.append((slot, i, Action(backward, stage, mb, replica, part=part)))
-    return tuple(tuple(action for *_, action in sorted(row)) for row in rows)
-
-
-def _halves(mbs: range, halved: bool) -> list[tuple[int, int]]:
-    return [(mb, part) for mb in mbs for part in ((0, 1) if halved else (NONE,))]
 
 
 def _refuse(workers: int, microbatches: int, pairs: int, mode: str, half_forward: bool, split: bool) -> None:

@@ -19,10 +19,9 @@ from typing import Literal
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost
+from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
-
-Turn = tuple[Action, Action]
+from meshwright.schedules._stagger import stagger
 
 
 def build(
@@ -65,11 +64,7 @@ def build(
 
     settled = min(steps, 2)
     prologue = [[a for t in range(settled) for a in round_list(w, t)] for w in range(workers)]
-    even = costs is None or max(c.forward_s + c.backward_s for c in costs) <= 1.001 * min(
-        c.forward_s + c.backward_s for c in costs
-    )
-    mbs = range((settled + 2) * workers)
-    turns = _turns(stages, mbs) if even else _starts(workers, stages, costs or ())
+    turns = stagger(workers, stages, rows_for(costs, stages), rounds=settled + 2)
     placement = Placement(((tuple((worker,) for worker in range(workers)),) * stages,))
     exact = {(w.op, w.stage, w.mb): w for row in range(workers) for t in range(settled + 2) for w in round_list(row, t)}
     edges = [(exact[a.op, a.stage, a.mb], exact[b.op, b.stage, b.mb]) for a, b in turns]
@@ -85,39 +80,6 @@ def build(
         flush=False,
         ring=True,
     )
-
-
-def _turns(stages: int, mbs: range) -> list[Turn]:
-    """Stage j goes from F(m) to B(m - (K - j)) to F(m + 1); in the fill a start waits for the second stage of the one before."""
-    turns = []
-    for mb in mbs:
-        for stage in range(stages):
-            behind = mb - 1 - (stages - 1 - stage)
-            if behind >= 0:
-                turns.append((Action(Op.B, stage, behind), Action(Op.F, stage, mb)))
-            elif stage == 0 and mb > 0:
-                turns.append((Action(Op.F, 1, mb - 1), Action(Op.F, 0, mb)))
-            ahead = mb + stages - 1 - stage
-            if ahead in mbs and ahead != mb:
-                turns.append((Action(Op.F, stage, ahead), Action(Op.B, stage, mb)))
-    return turns
-
-
-def _starts(workers: int, stages: int, costs: Sequence[StageCost]) -> list[Turn]:
-    """Worker M - k leads worker M - k + 1 by forward and backward of stage k: it starts behind the action that ends then."""
-    turns = []
-    for worker in range(workers - 1):
-        k = min(stages, workers - 1 - worker)
-        lead = costs[k - 1].forward_s + costs[k - 1].backward_s
-        path = [(Action(Op.F, s, worker), costs[s].forward_s) for s in range(stages)]
-        path += [(Action(Op.B, s, worker), costs[s].backward_s) for s in reversed(range(stages))]
-        time = 0.0
-        for action, length in path:
-            time += length
-            if time >= lead - 1e-9:
-                turns.append((action, Action(Op.F, 0, worker + 1)))
-                break
-    return turns
 
 
 def _refuse(workers: int, microbatches: int, stages: int, rule: str, margin: int | None) -> None:

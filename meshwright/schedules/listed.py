@@ -1,25 +1,81 @@
-"""SPP's execution order."""
+"""SPP's execution order (Luo et al., INFOCOM'22): one order for stages and the channels between them, from S and M alone.
+
+Stage, channel, stage, ... are K = 2S-1 resources in a row. In cycle t, block j of a microbatch's tour serves microbatch
+t - j: a forward of resource k in cycle k + m, its backward in cycle 2K-2-k + m, backwards first within a cycle. The makespan
+stays within (M + 4S - 4) C + max A of C, the work of the busiest resource per microbatch, and A, the syncs.
+
+    strict=true   these lists as they are, for stages and channels; a stage starts 4(S - n) forwards ahead
+    strict=false  work-conserving: the first element of the list that is ready, decided from costs
+    memory        from costs, with at most so many activations alive: the best of a portfolio that contains both
+"""
 
 from __future__ import annotations
 
-from meshwright.ir.action import Action, Op
+from collections.abc import Sequence
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Action
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
+from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import ChannelOrder, Schedule
+from meshwright.schedules._search import search
+from meshwright.schedules._words import Chain, Words, actions_of, caps, in_time, word
+
+COMPARED: tuple[dict[str, object], ...] = ({}, {"strict": False})
 
 
-def build(*, workers: int, microbatches: int, strict: bool = True) -> Schedule:
-    resources = 2 * workers - 1
+def build(
+    *,
+    workers: int,
+    microbatches: int,
+    costs: Sequence[StageCost] | None = None,
+    cluster: Cluster | None = None,
+    strict: bool = True,
+    memory: int | None = None,
+) -> Schedule:
+    """Stages and channels in SPP's order, or what follows from it under costs and a cap."""
+    if memory is not None and memory < 1:
+        raise MeshwrightError(f"listed needs memory for at least one activation, got memory={memory}", fix=f"memory={workers}")
+    if memory is None and strict:
+        words = [word(2 * (2 * workers - 2 - k), microbatches) for k in range(2 * workers - 1)]
+        return _schedule(workers, microbatches, words)
+    chain = _chain(rows_for(costs, workers), microbatches, cluster or Cluster())
+    wide = len(chain.forward)
+    ahead = [max(1, 2 * (wide - 1 - k)) for k in range(wide)]
+    limits = caps(memory, chain)
+    conserving = in_time(limits, [0.0] * wide, chain, warm=ahead)
+    assert conserving is not None
+    if memory is None:
+        return _schedule(workers, microbatches, conserving)
+    capped = [word(min(a, k), microbatches) for a, k in zip(ahead, limits, strict=True)]
+    return _schedule(workers, microbatches, search(chain, limits, [capped, conserving]))
 
-    def order(k: int, forward: Action, backward: Action) -> list[Action]:
-        blocks = []
-        for mb in range(microbatches):
-            last = k == resources - 1
-            blocks.append((k + mb, 0 if last else 1, forward._replace(mb=mb)))
-            blocks.append((2 * resources - 2 - k + mb, 1 if last else 0, backward._replace(mb=mb)))
-        return [a for *_, a in sorted(blocks, key=lambda b: b[:2])]
 
-    lists = tuple(tuple(order(2 * s, Action(Op.F, s), Action(Op.B, s))) for s in range(workers))
-    channels = tuple(
-        ChannelOrder((s, s + 1), tuple(order(2 * s + 1, Action(Op.F, s), Action(Op.B, s + 1)))) for s in range(workers - 1)
-    )
-    return Schedule("listed", Placement.line(workers), microbatches, lists, channels=channels if strict else ())
+def _chain(costs: Sequence[StageCost], microbatches: int, cluster: Cluster) -> Chain:
+    """Stages and the half-duplex channels between them; where channels take no time they are left out, but for latency."""
+    plain = Chain.of(costs, microbatches, cluster.link.latency_s)
+    links = [cluster.between(s, s + 1) for s in range(len(costs) - 1)]
+    there = [link.busy_s(cost.output_bytes) for link, cost in zip(links, costs, strict=False)]
+    back = [link.busy_s(cost.gradient_bytes) for link, cost in zip(links, costs, strict=False)]
+    if not any(there) and not any(back):
+        return plain
+    between = (0.0,) * len(there)
+    return Chain(_mixed(plain.forward, there), _mixed(plain.backward, back), 0.0, _mixed(plain.after, between), microbatches)
+
+
+def _mixed(stages: Sequence[float], channels: Sequence[float]) -> tuple[float, ...]:
+    """Stage, channel, stage, ..."""
+    return tuple(stages[k // 2] if k % 2 == 0 else channels[k // 2] for k in range(2 * len(stages) - 1))
+
+
+def _schedule(workers: int, microbatches: int, words: Words) -> Schedule:
+    """Lists for the stages and, where the words have them, for the channels."""
+    channels: list[ChannelOrder] = []
+    if len(words) > workers:
+        for k, row in enumerate(actions_of(words[1::2])):
+            producers = tuple(a if a.op.value == "F" else a._replace(stage=a.stage + 1) for a in row)
+            channels.append(ChannelOrder((k, k + 1), producers))
+        words = words[::2]
+    lists: tuple[tuple[Action, ...], ...] = actions_of(words)
+    return Schedule("listed", Placement.line(workers), microbatches, lists, channels=tuple(channels))

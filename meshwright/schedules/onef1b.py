@@ -7,17 +7,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
+from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
 
 
-def build(*, workers: int, microbatches: int, warmup: Literal[1, 2, 4] = 1) -> Schedule:
-    """`warmup` times the usual number of forwards before the first backward: deeper hides slow transfers."""
-    period = tuple(one_f_one_b(stage, microbatches, warmup * (workers - 1 - stage)) for stage in range(workers))
-    return Schedule("onef1b", Placement.line(workers), microbatches, period)
+def build(
+    *,
+    workers: int,
+    microbatches: int,
+    costs: Sequence[StageCost] | None = None,
+    cluster: Cluster | None = None,
+    warmup: Literal[1, 2, 4] = 1,
+    memory: int | None = None,
+) -> Schedule:
+    """`warmup` times the usual forwards before the first backward; or as many as pay, with at most `memory` alive."""
+    if memory is None:
+        lists = tuple(one_f_one_b(stage, microbatches, warmup * (workers - 1 - stage)) for stage in range(workers))
+    else:
+        lists = _within(memory, workers, microbatches, costs, cluster)
+    return Schedule("onef1b", Placement.line(workers), microbatches, lists)
 
 
 def one_f_one_b(stage: int, microbatches: int, warm: int) -> tuple[Action, ...]:
@@ -27,3 +42,16 @@ def one_f_one_b(stage: int, microbatches: int, warm: int) -> tuple[Action, ...]:
     backwards = [Action(Op.B, stage, mb) for mb in range(microbatches)]
     steady = [action for pair in zip(forwards[warm:], backwards, strict=False) for action in pair]
     return (*forwards[:warm], *steady, *backwards[microbatches - warm :])
+
+
+def _within(
+    memory: int, workers: int, microbatches: int, costs: Sequence[StageCost] | None, cluster: Cluster | None
+) -> tuple[tuple[Action, ...], ...]:
+    """Consistent extra warm-up from costs and latency, under a cap."""
+    from meshwright.schedules._search import search
+    from meshwright.schedules._words import Chain, actions_of, caps
+
+    if memory < 1:
+        raise MeshwrightError(f"onef1b needs memory for at least one activation, got memory={memory}", fix=f"memory={workers}")
+    chain = Chain.of(rows_for(costs, workers), microbatches, cluster.link.latency_s if cluster else 0.0)
+    return actions_of(search(chain, caps(memory, chain)))

@@ -1,0 +1,192 @@
+"""Orders of forwards and whole backwards on a chain of resources, written as one word over F and B per resource.
+
+Microbatches are alike, so that first in, first out loses nothing and a word says everything: `FFFBFBFBBB` starts three
+forwards, alternates, and drains. What is alive on a stage is alive on the stage before, so a cap holds further down too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from meshwright.ir.action import Action, Op
+from meshwright.ir.profile import StageCost
+
+INFINITE = float("inf")
+Words = list[str]
+
+
+class Chain(NamedTuple):
+    """Times of a chain: forward and backward per resource, latency of a hop, and what follows a resource's last backward."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    latency: float
+    after: tuple[float, ...]
+    microbatches: int
+
+    @classmethod
+    def of(cls, costs: Sequence[StageCost], microbatches: int, latency_s: float) -> Chain:
+        """Stages without links between them, as a chain."""
+        forward, backward = tuple(c.forward_s for c in costs), tuple(c.backward_s + c.recompute_s for c in costs)
+        return cls(forward, backward, latency_s, tuple(c.sync_s for c in costs), microbatches)
+
+    @property
+    def reversed(self) -> Chain:
+        """The same problem backwards in time: forwards and backwards change places."""
+        return self._replace(forward=self.backward, backward=self.forward)
+
+
+class Run(NamedTuple):
+    """What words take: the makespan (infinite if they wait for each other) and the ends of all forwards and backwards."""
+
+    makespan: float
+    forwards: list[list[float]]
+    backwards: list[list[float]]
+
+
+def word(live: int, microbatches: int) -> str:
+    """`live` forwards, then a backward and a forward in turn, then the rest: 1F1B is `live = D - s`."""
+    live = max(1, min(live, microbatches))
+    return "F" * live + "BF" * (microbatches - live) + "B" * live
+
+
+def caps(cap: int | None, chain: Chain) -> list[int]:
+    """The cap of every resource; None is no cap."""
+    limit = chain.microbatches if cap is None else min(cap, chain.microbatches)
+    return [limit] * len(chain.forward)
+
+
+def actions_of(words: Words) -> tuple[tuple[Action, ...], ...]:
+    """Words as lists of actions, microbatches in order."""
+    lists = []
+    for stage, text in enumerate(words):
+        count = {"F": 0, "B": 0}
+        row = []
+        for letter in text:
+            row.append(Action(Op(letter), stage, count[letter]))
+            count[letter] += 1
+        lists.append(tuple(row))
+    return tuple(lists)
+
+
+def run(words: Words, chain: Chain) -> Run:
+    """Run every word strictly in order, each letter as soon as its input is there."""
+    last = len(words) - 1
+    forwards: list[list[float]] = [[] for _ in words]
+    backwards: list[list[float]] = [[] for _ in words]
+    position, time = [0] * len(words), [0.0] * len(words)
+    work = list(range(len(words)))
+    while work:
+        s = work.pop()
+        text, now, f, b = words[s], time[s], forwards[s], backwards[s]
+        before = len(f), len(b)
+        for letter in text[position[s] :]:
+            if letter == "F":
+                if s and len(f) >= len(forwards[s - 1]):
+                    break
+                now = max(now, forwards[s - 1][len(f)] + chain.latency if s else 0.0) + chain.forward[s]
+                f.append(now)
+            else:
+                inputs = backwards[s + 1] if s < last else f
+                if len(b) >= len(inputs):
+                    break
+                now = max(now, inputs[len(b)] + chain.latency if s < last else 0.0) + chain.backward[s]
+                b.append(now)
+        position[s], time[s] = len(f) + len(b), now
+        if len(b) > before[1] and s:
+            work.append(s - 1)
+        if len(f) > before[0] and s < last:
+            work.append(s + 1)
+    done = all(p == len(text) for p, text in zip(position, words, strict=True))
+    return Run(max(map(sum, zip(time, chain.after, strict=True))) if done else INFINITE, forwards, backwards)
+
+
+def bound(chain: Chain, cap: Sequence[int]) -> float:
+    """A lower bound that knows the cap: longest paths over data, order and reuse of memory, plus work that must be done."""
+    f, b = _heads(chain, cap, (0.0,) * len(cap))
+    back = chain.reversed
+    rf, rb = _heads(back, cap, chain.after)
+    last = chain.microbatches - 1
+    pairs = [(s, i) for s in range(len(cap)) for i in range(chain.microbatches)]
+    whole = [f[s][i] + chain.forward[s] + rb[s][last - i] for s, i in pairs]
+    return max(whole + [b[s][i] + chain.backward[s] + rf[s][last - i] for s, i in pairs])
+
+
+def _heads(chain: Chain, cap: Sequence[int], release: Sequence[float]) -> tuple[list[list[float]], list[list[float]]]:
+    """The earliest starts of all forwards and backwards."""
+    forward, backward, latency, _, count = chain
+    depth = len(forward)
+    f = [[0.0] * count for _ in forward]
+    b = [[0.0] * count for _ in forward]
+    first = [release[0]]
+    for s in range(1, depth):
+        first.append(max(release[s], first[-1] + forward[s - 1] + latency))
+    for i in range(count):
+        for s in range(depth):
+            start = first[s] + i * forward[s] + max(0, i - cap[s] + 1) * backward[s]
+            start = max(start, f[s - 1][i] + forward[s - 1] + latency if s else 0.0, f[s][i - 1] + forward[s] if i else 0.0)
+            f[s][i] = max(start, b[s][i - cap[s]] + backward[s] if i >= cap[s] else 0.0)
+        for s in reversed(range(depth)):
+            start = f[s][i] + forward[s] if s == depth - 1 else b[s + 1][i] + backward[s + 1] + latency
+            start = max(start, b[s][i - 1] + backward[s] if i else 0.0)
+            b[s][i] = max(start, first[s] + (i + 1) * forward[s] + i * backward[s])
+    return f, b
+
+
+def vectors(chain: Chain, cap: Sequence[int]) -> list[tuple[int, ...]]:
+    """Warm-up vectors: about how many periods a microbatch stays from a stage down, never more further down the chain."""
+    both = [f + b for f, b in zip(chain.forward, chain.backward, strict=True)]
+    stay = list(accumulate(reversed([work + 2 * chain.latency for work in both])))
+    residence = [time - 2 * chain.latency for time in reversed(stay)]
+    busiest = max(both) or 1.0
+    found: dict[tuple[int, ...], None] = {}
+    for period in (busiest, max(busiest, *(time / k for time, k in zip(residence, cap, strict=True)))):
+        for eighth in range(9):
+            found[tuple(max(1, min(k, int(t / period + eighth / 8))) for t, k in zip(residence, cap, strict=True))] = None
+        for steep in (1, 1.25, 1.5, 1.75, 2):
+            for more in (0.0, 0.5, 0.999):
+                deeper = [int(1 + steep * (t - residence[-1]) / period + more) for t in residence]
+                found[tuple(min(k, live) for live, k in zip(deeper, cap, strict=True))] = None
+    return [vector for vector in found if all(a >= b for a, b in pairwise(vector))]
+
+
+def in_time(
+    live: Sequence[int], patience: Sequence[float], chain: Chain, *, limit: float = INFINITE, warm: Sequence[int] | None = None
+) -> Words | None:
+    """A list schedule in time order: at most `live[s]` alive, and the next backward first, unless it would start more than
+    `patience[s]` after the next forward could. `warm`: on equal starts the forward while fewer are alive. None past `limit`."""
+    forward, backward, latency, _, count = chain
+    depth = len(forward)
+    free = [0.0] * depth
+    fs: list[list[float]] = [[] for _ in forward]
+    bs: list[list[float]] = [[] for _ in forward]
+    words: list[list[str]] = [[] for _ in forward]
+    tail = [0.0, *accumulate(time + latency for time in backward[:-1])]
+
+    def pick(s: int) -> tuple[float, int, str]:
+        i, j = len(fs[s]), len(bs[s])
+        f = b = INFINITE
+        if i < count and i - j < live[s]:
+            f = free[s] if s == 0 else max(free[s], fs[s - 1][i] + latency) if i < len(fs[s - 1]) else INFINITE
+        if j < i:
+            b = free[s] if s == depth - 1 else max(free[s], bs[s + 1][j] + latency) if j < len(bs[s + 1]) else INFINITE
+        back = b < INFINITE and (b <= f + patience[s] if warm is None or b != f else i - j >= warm[s])
+        return (b, s, "B") if back else (f, s, "F")
+
+    nexts = [pick(s) for s in range(depth)]
+    for _ in range(2 * count * depth):
+        at, s, letter = min(nexts)
+        if at == INFINITE:
+            return None
+        words[s].append(letter)
+        free[s] = at + (forward if letter == "F" else backward)[s]
+        (fs if letter == "F" else bs)[s].append(free[s])
+        if free[s] + (count - len(fs[s])) * forward[s] + (count - len(bs[s])) * backward[s] + tail[s] > limit:
+            return None
+        nexts[s] = pick(s)
+        neighbour = s + 1 if letter == "F" else s - 1
+        if 0 <= neighbour < depth:
+            nexts[neighbour] = pick(neighbour)
+    return ["".join(letters) for letters in words]

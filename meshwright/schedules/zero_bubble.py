@@ -1,0 +1,59 @@
+"""Zero-bubble 1F1B (Qi et al., ICLR'24): backwards in halves; what nobody waits for, the weight half, fills the bubbles.
+
+    0: F0 F1 F2 .  I0 W0 F3 I1 W1 ...       h1: as much memory as 1F1B (D activations), bubble (D-1)(F + I - W)
+    1: .  F0 F1 I0 F2 I1 W0 F3 ...          h2: 2D-1 activations, no bubble within a worker's span for F = I = W
+    2: .  .  F0 I0 F1 I1 F2 I2 W0 ...       auto: from costs and latency, with at most `memory` activations alive
+
+An activation counts from its F to its W. `rest` is what one that only waits for its W weighs against a full one, where
+that is known: memory is then freed in part by I, as the paper counts it. `span` makes the longest worker span short, which is
+what the paper reports, instead of the makespan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.placement import Placement
+from meshwright.ir.profile import StageCost, rows_for
+from meshwright.ir.schedule import Schedule
+from meshwright.schedules._halves import Limits, Line, actions_of, linear, shared
+
+COMPARED: tuple[dict[str, object], ...] = ({"variant": "h1"}, {"variant": "h2"}, {"variant": "auto"})
+
+
+def build(
+    *,
+    workers: int,
+    microbatches: int,
+    costs: Sequence[StageCost] | None = None,
+    cluster: Cluster | None = None,
+    variant: Literal["h1", "h2", "auto"] = "h1",
+    memory: int | None = None,
+    rest: float = 1.0,
+    span: bool = False,
+) -> Schedule:
+    """The closed forms, or the best that a short search finds under a memory cap."""
+    if variant != "auto":
+        if memory is not None:
+            raise MeshwrightError(f"zero_bubble: memory belongs to variant=auto, got variant={variant}", fix="variant=auto")
+        words = linear(workers, microbatches, workers if variant == "h1" else 2 * workers - 1)
+    else:
+        memory = workers if memory is None else memory
+        if memory < 1 or not 0 < rest <= 1:
+            raise MeshwrightError(
+                f"zero_bubble: memory={memory}, rest={rest}", fix="memory of at least 1, rest above 0 and at most 1"
+            )
+        words = _auto(
+            Line.of(rows_for(costs, workers), microbatches, cluster.link.latency_s if cluster else 0.0), memory, rest, span
+        )
+    return Schedule("zero_bubble", Placement.line(workers), microbatches, actions_of(words))
+
+
+def _auto(line: Line, memory: int, rest: float, span: bool) -> list[str]:
+    from meshwright.schedules._shop import auto
+
+    each = (memory,) * len(line.forward)
+    return auto(line, Limits(each, each) if rest == 1.0 else shared(line, memory, rest), span=span)

@@ -1,0 +1,461 @@
+"""A second opinion: runs the lists of a schedule step by step with sets and dictionaries, and says whether they are legal.
+
+It shares no code with the checker: the rule of what needs what is written here again, in other words, from the design.
+Two ways to run, both on lists as they stand (`cases.flat`):
+
+    blocking(schedule)   a lowered schedule; every send, receive and collective waits for its partners in list order
+    free(schedule)       a schedule without transfers; an entry runs as soon as what it needs exists anywhere
+
+A verdict is legal or has a reason. `peaks` counts in list order how many activations a worker holds at most, and
+`makespan` puts a blocking run on a clock.
+
+A fact is a tuple: what it is, whose it is, and its numbers. "takes" are used up, "looks" are not, "gives" are new.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from meshwright import Action, Cell, Cluster, Op, Schedule, StageCost, Transfer, Value
+
+Fact = tuple[object, ...]
+Place = tuple[int, int]
+WHOLE = -1
+COMPUTE = (Op.F, Op.R, Op.B, Op.I, Op.W)
+LASTING = ("sum", "norm", "param", "opt")
+"""Facts that may be left when a run ends."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Legal, with the events of the run in order; or not, and why."""
+
+    legal: bool
+    why: str = ""
+    events: tuple[tuple[Place, ...], ...] = ()
+
+
+def blocking(schedule: Schedule) -> Verdict:
+    """Run a lowered schedule with every send, receive and collective blocking."""
+    if problem := miscounted(schedule):
+        return Verdict(False, problem)
+    events, problem = _rendezvous(schedule)
+    return Verdict(False, problem) if problem else _follow(schedule, events)
+
+
+def free(schedule: Schedule) -> Verdict:
+    """Run lists of actions alone: messages take no place in them, syncs that are not in them come when gradients are there."""
+    if problem := miscounted(schedule):
+        return Verdict(False, problem)
+    lists = _with_syncs(schedule)
+    needs = Needs(schedule)
+    there: set[Fact] = {fact for worker in range(schedule.workers) for fact in needs.at_start(worker)}
+    rows: list[list[tuple[list[Fact], list[Fact]]]] = []
+    for worker, entries in enumerate(lists):
+        parts = [[needs.of(worker, action) for action in actions_of(entry)] for entry in entries]
+        rows.append([([f for t, k, _ in part for f in t + k], [f for *_, g in part for f in g]) for part in parts])
+    _route(schedule, needs, rows)
+    at = [0] * len(rows)
+    moved = True
+    while moved:
+        moved = False
+        for row, steps in enumerate(rows):
+            while at[row] < len(steps) and all(fact in there for fact in steps[at[row]][0]):
+                there.update(steps[at[row]][1])
+                at[row] += 1
+                moved = True
+    stuck = [row for row, steps in enumerate(rows) if at[row] < len(steps)]
+    return Verdict(False, f"lists {stuck} stop at {[at[row] for row in stuck]}") if stuck else Verdict(True)
+
+
+def peaks(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations (parts count one each) that each worker holds: F brings one, B or W takes it away at its end."""
+    found = []
+    for entries in schedule.lists:
+        now = most = 0
+        for entry in entries:
+            done = actions_of(entry)
+            now += sum(schedule.parts if a.part == WHOLE else 1 for a in done if a.op is Op.F)
+            most = max(most, now)
+            now -= sum(1 for a in done if a.op is Op.B or a.op is Op.W)
+        found.append(most)
+    return tuple(found)
+
+
+def makespan(
+    schedule: Schedule, events: Sequence[tuple[Place, ...]], costs: Sequence[StageCost], cluster: Cluster | None = None
+) -> float:
+    """When the last thing ends: workers compute one thing at a time, links carry one message at a time."""
+    needs, link = Needs(schedule), (cluster or Cluster()).link
+    clock, joint = [0.0] * schedule.workers, [0.0] * schedule.workers
+    wire: dict[Place, float] = defaultdict(float)
+    came: dict[tuple[int, Fact], float] = {}
+    last = 0.0
+    for event in events:
+        entry = schedule.lists[event[0][0]][event[0][1]]
+        if isinstance(entry, Transfer):
+            (source, _), (target, _) = event
+            fact = fact_of(entry.value)
+            cost = costs[entry.value.stage] if fact[0] in ("act", "grad") else StageCost()
+            size = (cost.output_bytes if fact[0] == "act" else cost.gradient_bytes) / (
+                1 if entry.value.part == WHOLE else schedule.parts
+            )
+            begin = max(clock[source], wire[source, target], came.get((source, fact), 0.0))
+            wire[source, target] = begin + size / link.bytes_per_s
+            end = came[target, fact] = wire[source, target] + link.latency_s
+        elif isinstance(entry, Action) and entry.op in (Op.S, Op.N) and not (schedule.ring and entry.op is Op.S):
+            begin = 0.0
+            for worker, _ in event:
+                takes, looks, _ = needs.of(worker, entry)
+                begin = max([begin, clock[worker], joint[worker], *(came.get((worker, f), 0.0) for f in takes + looks)])
+            end = begin + (costs[entry.stage].sync_s if entry.op is Op.S and entry.stage < len(costs) else 0.0)
+            for worker, _ in event:
+                joint[worker] = end
+                for fact in needs.of(worker, entry)[2]:
+                    came[worker, fact] = end
+        else:
+            worker = event[0][0]
+            done = actions_of(entry)
+            read = [fact for action in done for group in needs.of(worker, action)[:2] for fact in group]
+            begin = max([clock[worker], *(came.get((worker, fact), 0.0) for fact in read)])
+            end = clock[worker] = begin + sum(_seconds(schedule, costs, action) for action in done)
+        last = max(last, end)
+    return last
+
+
+def actions_of(entry: Action | Cell | Transfer) -> tuple[Action, ...]:
+    """An action, the two of a cell, or none."""
+    if isinstance(entry, Transfer):
+        return ()
+    return (entry,) if isinstance(entry, Action) else (entry.first, entry.second)
+
+
+def fact_of(value: Value) -> Fact:
+    """What a message carries, in our names."""
+    kind = value.kind.value
+    if kind in ("act", "grad"):
+        return (kind, value.stage, value.replica, value.mb, value.part, value.piece)
+    if kind == "turn":
+        return ("turn", list(Op)[value.piece], value.stage, value.replica, value.mb, value.part)
+    if kind == "partial":
+        return ("partial", value.stage, value.version, value.piece)
+    if kind == "sum" and value.piece == WHOLE:
+        return ("sum", "ring", value.stage, value.version)
+    return (kind, "as it stands", str(value))
+
+
+class Needs:
+    """What an action takes, looks at and gives."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        teams = [team for copy in schedule.placement.teams for stage in copy for team in stage]
+        self.rows = schedule.placement.rows or lcm(*map(len, teams))
+        self.holders = holders(schedule)
+        self.gradients: dict[tuple[int, int, int], list[Action]] = defaultdict(list)
+        self.normed: set[Place] = set()
+        self.version: dict[tuple[int, int, int], int] = {}
+        everything = [(w, a) for w, entries in enumerate(schedule.lists) for entry in entries for a in actions_of(entry)]
+        for worker, action in everything:
+            if action.op is Op.B or action.op is Op.W:
+                for unit in units_of(schedule, action.stage):
+                    self.gradients[worker, unit, action.mb // schedule.microbatches].append(action)
+            elif action.op is Op.N:
+                self.normed.add((worker, action.version))
+            elif action.op is Op.F:
+                self.version[action.stage, action.replica, action.mb] = action.version
+        here = {action for _, action in everything}
+        self.gives_turn: dict[Action, list[Fact]] = defaultdict(list)
+        self.takes_turn: dict[Action, list[Fact]] = defaultdict(list)
+        for first, then in schedule.turns:
+            if first in here and then in here:
+                fact = ("turn", then.op, then.stage, then.replica, then.mb, then.part)
+                self.gives_turn[first].append(fact)
+                self.takes_turn[then].append(fact)
+
+    def at_start(self, worker: int) -> list[Fact]:
+        """Version 0 of what a worker holds, and its optimizer state."""
+        return [(kind, worker, unit, 0) for unit in self._held_by(worker) for kind in ("param", "opt")]
+
+    def of(self, worker: int, action: Action) -> tuple[list[Fact], list[Fact], list[Fact]]:
+        """(takes, looks, gives)."""
+        takes, looks, gives = self._of(worker, action)
+        return takes + self.takes_turn.get(action, []), looks, gives + self.gives_turn.get(action, [])
+
+    def _held_by(self, worker: int) -> list[int]:
+        return [unit for unit, workers in enumerate(self.holders) if worker in workers]
+
+    def _of(self, worker: int, action: Action) -> tuple[list[Fact], list[Fact], list[Fact]]:
+        op, stage = action.op, action.stage
+        own = (worker, stage, action.replica, action.mb)
+        how = self.schedule.recompute[stage] if self.schedule.recompute and op in COMPUTE else None
+        drops, early = (how.share > 0, how.early) if how else (False, False)
+        looks = self._weights(worker, action) if op in COMPUTE else []
+        match op:
+            case Op.F:
+                halves = range(self.schedule.parts) if action.part == WHOLE and self.schedule.parts > 1 else [action.part]
+                keeps: list[Fact] = [("kept" if drops else "saved", *own, part) for part in halves]
+                return self._crossing("act", action, worker, "in"), looks, keeps + self._crossing("act", action, worker, "out")
+            case Op.R:
+                return [("kept", *own, action.part)], looks, [("saved", *own, action.part)]
+            case Op.B | Op.I:
+                stash: Fact = ("kept" if drops and not early else "saved", *own, action.part)
+                left = self._gradient(worker, action) if op is Op.B else [("rest", *own, action.part)]
+                takes = [stash, *self._crossing("grad", action, worker, "in")]
+                return takes, looks, left + self._crossing("grad", action, worker, "out")
+            case Op.W:
+                return [("rest", *own, action.part)], looks, self._gradient(worker, action)
+            case Op.S:
+                return self._sync(worker, action)
+            case Op.N:
+                sums = [self._sum(worker, unit, action.version) for unit in self._held_by(worker)]
+                return [], sums, [("norm", worker, action.version)]
+            case Op.U:
+                k = action.version
+                looks = [self._sum(worker, stage, k), ("param", worker, stage, k), ("opt", worker, stage, k)]
+                looks += [("norm", worker, k)] if (worker, k) in self.normed else []
+                return [], looks, [("param", worker, stage, k + 1), ("opt", worker, stage, k + 1)]
+        raise AssertionError(op)
+
+    def _crossing(self, kind: str, action: Action, worker: int, way: str) -> list[Fact]:
+        """The row pieces that this worker gets from, or gives to, the team on the other side of a cut between stages."""
+        forward = kind == "act"
+        cut = action.stage - 1 if forward == (way == "in") else action.stage
+        if not 0 <= cut < self.schedule.stages - 1:
+            return []
+        before, behind = (team_of(self.schedule, action._replace(stage=cut + k)) for k in (0, 1))
+        facts: list[Fact] = []
+        for i, left in enumerate(before):
+            for j, right in enumerate(behind):
+                mine = right if forward == (way == "in") else left
+                number = WHOLE if len(before) == len(behind) == 1 else i * len(behind) + j
+                if mine == worker and self._share(i, len(before)) & self._share(j, len(behind)):
+                    facts.append((kind, cut, action.replica, action.mb, action.part, number))
+        return facts
+
+    def _share(self, index: int, width: int) -> set[int]:
+        return {row for row in range(self.rows) if self.rows * index // width <= row < self.rows * (index + 1) // width}
+
+    def _weights(self, worker: int, action: Action) -> list[Fact]:
+        """The stage's own parameters at the action's version; a tied group's at the version its first stage reads."""
+        found: list[Fact] = [("param", worker, action.stage, action.version)]
+        for unit in units_of(self.schedule, action.stage)[1:]:
+            first = self.schedule.ties[unit - self.schedule.stages][0]
+            version = self.version.get((first, action.replica, action.mb), action.version)
+            found.append(("param", worker, unit, version))
+        return found
+
+    def _gradient(self, worker: int, action: Action) -> list[Fact]:
+        tail = (action.stage, action.replica, action.mb, action.part)
+        return [("gradient", worker, unit, *tail) for unit in units_of(self.schedule, action.stage)]
+
+    def _sum(self, worker: int, unit: int, round_: int) -> Fact:
+        return ("sum", "ring" if self.schedule.ring else worker, unit, round_)
+
+    def _sync(self, worker: int, action: Action) -> tuple[list[Fact], list[Fact], list[Fact]]:
+        """All gradients of a round on this worker in; out comes the sum, or in a ring what goes on to the next worker."""
+        unit, round_ = action.stage, action.version
+        made = self.gradients[worker, unit, round_]
+        takes: list[Fact] = [("gradient", worker, unit, a.stage, a.replica, a.mb, a.part) for a in made]
+        if not self.schedule.ring:
+            return takes, [], [self._sum(worker, unit, round_)]
+        first = {w: min(a.mb for a in made) for (w, u, r), made in self.gradients.items() if (u, r) == (unit, round_) and made}
+        ring = sorted(first, key=lambda w: first[w])
+        if worker in ring[1:]:
+            takes.append(("partial", unit, round_, ring[ring.index(worker) - 1]))
+        ends = bool(ring) and worker == ring[-1]
+        return takes, [], [self._sum(worker, unit, round_) if ends else ("partial", unit, round_, worker)]
+
+
+def miscounted(schedule: Schedule) -> str:
+    """What is there too often, too seldom, on the wrong worker or in the wrong order of one list; empty if nothing."""
+    histories: dict[tuple[int, ...], list[Action]] = defaultdict(list)
+    rounds: dict[tuple[Op, int, int, int], int] = defaultdict(int)
+    held = holders(schedule)
+    for worker, entries in enumerate(schedule.lists):
+        for entry in entries:
+            if isinstance(entry, Transfer):
+                if entry.peer == worker or not 0 <= entry.peer < schedule.workers:
+                    return f"{entry} on worker {worker} has no other end"
+                continue
+            for action in actions_of(entry):
+                if action.op not in COMPUTE:
+                    if action.op is not Op.N and worker not in held[action.stage]:
+                        return f"{action} on worker {worker}, which does not hold it"
+                    rounds[action.op, worker, action.stage, action.version] += 1
+                    continue
+                if worker not in team_of(schedule, action):
+                    return f"{action} on worker {worker}"
+                halves = range(schedule.parts) if action.part == WHOLE and schedule.parts > 1 else [action.part]
+                for part in halves:
+                    histories[worker, action.stage, action.replica, action.mb, part].append(action)
+    return _histories(schedule, histories) or _rounds(schedule, rounds)
+
+
+def units_of(schedule: Schedule, stage: int) -> list[int]:
+    """The units whose parameters a stage uses, its own first."""
+    return [stage, *(schedule.stages + i for i, tied in enumerate(schedule.ties) if stage in tied)]
+
+
+def holders(schedule: Schedule) -> list[list[int]]:
+    """For each unit the workers that run a stage of it, in any replica and team."""
+    copies = schedule.placement.teams
+    stages = [{w for copy in copies for team in copy[stage] for w in team} for stage in range(schedule.stages)]
+    return [sorted(workers) for workers in [*stages, *({w for s in tied for w in stages[s]} for tied in schedule.ties)]]
+
+
+def team_of(schedule: Schedule, action: Action) -> tuple[int, ...]:
+    """Who shares the rows of an action's microbatch."""
+    teams = schedule.placement.teams[action.replica][action.stage]
+    return teams[action.mb % len(teams)]
+
+
+def _histories(schedule: Schedule, histories: dict[tuple[int, ...], list[Action]]) -> str:
+    """Each stage of each microbatch: F, (R,) B or F, (R,) I, W on all workers of its team, at one version, on one replica."""
+    for key, history in histories.items():
+        how = schedule.recompute[key[1]] if schedule.recompute else None
+        again = "R" if how and how.early and how.share > 0 else ""
+        done = "".join(action.op.value for action in history)
+        if done not in (f"F{again}B", f"F{again}IW"):
+            return f"stage {key[1]}, microbatch {key[3]} on worker {key[0]} runs {done}"
+        if len({action.version for action in history}) > 1:
+            return f"stage {key[1]}, microbatch {key[3]} changes its version"
+    replica = {mb: replica for _, _, replica, mb, _ in histories}
+    if len({(mb, copy) for _, _, copy, mb, _ in histories}) > len(replica):
+        return "a microbatch runs on two replicas"
+    for mb in range(_steps(schedule, list(replica)) * schedule.microbatches):
+        for stage in range(schedule.stages):
+            for part in range(schedule.parts) if schedule.parts > 1 else [WHOLE]:
+                for worker in team_of(schedule, Action(Op.F, stage, mb, replica.get(mb, 0))):
+                    if (worker, stage, replica.get(mb, 0), mb, part) not in histories:
+                        return f"stage {stage}, microbatch {mb} does not run on worker {worker}"
+    return ""
+
+
+def _rounds(schedule: Schedule, rounds: dict[tuple[Op, int, int, int], int]) -> str:
+    """Once a round: S and U on every holder of a unit, N on every worker; what is not lowered may have none at all."""
+    mbs = [a.mb for entries in schedule.lists for entry in entries for a in actions_of(entry) if a.op in COMPUTE]
+    steps = range(_steps(schedule, mbs))
+    every = {
+        op: {(op, w, unit, k) for unit, workers in enumerate(holders(schedule)) for w in workers for k in steps}
+        for op in (Op.S, Op.U)
+    }
+    every[Op.N] = {(Op.N, w, WHOLE, k) for w in range(schedule.workers) for k in steps}
+    for op, wanted in every.items():
+        found = {key for key in rounds if key[0] is op}
+        may_lack = not schedule.lowered or (op is Op.N and not schedule.flush)
+        if found != wanted and (found or not may_lack):
+            return f"{op.value}: {sorted(map(str, found ^ wanted))[0]} is missing or too much"
+    twice = [key for key, count in rounds.items() if count > 1]
+    return f"{twice[0]} comes twice" if twice else ""
+
+
+def _steps(schedule: Schedule, mbs: Sequence[int]) -> int:
+    return -(-(max(mbs, default=-1) + 1) // schedule.microbatches)
+
+
+def _rendezvous(schedule: Schedule) -> tuple[list[tuple[Place, ...]], str]:
+    """Go down all lists at once; whoever needs a partner stands still until the partner stands at the same thing."""
+    lists, at, held = schedule.lists, [0] * schedule.workers, holders(schedule)
+    events: list[tuple[Place, ...]] = []
+
+    def ahead(worker: int) -> object:
+        return lists[worker][at[worker]] if at[worker] < len(lists[worker]) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for worker in range(schedule.workers):
+            while (entry := ahead(worker)) is not None:
+                group = [worker]
+                if isinstance(entry, Transfer):
+                    if ahead(entry.peer) != Transfer(not entry.sends, entry.value, worker):
+                        break
+                    group = [worker, entry.peer] if entry.sends else [entry.peer, worker]
+                elif isinstance(entry, Action) and entry.op in (Op.S, Op.N) and not (schedule.ring and entry.op is Op.S):
+                    group = held[entry.stage] if entry.op is Op.S else list(range(schedule.workers))
+                    if any(ahead(member) != entry for member in group):
+                        break
+                events.append(tuple((member, at[member]) for member in group))
+                for member in group:
+                    at[member] += 1
+                moved = True
+    stuck = {worker: str(ahead(worker)) for worker in range(schedule.workers) if ahead(worker) is not None}
+    return events, f"stuck: {stuck}" if stuck else ""
+
+
+def _follow(schedule: Schedule, events: list[tuple[Place, ...]]) -> Verdict:
+    """Keep book of what every worker has: all that is needed must be there, nothing may be there twice or be left over."""
+    needs = Needs(schedule)
+    have = [set(needs.at_start(worker)) for worker in range(schedule.workers)]
+    for event in events:
+        for worker, index in event:
+            entry = schedule.lists[worker][index]
+            takes: list[Fact] = []
+            looks: list[Fact] = []
+            gives: list[Fact] = []
+            if isinstance(entry, Transfer):
+                fact = fact_of(entry.value)
+                (gives if not entry.sends else looks if fact[0] in LASTING else takes).append(fact)
+            for action in actions_of(entry):
+                for group, more in zip((takes, looks, gives), needs.of(worker, action), strict=True):
+                    group += more
+            if absent := [fact for fact in takes + looks if fact not in have[worker]]:
+                return Verdict(False, f"{entry} on worker {worker} lacks {absent[0]}")
+            if again := [fact for fact in gives if fact in have[worker]]:
+                return Verdict(False, f"{entry} on worker {worker} makes a second {again[0]}")
+            have[worker] |= set(gives)
+            have[worker] -= set(takes)
+    left = [(worker, fact) for worker, facts in enumerate(have) for fact in facts if fact[0] not in LASTING]
+    return Verdict(False, f"left over: {left[0]}") if left else Verdict(True, events=tuple(events))
+
+
+def _with_syncs(schedule: Schedule) -> list[list[Action | Cell | Transfer]]:
+    """Where lists update but do not sync: the sync of a sole holder, or of a ring, behind its worker's last gradient."""
+    lists: list[list[Action | Cell | Transfer]] = [list(entries) for entries in schedule.lists]
+    ops = {action.op for entries in lists for entry in entries for action in actions_of(entry)}
+    if Op.S in ops or Op.U not in ops:
+        return lists
+    for entries in lists:
+        last: dict[Place, int] = {}
+        for index, entry in enumerate(entries):
+            for action in actions_of(entry):
+                if action.op is Op.B or action.op is Op.W:
+                    for unit in units_of(schedule, action.stage):
+                        last[unit, action.mb // schedule.microbatches] = index
+        for (unit, round_), index in sorted(last.items(), key=lambda item: -item[1]):
+            entries.insert(index + 1, Action(Op.S, unit, version=round_))
+    return lists
+
+
+def _route(schedule: Schedule, needs: Needs, rows: list[list[tuple[list[Fact], list[Fact]]]]) -> None:
+    """A channel with an order of its own is one more list: it takes an output in its turn, and the reader waits for that."""
+    for channel in schedule.channels:
+        row: list[tuple[list[Fact], list[Fact]]] = []
+        for action in channel.producers:
+            worker = team_of(schedule, action)[0]
+            for fact in needs._crossing("act" if action.op is Op.F else "grad", action, worker, "out"):
+                carried = ("carried", *fact)
+                row.append(([fact], [carried]))
+                other = channel.workers[0] if worker == channel.workers[1] else channel.workers[1]
+                rows[other] = [([carried if f == fact else f for f in reads], gives) for reads, gives in rows[other]]
+        rows.append(row)
+
+
+def _seconds(schedule: Schedule, costs: Sequence[StageCost], action: Action) -> float:
+    if action.op not in COMPUTE:
+        return 0.0
+    cost = costs[action.stage]
+    how = schedule.recompute[action.stage] if schedule.recompute else None
+    inside = cost.recompute_s if how and how.share > 0 and not how.early else 0.0
+    lengths: dict[Op, Callable[[], float]] = {
+        Op.F: lambda: cost.forward_s,
+        Op.R: lambda: cost.recompute_s,
+        Op.B: lambda: cost.input_s + cost.weight_s + inside,
+        Op.I: lambda: cost.input_s + inside,
+        Op.W: lambda: cost.weight_s,
+    }
+    return lengths[action.op]() / (1 if action.part == WHOLE else schedule.parts)

@@ -1,0 +1,147 @@
+"""The command line as users type it: what it prints, what it writes, how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright import StageCost, costs_to_json, schedules
+
+
+def meshwright(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"})
+
+
+def simulated(*arguments: str) -> dict[str, object]:
+    done = meshwright("simulate", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_show_draws_the_grid_of_chimera() -> None:
+    done = meshwright("show", "chimera", "--workers", "4", "--microbatches", "4")
+    assert done.returncode == 0
+    assert "F0d F1d .   F2u B2u =   F3u B3u =   .   B0d =   .   .   B1d =" in done.stdout
+    assert "makespan 16   bubble 25.00%" in done.stdout
+
+
+def test_show_writes_files_that_check_and_simulate_read(tmp_path: Path) -> None:
+    for name in ("onef1b", "chimera", "cyclic", "pipedream", "shifted"):
+        for flags in ((), ("--lowered",)):
+            file = tmp_path / f"{name}{len(flags)}.json"
+            assert meshwright("show", name, "--format", "json", "-o", str(file), *flags).returncode == 0
+            assert meshwright("check", str(file)).returncode == 0
+            assert simulated(str(file))["makespan_s"] == simulated(name)["makespan_s"]
+
+
+def test_show_writes_torch_csv_and_perfetto(tmp_path: Path) -> None:
+    done = meshwright("show", "onef1b", "--workers", "2", "--microbatches", "2", "--format", "csv")
+    assert done.stdout == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n\n"
+    trace = tmp_path / "trace.json"
+    assert meshwright("show", "chimera", "--format", "perfetto", "-o", str(trace)).returncode == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["ph"] for e in events} >= {"M", "X", "C", "s", "f"}
+    refused = meshwright("show", "chimera", "--format", "csv")
+    assert refused.returncode == 2 and "several replicas" in refused.stderr and "try:" in refused.stderr
+
+
+def test_check_says_what_is_wrong_where_and_why(tmp_path: Path) -> None:
+    data = json.loads(meshwright("show", "onef1b", "--format", "json").stdout)
+    data["period"][2] = data["period"][2].replace("2F1 ", "", 1)
+    file = tmp_path / "broken.json"
+    file.write_text(json.dumps(data))
+    done = meshwright("check", str(file), "--json")
+    assert done.returncode == 3
+    verdict = json.loads(done.stdout)
+    assert verdict["ok"] is False and verdict["worker"] == 2 and verdict["law"] and "1" in verdict["action"] and verdict["reason"]
+    shown = meshwright("check", str(file))
+    assert shown.returncode == 3 and "^" in shown.stdout
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "schedule"}', '{"schema": 99, "kind": "schedule"}', "\0\0"])
+def test_unreadable_files_exit_with_two_and_no_traceback(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    done = meshwright("check", str(file))
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+def test_missing_file_unknown_name_and_bad_flags_exit_with_two() -> None:
+    for arguments in (
+        ("check", "nowhere.json"),
+        ("simulate", "nothing"),
+        ("simulate", "chimera", "--workers", "3"),
+        ("simulate", "onef1b", "--option", "warmup"),
+        ("simulate", "onef1b", "--option", "warmup=3"),
+        ("simulate", "onef1b", "--option", "colour=red"),
+        ("simulate", "onef1b", "--split", "x"),
+        ("simulate", "onef1b", "--forward", "-1"),
+        ("simulate", "onef1b", "--workers", "0"),
+    ):
+        done = meshwright(*arguments)
+        assert done.returncode == 2 and "error" in done.stderr.lower() and "Traceback" not in done.stderr, arguments
+
+
+def test_simulate_prints_the_promised_object() -> None:
+    found = simulated("onef1b", "--workers", "4", "--microbatches", "8", "--forward", "1", "--backward", "2", "--recompute", "1")
+    assert found["schedule"] == "onef1b" and found["makespan_s"] == 44
+    assert set(found) >= {"schedule", "makespan_s", "bubble_ratio", "span_bubble_ratio", "lower_bound_s", "workers"}
+    assert set(found["workers"][0]) >= {"worker", "busy_s", "idle_s", "peak_activations", "parameter_copies"}
+    assert [w["peak_activations"] for w in found["workers"]] == [4, 3, 2, 1]
+    full = simulated("shifted", "--workers", "4", "--microbatches", "8", "--recompute", "1", "--option", "level=full")
+    assert full["makespan_s"] == 38
+
+
+def test_simulate_with_sends_and_syncs() -> None:
+    assert simulated("gpipe", "--send", "0.1")["makespan_s"] == pytest.approx(21 + 6 * 0.1)
+    lazy, opt = (simulated("chimera", "--workers", "8", "--microbatches", "8", "--sync-cost", "3", "--sync", s) for s in ("lazy", "eager-opt"))
+    assert opt["makespan_s"] < lazy["makespan_s"] == 42
+
+
+def test_simulate_with_a_cost_file(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, activation_bytes=10.0), StageCost(2.0, 2.0, 2.0, activation_bytes=20.0)]))
+    found = simulated("gpipe", "--workers", "2", "--microbatches", "3", "--costs", str(file))
+    assert found["makespan_s"] == pytest.approx(1 + 3 * 6 + 2)
+    assert [w["peak_bytes"] for w in found["workers"]] == [30, 60]
+    wrong = meshwright("simulate", "gpipe", "--workers", "3", "--costs", str(file))
+    assert wrong.returncode == 2 and "3 stages" in wrong.stderr
+
+
+def test_steps_without_a_flush_default_to_four() -> None:
+    assert simulated("pipedream_2bw", "--workers", "4", "--microbatches", "4")["steps"] == 4
+    assert simulated("pipedream_2bw", "--workers", "4", "--microbatches", "4", "--steps", "7")["steps"] == 7
+    assert simulated("onef1b", "--steps", "3")["makespan_s"] == 3 * simulated("onef1b")["makespan_s"]
+
+
+def test_compare_shows_every_schedule_sorted() -> None:
+    done = meshwright("compare", "--workers", "4", "--microbatches", "4", "--memory", "4", "--json")
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["schedule"].split()[0] for row in rows} == set(schedules.names())
+    feasible = [row["step_s"] for row in rows if row["feasible"]]
+    assert feasible == sorted(feasible)
+    assert all(row["peak_activations"] > 4 for row in rows if not row["feasible"] and not row["refused"])
+    assert "chimera" in meshwright("compare").stdout
+
+
+def test_help_names_every_verb_and_option() -> None:
+    assert all(verb in meshwright("--help").stdout for verb in ("show", "check", "simulate", "compare"))
+    assert "--option" in meshwright("simulate", "--help").stdout
+
+
+@pytest.mark.parametrize("verb", ["show", "simulate"])
+def test_an_answer_takes_under_four_tenths_of_a_second_of_cpu(verb: str) -> None:
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert meshwright(verb, "onef1b", "--workers", "8", "--microbatches", "32").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.4

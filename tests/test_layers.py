@@ -1,0 +1,88 @@
+"""The architecture as a table: imports point down, the pure half knows no torch, files stay short."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "meshwright"
+LEVEL = {
+    "errors": 0,
+    "ir": 1,
+    "passes": 2,
+    "simulate": 3,
+    "costs": 3,
+    "schedules": 4,
+    "report": 4,
+    "tensor": 4,
+    "planners": 5,
+    "capture": 5,
+    "runtime": 5,
+    "train": 6,
+    "cli": 7,
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    here = layer(path)
+    if here == "__init__":
+        return
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "meshwright" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != here:
+            assert LEVEL[parts[1]] < LEVEL[here], f"{path.name} of {here} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    limit = 100 if path.parent.name == "schedules" and path.name != "__init__.py" else 300
+    assert len(text.splitlines()) <= limit
+    assert ast.get_docstring(ast.parse(text)), "a file opens with its idea"
+
+
+def test_nothing_pure_imports_torch_numpy_or_numba() -> None:
+    for path in FILES:
+        heavy = {name.split(".")[0] for name in imported(path)} & {"torch", "numpy", "numba", "ortools"}
+        assert not heavy or path == ROOT / "simulate" / "fast.py", f"{path} imports {heavy}"
+
+
+def test_the_plain_path_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, meshwright, meshwright.cli.main as m\n"
+        "s = meshwright.schedules.build('chimera', workers=4, microbatches=4)\n"
+        "assert meshwright.check(s).ok\n"
+        "meshwright.simulate(s, meshwright.even_costs(stages=4, workers=4))\n"
+        "print([n for n in ('torch', 'numpy', 'numba', 'ortools', 'networkx') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_have_docstrings() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                nested = not any(node in getattr(p, "body", ()) for p in [ast.parse(path.read_text())])
+                if isinstance(node, ast.ClassDef) or not nested:
+                    assert ast.get_docstring(node), f"{path}: {node.name}"
