@@ -113,13 +113,13 @@ class Schedule:
         in_period = {action for entries in self.period for action in walk(entries)}
         in_drain = {action for entries in self.drain for action in walk(entries)}
         there = {action for entries in self.lists for action in walk(entries)}
-        edges = []
+        edges: dict[tuple[Action, Action], None] = {}
         for writer, reader in self.turns:
-            if reader in in_period:
-                shifts: Iterable[int] = range(self.repeats)
-            else:
-                shifts = (self.repeats,) if reader in in_drain else (0,)
-            edges += [(self._moved(writer, k), self._moved(reader, k)) for k in shifts]
+            shifts = [*range(self.repeats)] if reader in in_period else []
+            shifts += [self.repeats] if reader in in_drain else []
+            for k in shifts or [0]:
+                later = k * self.microbatches, k
+                edges[writer.shifted(*later), reader.shifted(*later)] = None
         return tuple((writer, reader) for writer, reader in edges if writer in there and reader in there)
 
     @cached_property
@@ -139,6 +139,3 @@ class Schedule:
 
     def _later(self, entries: tuple[Entry, ...], k: int) -> Iterable[Entry]:
         return entries if k == 0 else (entry.shifted(k * self.microbatches, k) for entry in entries)
-
-    def _moved(self, action: Action, k: int) -> Action:
-        return action.shifted(k * self.microbatches, k)

@@ -61,10 +61,8 @@ def folded(short: Schedule, long: Schedule) -> Schedule:
         prologue.append(a[:same])
         period.append(b[same : same + more])
         drain.append(a[same:])
-    turns = (*short.turns, *((w, r) for w, r in long.turns if any(r in entries for entries in period)))
-    return replace(
-        short, prologue=tuple(prologue), period=tuple(period), drain=tuple(drain), repeats=0, turns=tuple(dict.fromkeys(turns))
-    )
+    turns = tuple(dict.fromkeys((*short.turns, *long.turns)))
+    return replace(short, prologue=tuple(prologue), period=tuple(period), drain=tuple(drain), repeats=0, turns=turns)
 
 
 @no_collection()
