@@ -2,19 +2,24 @@
 
 Schedules, options and the sets worth comparing are asked for by name, so a new file under `schedules/` is tested without a
 line here. What a schedule refuses (with a MeshwrightError) is no case; anything else that it raises fails the test.
+`schedule_files` draws files that can be read, of schedules that mostly cannot run.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
-from meshwright import MeshwrightError, Schedule, schedules
+from hypothesis import strategies as st
+
+from meshwright import MeshwrightError, Schedule, lower, schedule_to_json, schedules
 
 SMALL_WORKERS, SMALL_MICROBATCHES = (1, 2, 3, 4), (1, 2, 4)
 LARGE_WORKERS, LARGE_MICROBATCHES = (1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 5, 8, 12, 16)
@@ -129,3 +134,102 @@ def _values(parameter: inspect.Parameter) -> tuple[object, ...]:
 @cache
 def _built(case: Case, steps: int | None) -> Schedule:
     return schedules.build(case.name, workers=case.workers, microbatches=case.microbatches, steps=steps, **dict(case.options))
+
+
+LETTERS = "FFFBBBIWRSUNG"
+
+
+@st.composite
+def words(draw: st.DrawFn, *, stages: int, workers: int, transfers: bool = True) -> str:
+    """One entry as text, near the given sizes but not always inside them."""
+    kind = draw(st.sampled_from("aaaaact" if transfers else "aaaaa"))
+    if kind == "c":
+        return f"[{draw(_action_words(stages))}|{draw(_action_words(stages))}]"
+    if kind == "a":
+        return draw(_action_words(stages))
+    what = draw(st.sampled_from(["act", "act", "grad", "grad", "saved", "partial", "sum", "param", "turn", "wgrad"]))
+    tail = draw(st.sampled_from(["", "#1", "@1", ".0", "~0", "~1", "#1~0"]))
+    number = "" if what in ("partial", "sum", "param") else str(draw(st.integers(0, 3)))
+    return f"{draw(st.integers(0, stages))}{what}{number}{tail}{draw(st.sampled_from('<>'))}{draw(st.integers(0, workers))}"
+
+
+@st.composite
+def _action_words(draw: st.DrawFn, stages: int) -> str:
+    op = draw(st.sampled_from(LETTERS))
+    stage = "" if op == "N" else str(draw(st.integers(0, stages if draw(st.integers(0, 9)) == 0 else stages - 1)))
+    mb = str(draw(st.integers(0, 3))) if op in "FBIWR" else ""
+    return f"{stage}{op}{mb}{draw(st.sampled_from(['', '', '', '', '', '@1', '#1', '.0', '.1']))}"
+
+
+@st.composite
+def _wild_file(draw: st.DrawFn) -> dict[str, Any]:
+    """Random teams and random lists."""
+    stages, most = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    team = st.lists(st.integers(0, most - 1), min_size=1, max_size=2, unique=True)
+    copy = st.lists(st.lists(team, min_size=1, max_size=2), min_size=stages, max_size=stages)
+    placement = draw(st.lists(copy, min_size=1, max_size=2))
+    workers = 1 + max(w for copy in placement for teams in copy for team in teams for w in team)
+    lists = st.lists(
+        st.lists(words(stages=stages, workers=workers), max_size=6).map(" ".join), min_size=workers, max_size=workers
+    )
+    data: dict[str, Any] = {"schema": 1, "kind": "schedule", "name": "wild", "placement": placement, "period": draw(lists)}
+    data["microbatches"] = draw(st.integers(1, 3))
+    for key, segment in (("prologue", lists), ("drain", lists), ("rows", st.integers(0, 3))):
+        if draw(st.integers(0, 3)) == 0:
+            data[key] = draw(segment)
+    return data
+
+
+@st.composite
+def _near_file(draw: st.DrawFn) -> dict[str, Any]:
+    """A schedule that can run, with a few words dropped, doubled, swapped or replaced."""
+    case = draw(st.sampled_from(tiny()))
+    schedule = case.build(steps=draw(st.integers(2, 4)))
+    data: dict[str, Any] = json.loads(schedule_to_json(lower(schedule) if draw(st.booleans()) else schedule))
+    for _ in range(draw(st.integers(0, 2))):
+        lists = data[draw(st.sampled_from([key for key in ("period", "prologue", "drain") if data.get(key)]))]
+        worker = draw(st.integers(0, len(lists) - 1))
+        entries = lists[worker].split()
+        at, other = (draw(st.integers(0, max(0, len(entries) - 1))) for _ in range(2))
+        match draw(st.sampled_from(["drop", "double", "swap", "replace", "empty"])):
+            case "drop":
+                entries[at : at + 1] = []
+            case "double":
+                entries[at:at] = entries[other : other + 1]
+            case "swap" if entries:
+                entries[at], entries[other] = entries[other], entries[at]
+            case "replace":
+                entries[at : at + 1] = [draw(words(stages=schedule.stages, workers=schedule.workers))]
+            case "empty" if draw(st.integers(0, 4)) == 0:
+                lists.clear()
+        if lists:
+            lists[worker] = " ".join(entries)
+    return data
+
+
+@st.composite
+def schedule_files(draw: st.DrawFn) -> dict[str, Any]:
+    """The content of a schedule file whose keys and types are right; most break a law, some hold all of them."""
+    data = draw(st.one_of(_near_file(), _wild_file()))
+    stages = len(data["placement"][0])
+    action = _action_words(stages)
+    stage_list = st.lists(st.integers(0, stages), max_size=3)
+    extras: dict[str, st.SearchStrategy[Any]] = {
+        "repeats": st.integers(0, 3),
+        "options": st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.booleans(), st.text(max_size=5), st.none())),
+        "parts": st.integers(1, 3),
+        "ties": st.lists(stage_list, max_size=2),
+        "recompute": st.lists(
+            st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.booleans()), min_size=stages, max_size=stages + draw(st.integers(0, 1))
+        ),
+        "turns": st.lists(st.tuples(action, action), max_size=3),
+        "channels": st.lists(
+            st.tuples(st.tuples(st.integers(0, 2), st.integers(0, 2)), st.lists(action, max_size=4).map(" ".join)), max_size=2
+        ),
+        "flush": st.booleans(),
+        "ring": st.booleans(),
+        "lowered": st.booleans(),
+    }
+    for key in draw(st.lists(st.sampled_from(sorted(extras)), max_size=3, unique=True)):
+        data[key] = draw(extras[key])
+    return data

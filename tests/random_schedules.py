@@ -10,6 +10,7 @@ hypothesis strategies below draw the same cases in a form that shrinks.
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from math import lcm
 from random import Random
 from typing import NamedTuple
@@ -285,3 +286,13 @@ def build(name: str, options: dict[str, object], *, workers: int = 4, steps: int
         return by_name.build(name, workers=workers, microbatches=times * workers, steps=steps, **options)
     except MeshwrightError:
         return by_name.build(name, workers=workers, microbatches=workers, steps=steps, **options)
+
+
+def built(name: str, options: dict[str, object], sizes: tuple[int, ...]) -> list[Schedule]:
+    """A named schedule at those of some numbers of workers that it takes; at least at one."""
+    found = []
+    for workers in sizes:
+        with suppress(MeshwrightError):
+            found.append(build(name, options, workers=workers))
+    assert found, f"{name} takes none of {sizes} workers"
+    return found

@@ -140,7 +140,7 @@ def messages(book: Book) -> list[tuple[Held, Held]]:
     schedule, placement, worker = book.schedule, book.schedule.placement, book.worker
     found = []
     moved = {entry.value: entry for entry in book.entries if isinstance(entry, Transfer)}
-    for entry, (start, end) in book.span.items():
+    for entry, (start, _) in book.span.items():
         if isinstance(entry, Transfer) and entry.value.kind in (Kind.ACT, Kind.GRAD) and not entry.sends:
             value = entry.value
             ops = (Op.F,) if value.kind is Kind.ACT else (Op.B, Op.I)
@@ -171,8 +171,7 @@ def messages(book: Book) -> list[tuple[Held, Held]]:
                     for value, entry in moved.items()
                     if entry.sends
                     and entry.peer == other
-                    and (value.kind, value.mb, value.replica, value.part)
-                    == (kind, action.mb, action.replica, action.part)
+                    and (value.kind, value.mb, value.replica, value.part) == (kind, action.mb, action.replica, action.part)
                     and value.stage == min(action.stage, near)
                 )
             assert end is not None
@@ -261,35 +260,52 @@ def seeded(block: int, size: int) -> list[Random]:
     return [Random(f"memory:{block}:{number}") for number in range(size)]
 
 
+def count_again(case: Case) -> None:
+    """Compare activations and messages of all workers; parameters weigh nothing here."""
+    timeline, found = books(case._replace(costs=without(case.costs, "parameter_bytes")))
+    for worker, book in enumerate(found):
+        agree(timeline, worker, activations(book) + messages(book))
+
+
+def splits_inside(case: Case) -> bool:
+    """Does a split backward have recompute inside?"""
+    schedule = lower(case.schedule, costs=case.costs)
+    how = schedule.recompute or (Recompute(0.0),) * schedule.stages
+    inside = {stage for stage in range(schedule.stages) if how[stage].share > 0 and not how[stage].early}
+    return any(a.op is Op.I and a.stage in inside for entries in schedule.lists for entry in entries for a in actions(entry))
+
+
 @pytest.mark.parametrize("block", range(6))
-def test_activations_and_messages_counted_again_on_random_schedules(block: int) -> None:
-    for rng in seeded(block, 50):
-        case = random_case(rng)
-        case = case._replace(costs=without(case.costs, "parameter_bytes"))
-        timeline, found = books(case)
-        for worker, book in enumerate(found):
-            agree(timeline, worker, activations(book) + messages(book))
+def test_activations_and_messages_counted_again(block: int) -> None:
+    tried = [case for rng in seeded(block, 60) if not splits_inside(case := random_case(rng))]
+    assert len(tried) > 30
+    for case in tried:
+        count_again(case)
 
 
+def test_split_backwards_with_recompute_inside_counted_again() -> None:
+    tried = [case for rng in seeded(9, 60) if splits_inside(case := random_case(rng))]
+    assert len(tried) > 5
+    for case in tried:
+        count_again(case)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(("name", "options"), named(), ids=label)
-def test_activations_and_messages_counted_again_on_named_schedules(name: str, options: dict[str, object]) -> None:
+def test_named_activations_and_messages_counted_again(name: str, options: dict[str, object], recompute: bool) -> None:
     schedule = build(name, options)
     for rng in seeded(10, 3):
-        costs = without(random_costs(rng, schedule.stages), "parameter_bytes")
-        timeline, found = books(Case(schedule, costs, random_cluster(rng, schedule.workers), "eager", 0.5))
-        for worker, book in enumerate(found):
-            agree(timeline, worker, activations(book) + messages(book))
+        costs = random_costs(rng, schedule.stages, recompute=False)
+        costs = tuple(replace(cost, recompute_s=1.0) for cost in costs) if recompute else costs
+        count_again(Case(schedule, costs, random_cluster(rng, schedule.workers), "eager", 0.5))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(100, 150))
-def test_activations_and_messages_counted_again_on_larger_random_schedules(block: int) -> None:
+def test_activations_and_messages_of_larger_schedules_counted_again(block: int) -> None:
     for rng in seeded(block, 20):
-        case = random_case(rng, workers=6, stages=7, microbatches=8)
-        case = case._replace(costs=without(case.costs, "parameter_bytes"))
-        timeline, found = books(case)
-        for worker, book in enumerate(found):
-            agree(timeline, worker, activations(book) + messages(book))
+        if not splits_inside(case := random_case(rng, workers=6, stages=7, microbatches=8)):
+            count_again(case)
 
 
 def test_parameters_and_gradients_counted_again_on_random_schedules() -> None:
@@ -351,6 +367,16 @@ def test_peaks_in_time_are_the_peaks_of_the_lists(name: str, options: dict[str, 
         for worker, peak in enumerate(verdict.peak_activations):
             wanted = peak * schedule.workers / schedule.stages / schedule.parts
             assert timeline.peak(worker) == pytest.approx(wanted)
+
+
+def test_what_takes_no_time_still_takes_room() -> None:
+    """Peaks follow from the order of the lists alone, even where every action is free."""
+    for name, options in named():
+        schedule = build(name, options)
+        timeline = simulate(schedule, [StageCost()] * schedule.stages)
+        for worker, peak in enumerate(check(schedule).peak_activations):
+            wanted = peak * schedule.workers / schedule.stages / schedule.parts
+            assert timeline.peak(worker) == pytest.approx(wanted), (name, options, worker)
 
 
 # What is written in the papers.
@@ -447,7 +473,7 @@ def test_inline_recompute_has_one_working_set(share: float) -> None:
     kept = (1 - share) * 8.0
     assert timeline.peak_bytes(0) == pytest.approx(4 * kept + share * 8.0)
     given = simulate(schedule, [SIZES] * 2)
-    assert given.peak_bytes(1) == pytest.approx(4 * (1.0 + kept) + share * 8.0 + 0.0, abs=3.0)
+    assert given.peak_bytes(1) == pytest.approx(4 * (1.0 + kept) + share * 8.0)
     assert timeline.peak(0) == 4, "dropped or not, four microbatches are alive"
 
 
@@ -517,9 +543,7 @@ def test_a_budget_holds_when_simulated(name: str, options: dict[str, object], si
     schedule = build(name, options)
     kept = 0
     for rng in seeded(30, 12):
-        costs = budget_costs(
-            rng, schedule.stages, outputs=sizes in ("outputs", "all"), parameters=sizes in ("parameters", "all")
-        )
+        costs = budget_costs(rng, schedule.stages, outputs=sizes in ("outputs", "all"), parameters=sizes in ("parameters", "all"))
         budget = max(peaks(schedule, costs, (Recompute(0.0),) * schedule.stages)) * rng.uniform(0.4, 1.1)
         try:
             shares = stage_aware(schedule, costs, budget_bytes=budget)
