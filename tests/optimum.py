@@ -21,7 +21,13 @@ class Proof:
 
 
 def optimum(
-    schedule: Schedule, times: dict[Op, int], *, latency: int = 0, cap: int | None = None, hint: Timeline | None = None, seconds: float = 60
+    schedule: Schedule,
+    times: dict[Op, int],
+    *,
+    latency: int = 0,
+    cap: int | None = None,
+    hint: Timeline | None = None,
+    seconds: float = 60,
 ) -> Proof:
     """Integer times per op on every stage; microbatches stay in order per stage and op, which loses nothing as they are alike."""
     home = {a: w for w, entries in enumerate(schedule.lists) for a in entries if isinstance(a, Action)}

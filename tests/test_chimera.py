@@ -188,7 +188,13 @@ def test_split_backward(d: int, k: int) -> None:
 
 
 def test_split_backward_over_units_by_number() -> None:
-    assert [run("chimera", d, n, 1, 2, split=True).makespan_s for d, n in ((4, 4), (6, 6), (8, 8), (4, 8), (6, 12))] == [13, 20, 27, 25, 38]
+    assert [run("chimera", d, n, 1, 2, split=True).makespan_s for d, n in ((4, 4), (6, 6), (8, 8), (4, 8), (6, 12))] == [
+        13,
+        20,
+        27,
+        25,
+        38,
+    ]
 
 
 @pytest.mark.parametrize("d", [2, 4, 6, 8])

@@ -101,13 +101,18 @@ def test_simulate_prints_the_promised_object() -> None:
 
 def test_simulate_with_sends_and_syncs() -> None:
     assert simulated("gpipe", "--send", "0.1")["makespan_s"] == pytest.approx(21 + 6 * 0.1)
-    lazy, opt = (simulated("chimera", "--workers", "8", "--microbatches", "8", "--sync-cost", "3", "--sync", s) for s in ("lazy", "eager-opt"))
+    lazy, opt = (
+        simulated("chimera", "--workers", "8", "--microbatches", "8", "--sync-cost", "3", "--sync", s)
+        for s in ("lazy", "eager-opt")
+    )
     assert opt["makespan_s"] < lazy["makespan_s"] == 42
 
 
 def test_simulate_with_a_cost_file(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    file.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, activation_bytes=10.0), StageCost(2.0, 2.0, 2.0, activation_bytes=20.0)]))
+    file.write_text(
+        costs_to_json([StageCost(1.0, 1.0, 1.0, activation_bytes=10.0), StageCost(2.0, 2.0, 2.0, activation_bytes=20.0)])
+    )
     found = simulated("gpipe", "--workers", "2", "--microbatches", "3", "--costs", str(file))
     assert found["makespan_s"] == pytest.approx(1 + 3 * 6 + 2)
     assert [w["peak_bytes"] for w in found["workers"]] == [30, 60]

@@ -29,7 +29,9 @@ def test_deeper_warmup_costs_memory_and_no_time(warmup: int) -> None:
     assert peaks(timeline) == [min(16, warmup * (3 - s) + 1) for s in range(4)]
 
 
-@pytest.mark.parametrize(("d", "k", "v"), [(2, 1, 2), (2, 4, 3), (4, 1, 2), (4, 2, 2), (4, 4, 3), (8, 2, 4), (3, 3, 2), (1, 4, 2)])
+@pytest.mark.parametrize(
+    ("d", "k", "v"), [(2, 1, 2), (2, 4, 3), (4, 1, 2), (4, 2, 2), (4, 4, 3), (8, 2, 4), (3, 3, 2), (1, 4, 2)]
+)
 @pytest.mark.parametrize(("f", "b"), RATIOS)
 def test_interleaved_divides_the_bubble_by_its_chunks(d: int, k: int, v: int, f: float, b: float) -> None:
     timeline = run("interleaved", d, k * d, f, b, chunks=v)
@@ -120,7 +122,9 @@ def test_dualpipe_cells_are_single_entries() -> None:
     assert all(any(str(entry).startswith("[") for entry in entries) for entries in lists)
 
 
-SHIFTED = [(p, m, f, b, r) for p in range(2, 9) for m in (4, 8, 13) if m >= p for f, b, r in [(1, 2, 1), (1, 1, 1), (2, 3, 1), (1, 3, 1)]]
+SHIFTED = [
+    (p, m, f, b, r) for p in range(2, 9) for m in (4, 8, 13) if m >= p for f, b, r in [(1, 2, 1), (1, 1, 1), (2, 3, 1), (1, 3, 1)]
+]
 
 
 @pytest.mark.parametrize(("p", "m", "f", "b", "r"), SHIFTED)
@@ -177,7 +181,9 @@ def test_shifted_falls_back_for_few_microbatches(p: int, m: int, level: str) -> 
         ("nothing", 4, 4, {}, "no schedule 'nothing'"),
     ],
 )
-def test_refusals_name_the_numbers_and_a_way_out(name: str, workers: int, microbatches: int, options: dict[str, object], said: str) -> None:
+def test_refusals_name_the_numbers_and_a_way_out(
+    name: str, workers: int, microbatches: int, options: dict[str, object], said: str
+) -> None:
     with pytest.raises(MeshwrightError) as caught:
         schedules.build(name, workers=workers, microbatches=microbatches, **options)
     assert said in caught.value.what

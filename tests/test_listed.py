@@ -19,14 +19,17 @@ def instance(dice: random.Random) -> tuple[list[StageCost], int]:
         return float(dice.randint(0, 3)) if whole else dice.random() * largest
 
     costs = [
-        StageCost(time(1) + 0.01, time(1) + 0.01, sync_s=time(2), output_bytes=time(1), gradient_bytes=time(1)) for _ in range(stages)
+        StageCost(time(1) + 0.01, time(1) + 0.01, sync_s=time(2), output_bytes=time(1), gradient_bytes=time(1))
+        for _ in range(stages)
     ]
     return costs, microbatches
 
 
 def listed(costs: list[StageCost], microbatches: int, *, strict: bool) -> Timeline:
     cluster = Cluster(Link(0.0, 1.0), duplex=Duplex.HALF)
-    schedule = schedules.build("listed", workers=len(costs), microbatches=microbatches, costs=costs, cluster=cluster, strict=strict)
+    schedule = schedules.build(
+        "listed", workers=len(costs), microbatches=microbatches, costs=costs, cluster=cluster, strict=strict
+    )
     return simulate(schedule, costs, cluster)
 
 

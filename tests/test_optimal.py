@@ -86,7 +86,9 @@ def test_anchors_of_latency_and_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ["onef1b", "listed", "zero_bubble"])
-@pytest.mark.parametrize(("d", "n", "c", "cap", "ratio"), [(4, 8, 3, 5, (10, 13, 7)), (4, 12, 1, 4, (13, 10, 7)), (3, 9, 2, 4, (10, 7, 13))])
+@pytest.mark.parametrize(
+    ("d", "n", "c", "cap", "ratio"), [(4, 8, 3, 5, (10, 13, 7)), (4, 12, 1, 4, (13, 10, 7)), (3, 9, 2, 4, (10, 7, 13))]
+)
 def test_small_points_against_the_optimum(name: str, d: int, n: int, c: int, cap: int, ratio: Ratio) -> None:
     makespan, proof, known = judged(name, d, n, ratio, c, cap, seconds=20)
     assert proof.proved and proof.makespan is not None

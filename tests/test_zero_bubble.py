@@ -118,7 +118,9 @@ def test_few_microbatches_are_fine(variant: str, d: int, n: int) -> None:
     c=st.sampled_from([0.0, 0.1, 0.3]),
     data=st.data(),
 )
-def test_auto_is_never_worse_than_the_closed_forms_at_their_memory(d: int, n: int, extra: int, c: float, data: st.DataObject) -> None:
+def test_auto_is_never_worse_than_the_closed_forms_at_their_memory(
+    d: int, n: int, extra: int, c: float, data: st.DataObject
+) -> None:
     costs = [StageCost(*(data.draw(st.sampled_from([0.7, 1.0, 1.3])) for _ in range(3))) for _ in range(d)]
     cluster = Cluster(Link(c)) if c else None
     cap = d + extra

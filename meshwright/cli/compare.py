@@ -95,16 +95,19 @@ def _print(rows: list[Row], memory: float | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for column in ("step", "bubble", "parameter copies", "peak activations"):
-        table.add_column(column, justify="right")
-    table.add_column("fits" if memory is not None else "")
+    table.add_column("schedule", no_wrap=True)
+    for column in ("step", "bubble", "parameters", "activations"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if memory is not None:
+        table.add_column("fits")
     for r in rows:
-        if r.step_s is None:
-            table.add_row(r.schedule, "-", "", "", "", f"[dim]{r.refused}[/dim]")
-            continue
-        fits = "" if memory is None else "yes" if r.feasible else "[red]no[/red]"
-        numbers = (f"{r.step_s:.6g}", f"{r.bubble_ratio:.2%}", f"{r.parameter_copies:.4g}", f"{r.peak_activations:.4g}")
-        table.add_row(r.schedule, *numbers, fits)
-    Console(highlight=False).print(table)
+        if r.step_s is not None:
+            fits = () if memory is None else ("yes" if r.feasible else "[red]no[/red]",)
+            numbers = (f"{r.step_s:.6g}", f"{r.bubble_ratio:.2%}", f"{r.parameter_copies:.4g}", f"{r.peak_activations:.4g}")
+            table.add_row(r.schedule, *numbers, *fits)
+    console.print(table)
+    for r in rows:
+        if r.refused:
+            console.print(f"[dim]{r.refused}", soft_wrap=True)
