@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ def _arcs(schedule: Schedule, home: dict[Action, int], latency: int):
             yield need, a, latency if home[need] != home[a] else 0
     for same in order.values():
         same.sort(key=lambda a: a.mb)
-        yield from ((a, b, 0) for a, b in zip(same, same[1:], strict=False))
+        yield from ((a, b, 0) for a, b in itertools.pairwise(same))
 
 
 def _ways(home, arcs, length, *, forwards: bool) -> dict[Action, int]:

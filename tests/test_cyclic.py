@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -155,7 +156,7 @@ def test_routes_of_sums_in_v2() -> None:
     for j in range(1, n + 1):
         first = [n, *range(n + 1 - j, n)] if j > 1 else [n]
         second = [n, *range(1, n - j + 1)]
-        wanted = set(zip(first, first[1:], strict=False)) | set(zip(second, second[1:], strict=False))
+        wanted = set(itertools.pairwise(first)) | set(itertools.pairwise(second))
         assert hops[j] == wanted, j
 
 

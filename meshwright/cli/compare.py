@@ -11,6 +11,7 @@ import typer
 from meshwright import schedules
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Duplex
 from meshwright.ir.timeline import Timeline
 from meshwright.simulate import simulate as predict
 
@@ -39,17 +40,20 @@ def compare(
     recompute: inputs.RecomputeTime = 0.0,
     send: inputs.Send = 0.0,
     sync_cost: inputs.SyncCost = 0.0,
+    bandwidth: inputs.Bandwidth = float("inf"),
+    duplex: inputs.DuplexChoice = Duplex.FULL,
+    costs: inputs.Costs = None,
     memory: Annotated[
         float | None,
         typer.Option(
-            help="The most activations that a worker may hold, in units of its own for one microbatch.",
+            help="What a worker may hold: activations of one microbatch each; with --costs, bytes.",
             rich_help_panel=inputs.SIZES,
         ),
     ] = None,
     as_json: inputs.Json = False,
 ) -> None:
     """All schedules at equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits."""
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost)
+    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs)
     rows = [
         row(name, options, workers, microbatches, flags, memory)
         for name in schedules.names()
@@ -70,15 +74,17 @@ def row(
     text = [f"{key}={value}" for key, value in options.items()]
 
     def run(steps: int | None) -> Timeline:
-        schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=flags)
-        return predict(schedule, flags.stages(schedule), flags.cluster)
+        schedule = inputs.load(
+            name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=flags, spread=True
+        )
+        return predict(schedule, flags.spread(schedule), flags.cluster)
 
     try:
         timeline = run(None)
         step_s = timeline.makespan_s if timeline.flush else run(5).makespan_s - run(4).makespan_s
     except MeshwrightError as error:
         return Row(title, refused=error.what)
-    peak = max(timeline.peak(w) for w in range(workers))
+    peak, size = max(timeline.peak(w) for w in range(workers)), max(timeline.peak_bytes(w) for w in range(workers))
     return Row(
         title,
         step_s,
@@ -86,8 +92,8 @@ def row(
         timeline.bubble_ratio,
         max(timeline.parameter_copies),
         peak,
-        max(timeline.peak_bytes(w) for w in range(workers)),
-        memory is None or peak <= memory + 1e-9,
+        size,
+        memory is None or (peak if flags.file is None else size) <= memory + 1e-9,
     )
 
 

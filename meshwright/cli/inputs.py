@@ -63,6 +63,16 @@ class CostFlags:
             return costs_from_json(read(self.file))
         return self.even(stages=schedule.stages, workers=schedule.workers)
 
+    def spread(self, schedule: Schedule) -> Sequence[StageCost]:
+        """The rows of a file over this schedule's stages: where it has v times as many, each row is cut into v equal parts."""
+        if self.file is None:
+            return self.stages(schedule)
+        rows = costs_from_json(read(self.file))
+        parts, left = divmod(schedule.stages, len(rows))
+        if left:
+            raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} rows of costs do not divide")
+        return tuple(row.scaled(1 / parts) for row in rows for _ in range(parts))
+
     def even(self, *, stages: int, workers: int) -> Sequence[StageCost]:
         """Equal stages from one worker's totals."""
         for name in ("forward", "backward", "recompute", "send", "sync_cost"):
@@ -98,7 +108,14 @@ class CostFlags:
 
 
 def load(
-    name: str, *, workers: int, microbatches: int, steps: int | None, option: Sequence[str] | None, flags: CostFlags
+    name: str,
+    *,
+    workers: int,
+    microbatches: int,
+    steps: int | None,
+    option: Sequence[str] | None,
+    flags: CostFlags,
+    spread: bool = False,
 ) -> Schedule:
     """A schedule from its file, or built by name with the given sizes and options."""
     path = Path(name)
@@ -109,7 +126,7 @@ def load(
     if "costs" not in schedules.parameters(name):
         return schedule
     # How many rows of costs there are follows from the schedule; those that costs shape are then built with them.
-    costs = flags.stages(schedule)
+    costs = flags.spread(schedule) if spread else flags.stages(schedule)
     return schedules.build(
         name, workers=workers, microbatches=microbatches, steps=steps, costs=costs, cluster=flags.cluster, **chosen
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -37,3 +37,8 @@ class Cluster:
     def between(self, source: int, target: int) -> Link:
         """The link from one worker to another; a pair given in one direction only holds for both."""
         return self.links.get((source, target)) or self.links.get((target, source)) or self.link
+
+    def hop_s(self, sizes: Iterable[float]) -> float:
+        """The longest way of any of these messages between neighbours, link by link where they differ."""
+        links = [self.link, *self.links.values()]
+        return max((link.latency_s + link.busy_s(size) for size in sizes for link in links), default=0.0)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
 
 SCHEMA = 1
 
@@ -74,6 +75,11 @@ def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCo
             f"there are {stages} stages, the costs have {len(costs)}", fix=f"give one row of costs per stage: {stages}"
         )
     return costs
+
+
+def hop_s(costs: Sequence[StageCost], cluster: Cluster | None) -> float:
+    """What an order has to reckon with between two stages: the slowest message over the slowest link."""
+    return cluster.hop_s(size for c in costs for size in (c.output_bytes, c.gradient_bytes)) if cluster else 0.0
 
 
 def costs_to_json(costs: Sequence[StageCost]) -> str:

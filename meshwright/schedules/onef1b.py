@@ -14,7 +14,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost, rows_for
+from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
 
 
@@ -53,5 +53,6 @@ def _within(
 
     if memory < 1:
         raise MeshwrightError(f"onef1b needs memory for at least one activation, got memory={memory}", fix=f"memory={workers}")
-    chain = Chain.of(rows_for(costs, workers), microbatches, cluster.link.latency_s if cluster else 0.0)
+    costs = rows_for(costs, workers)
+    chain = Chain.of(costs, microbatches, hop_s(costs, cluster))
     return actions_of(search(chain, caps(memory, chain)))

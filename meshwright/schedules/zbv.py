@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from meshwright.ir.action import Op
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost
+from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules._fill import fill
 from meshwright.schedules._wave import steady
@@ -25,6 +25,7 @@ def build(
 ) -> Schedule:
     """Costs, where given, decide where the gaps are."""
     stages = 2 * workers
-    latency_s = cluster.link.latency_s if cluster else 0.0
-    lists = fill(steady(workers, microbatches, backward=Op.I), stages=stages, cap=stages, costs=costs, latency_s=latency_s)
+    costs = rows_for(costs, stages)
+    orders = steady(workers, microbatches, backward=Op.I)
+    lists = fill(orders, stages=stages, cap=stages, costs=costs, latency_s=hop_s(costs, cluster))
     return Schedule("zbv", Placement.zigzag(workers, legs=2), microbatches, tuple(map(tuple, lists)))

@@ -17,7 +17,7 @@ from typing import Literal
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost, rows_for
+from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules._halves import Limits, Line, actions_of, linear, shared
 
@@ -46,9 +46,8 @@ def build(
             raise MeshwrightError(
                 f"zero_bubble: memory={memory}, rest={rest}", fix="memory of at least 1, rest above 0 and at most 1"
             )
-        words = _auto(
-            Line.of(rows_for(costs, workers), microbatches, cluster.link.latency_s if cluster else 0.0), memory, rest, span
-        )
+        costs = rows_for(costs, workers)
+        words = _auto(Line.of(costs, microbatches, hop_s(costs, cluster)), memory, rest, span)
     return Schedule("zero_bubble", Placement.line(workers), microbatches, actions_of(words))
 
 
