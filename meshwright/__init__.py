@@ -3,7 +3,7 @@
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Cell, Op, Transfer, Value
-from meshwright.ir.cluster import Cluster, Duplex, Link
+from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json, cluster_to_json
 from meshwright.ir.csv_form import from_csv, to_csv
 from meshwright.ir.effects import effects
 from meshwright.ir.files import schedule_from_json, schedule_to_json
@@ -37,6 +37,8 @@ __all__ = [
     "Transfer",
     "Value",
     "check",
+    "cluster_from_json",
+    "cluster_to_json",
     "costs_from_json",
     "costs_to_json",
     "effects",

@@ -187,7 +187,10 @@ def _near_file(draw: st.DrawFn) -> dict[str, Any]:
     schedule = case.build(steps=draw(st.integers(2, 4)))
     data: dict[str, Any] = json.loads(schedule_to_json(lower(schedule) if draw(st.booleans()) else schedule))
     for _ in range(draw(st.integers(0, 2))):
-        lists = data[draw(st.sampled_from([key for key in ("period", "prologue", "drain") if data.get(key)]))]
+        there = [data[key] for key in ("period", "prologue", "drain") if data.get(key)]
+        if not there:
+            break
+        lists = draw(st.sampled_from(there))
         worker = draw(st.integers(0, len(lists) - 1))
         entries = lists[worker].split()
         at, other = (draw(st.integers(0, max(0, len(entries) - 1))) for _ in range(2))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import StageCost, costs_to_json, schedules
+from meshwright import Cluster, Link, StageCost, cluster_to_json, costs_to_json, schedules
 
 
 def meshwright(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -150,3 +150,20 @@ def test_an_answer_takes_under_four_tenths_of_a_second_of_cpu(verb: str) -> None
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(times) < 0.4
+
+
+def test_simulate_with_a_cluster_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text(cluster_to_json(Cluster(Link(0.1), {(0, 1): Link(0.5)})))
+    assert simulated("gpipe", "--workers", "3", "--cluster", str(file))["makespan_s"] == pytest.approx(18 + 2 * (0.5 + 0.1))
+    file.write_text("{}")
+    done = meshwright("simulate", "gpipe", "--cluster", str(file))
+    assert done.returncode == 2 and "not a cluster file" in done.stderr
+
+
+def test_compare_spreads_a_cost_file_over_finer_stages(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 4))
+    done = meshwright("compare", "--costs", str(file), "--memory", "40", "--json")
+    rows = {row["schedule"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["zbv"]["step_s"] == pytest.approx(25.5) and rows["onef1b"]["feasible"] and not rows["gpipe"]["feasible"]

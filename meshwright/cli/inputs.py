@@ -11,7 +11,7 @@ import typer
 
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster, Duplex, Link
+from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json
 from meshwright.ir.csv_form import from_csv
 from meshwright.ir.files import schedule_from_json
 from meshwright.ir.profile import StageCost, costs_from_json, even_costs
@@ -40,6 +40,9 @@ DuplexChoice = Annotated[
 SyncCost = Annotated[float, typer.Option(help="Gradient sync of one worker's parameters.", rich_help_panel=TIMES)]
 Overlap = Annotated[float, typer.Option(min=0, max=1, help="How much of the shorter action a cell hides.", rich_help_panel=TIMES)]
 Costs = Annotated[Path | None, typer.Option(help="JSON with one row of costs per stage.", rich_help_panel=TIMES)]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="JSON with the links between workers, instead of --send.", rich_help_panel=TIMES)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=OUTPUT)]
 
 
@@ -56,6 +59,7 @@ class CostFlags:
     bandwidth: float = float("inf")
     duplex: Duplex = Duplex.FULL
     file: Path | None = None
+    cluster_file: Path | None = None
 
     def stages(self, schedule: Schedule) -> Sequence[StageCost]:
         """One row per stage of this schedule."""
@@ -91,6 +95,8 @@ class CostFlags:
     @property
     def cluster(self) -> Cluster | None:
         """One kind of link between all workers; None where messages are free."""
+        if self.cluster_file is not None:
+            return cluster_from_json(read(self.cluster_file))
         if not self.send and self.bandwidth == float("inf"):
             return None
         if self.bandwidth <= 0:

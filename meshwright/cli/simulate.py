@@ -32,10 +32,11 @@ def simulate(
     duplex: inputs.DuplexChoice = Duplex.FULL,
     overlap: inputs.Overlap = 0.0,
     costs: inputs.Costs = None,
+    cluster: inputs.ClusterFile = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs)
+    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
     timeline = predict(schedule, flags.stages(schedule), flags.cluster, sync=sync, overlap=overlap)
     if as_json:

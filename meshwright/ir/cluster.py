@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+
+SCHEMA = 1
 
 
 class Duplex(StrEnum):
@@ -42,3 +48,36 @@ class Cluster:
         """The longest way of any of these messages between neighbours, link by link where they differ."""
         links = [self.link, *self.links.values()]
         return max((link.latency_s + link.busy_s(size) for size in sizes for link in links), default=0.0)
+
+
+def cluster_to_json(cluster: Cluster) -> str:
+    """The file form: one link for all pairs, and the pairs that differ; an infinite bandwidth is left out."""
+
+    def shown(link: Link) -> dict[str, float]:
+        finite = {"bytes_per_s": link.bytes_per_s} if link.bytes_per_s != float("inf") else {}
+        return {"latency_s": link.latency_s, **finite}
+
+    pairs = [{"source": a, "target": b, **shown(link)} for (a, b), link in cluster.links.items()]
+    data = {"schema": SCHEMA, "kind": "cluster", "duplex": cluster.duplex.value, "link": shown(cluster.link), "links": pairs}
+    return json.dumps(data, indent=1)
+
+
+def cluster_from_json(text: str) -> Cluster:
+    """Read the file form; numbers that cannot be are refused."""
+
+    def link(row: Mapping[str, Any]) -> Link:
+        latency, speed = float(row.get("latency_s", 0.0)), float(row.get("bytes_per_s", "inf"))
+        if not 0 <= latency < float("inf") or not speed > 0:
+            raise ValueError(f"latency_s {latency}, bytes_per_s {speed}")
+        return Link(latency, speed)
+
+    try:
+        data = json.loads(text)
+        if data["kind"] != "cluster" or data["schema"] > SCHEMA:
+            raise ValueError(f"kind {data['kind']!r}, schema {data['schema']!r}")
+        links = {(int(row["source"]), int(row["target"])): link(row) for row in data.get("links", [])}
+        return Cluster(link(data.get("link", {})), links, Duplex(data.get("duplex", "full")))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise MeshwrightError(
+            f"this is not a cluster file: {error}", fix='{"schema": 1, "kind": "cluster", "link": {"latency_s": 0.1}}'
+        ) from error

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Entry, Kind, Op, Transfer, Value
-from meshwright.ir.order import Flow, Place, Sweep, sweep
+from meshwright.ir.effects import collective
+from meshwright.ir.order import JOINT, Flow, Place, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 
 OUTSTANDING = 2
@@ -64,6 +65,8 @@ def _messages(flow: Flow, order: Sweep) -> dict[int, list[tuple[int, int, int]]]
     for produced, value, source, target, read in _hops(flow, order):
         reads = read_at.setdefault((source, target, flow.values[value].kind), [])
         point = max(produced, reads[-OUTSTANDING]) if len(reads) >= OUTSTANDING else produced
+        if point >= read:  # one action reads more of this channel than may wait
+            point = produced
         reads.append(read)
         after.setdefault(point, []).append((value, source, target))
     for position, (worker, index) in enumerate(order.sequence):
@@ -90,16 +93,21 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
     ends: list[list[int]] = [[0] * len(entries) for entries in flow.lists]
     for position, (worker, index) in enumerate(order.sequence):
         ends[worker][index] = position
+    together: dict[Entry, int] = {}
     for position, (worker, index) in enumerate(order.sequence):
+        entry = flow.lists[worker][index]
+        joint = type(entry) is Action and entry.op in JOINT and len(collective(flow.schedule, entry)) > 1
+        read = together.setdefault(entry, position) if joint else position
         for value in flow.reads[worker][index]:
             source = holder[value]
             if source != worker and source < workers and worker < workers:
                 had = others.setdefault(value, {source})
                 if worker not in had:
-                    hops.append((since[value] if since[value] < position else made[value], value, source, worker, position))
+                    hops.append((since[value] if since[value] < read else made[value], value, source, worker, read))
                     had.add(worker)
-            holder[value], made[value] = worker, position
-            since[value] = ends[worker][_last_use(flow, worker, index)]
+            if not joint:  # a collective has no before and after among its members: nobody hands on to another
+                holder[value], made[value] = worker, position
+                since[value] = ends[worker][_last_use(flow, worker, index)]
         for value in flow.writes[worker][index]:
             holder[value], made[value], since[value] = worker, position, position
     return hops

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Op, Transfer, Value, actions
+from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.effects import ACTIVATIONS, rule
 from meshwright.ir.schedule import Lists, Schedule
 
@@ -189,11 +189,13 @@ def _rounds(schedule: Schedule) -> Iterator[Violation]:
                 elif entry.version >= schedule.steps:
                     yield Violation(Law.ONCE, worker, index, entry, f"there are {schedule.steps} rounds")
     wanted = [op for op in (Op.S, Op.U) if counts[op] or schedule.lowered]
+    adds = _contributions(schedule) if schedule.ring else set()
     for op in wanted:
         for unit, workers in enumerate(schedule.holders):
             for worker in workers:
                 for round_ in range(schedule.steps):
-                    if not counts[op][worker, unit, round_]:
+                    needed = op is Op.U or not schedule.ring or (worker, unit, round_) in adds
+                    if needed and not counts[op][worker, unit, round_]:
                         missing = Action(op, unit, version=round_)
                         yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
     if counts[Op.N] or (schedule.lowered and schedule.flush):
@@ -202,6 +204,17 @@ def _rounds(schedule: Schedule) -> Iterator[Violation]:
                 if not counts[Op.N][worker, NONE, round_]:
                     missing = Action(Op.N, NONE, version=round_)
                     yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
+
+
+def _contributions(schedule: Schedule) -> set[tuple[int, int, int]]:
+    """(worker, unit, round) where a worker has a gradient to add to a ring; the others of the unit only get the sum."""
+    return {
+        (worker, unit, action.mb // schedule.microbatches)
+        for worker, entries in enumerate(schedule.lists)
+        for action in walk(entries)
+        if action.op is Op.B or action.op is Op.W
+        for unit in schedule.units_of[action.stage]
+    }
 
 
 def border(schedule: Schedule) -> Iterator[Violation]:

@@ -4,6 +4,7 @@ lazy       every sync after all compute of the step
 eager      a unit's sync as soon as the last of its holders has its last gradient
 eager-opt  eager only where each holder still has a bubble to hide it in (Chimera: exactly the stages above D/2)
 ring       no collective: running sums go from worker to worker in microbatch order, the total is handed back round
+           (at the end of a step with a flush; without one as gradients come)
 
 All holders of a unit get its sync at one point of a linear order of the schedule, so collectives are issued in one order
 by everybody. A schedule with a flush then takes one global reduction (N) before its updates; one without has none.
@@ -20,6 +21,9 @@ from meshwright.ir.action import NONE, Action, Entry, Op, walk
 from meshwright.ir.order import Flow, Place, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.comm import Duration, stuck_error
+
+Issue = tuple[Action, tuple[int, ...]]
+"""A sync and the workers that issue it."""
 
 
 class Sync(StrEnum):
@@ -55,22 +59,22 @@ def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> 
     sequence: Iterable[Place] = order.sequence if order else _list_after_list(schedule)
     places = list(sequence)
     lists: list[list[Entry]] = [[] for _ in schedule.lists]
-    at_end: list[Action] = []
+    at_end: list[Issue] = []
     due = _due(schedule, places, order, policy, at_end)
     for position, (worker, index) in enumerate(places):
         lists[worker].append(schedule.lists[worker][index])
         for action, workers in due.get(position, ()):
             for member in workers:
                 lists[member].append(action)
-    for action in sorted(at_end, key=lambda action: (action.version, -action.stage)):
-        for member in schedule.holders[action.stage]:
+    for action, workers in at_end:
+        for member in workers:
             lists[member].append(action)
     return schedule.with_lists(tuple(map(tuple, lists)))
 
 
 def _due(
-    schedule: Schedule, places: list[Place], order: Sweep | None, policy: Sync, at_end: list[Action]
-) -> dict[int, list[tuple[Action, tuple[int, ...]]]]:
+    schedule: Schedule, places: list[Place], order: Sweep | None, policy: Sync, at_end: list[Issue]
+) -> dict[int, list[Issue]]:
     """Which syncs stand behind which position of the linear order; what has to wait goes to `at_end`."""
     last: dict[tuple[int, int, int], int] = {}
     for position, (worker, index) in enumerate(places):
@@ -78,27 +82,28 @@ def _due(
             if action.op is Op.B or action.op is Op.W:
                 for unit in schedule.units_of[action.stage]:
                     last[unit, action.mb // schedule.microbatches, worker] = position
-    due: dict[int, list[tuple[Action, tuple[int, ...]]]] = defaultdict(list)
+    due: dict[int, list[Issue]] = defaultdict(list)
     for unit, round_ in sorted({(unit, round_) for unit, round_, _ in last}, key=lambda key: (key[1], -key[0])):
         action = Action(Op.S, unit, version=round_)
-        members = schedule.holders[unit]
-        ready = {w: last[unit, round_, w] for w in members if (unit, round_, w) in last}
-        if schedule.ring or len(members) == 1:
+        ready = {w: last[unit, round_, w] for w in schedule.holders[unit] if (unit, round_, w) in last}
+        members = tuple(ready) if schedule.ring else schedule.holders[unit]
+        if schedule.flush and (policy is Sync.LAZY or schedule.ring):
+            at_end.append((action, members))
+        elif schedule.ring or len(members) == 1:
             for worker, position in ready.items():
-                if policy is Sync.LAZY and schedule.flush:
-                    at_end.append(action)
-                else:
-                    due[position].append((action, (worker,)))
-            continue
-        moment = max(ready.values())
-        hides = order is not None and all(
-            _bubble_behind(order, w, order.end[places[moment][0]][places[moment][1]]) for w in members
-        )
-        if policy is Sync.LAZY or (policy is Sync.EAGER_OPT and not hides):
-            at_end.append(action)
+                due[position].append((action, (worker,)))
         else:
-            due[moment].append((action, members))
+            moment = max(ready.values())
+            if policy is Sync.EAGER_OPT and not _hides(order, places[moment], members):
+                at_end.append((action, members))
+            else:
+                due[moment].append((action, members))
     return due
+
+
+def _hides(order: Sweep | None, ready: Place, members: Iterable[int]) -> bool:
+    """Does every member still have a bubble behind the last gradient of the unit?"""
+    return order is not None and all(_bubble_behind(order, w, order.end[ready[0]][ready[1]]) for w in members)
 
 
 def _bubble_behind(order: Sweep, worker: int, time: float) -> bool:
