@@ -71,6 +71,7 @@ def large() -> list[Case]:
     return list(cases(LARGE_WORKERS, LARGE_MICROBATCHES))
 
 
+@cache
 def tiny(*, every_option: bool = True) -> list[Case]:
     """For each schedule and set of options the smallest case with messages in it: for tests that try every place of it.
 
@@ -105,9 +106,8 @@ def option_sets(name: str) -> list[tuple[tuple[str, object], ...]]:
 
 
 def flat(schedule: Schedule) -> Schedule:
-    """The same lists without prologue, periods and drain."""
-    edges = schedule.turn_edges
-    return replace(schedule, period=schedule.lists, prologue=(), drain=(), repeats=1, turns=edges)
+    """The same lists as they stand, without periods that repeat."""
+    return schedule.with_lists(schedule.lists)
 
 
 def _compared(name: str) -> list[tuple[tuple[str, object], ...]]:

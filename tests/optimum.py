@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
+from math import ceil
 
 from ortools.sat.python import cp_model
 
@@ -28,11 +29,12 @@ def optimum(
     latency: int = 0,
     cap: int | None = None,
     hint: Timeline | None = None,
+    low: float = 0.0,
     seconds: float = 60,
 ) -> Proof:
     """Integer times per op on every stage; microbatches stay in order per stage and op, which loses nothing as they are alike."""
     home = {a: w for w, entries in enumerate(schedule.lists) for a in entries if isinstance(a, Action)}
-    arcs = list(_arcs(schedule, home, latency))
+    arcs = [*_arcs(schedule, home, latency), *_reuse(schedule, home, cap)]
     length = {a: times[a.op] for a in home}
     head, tail = _ways(home, arcs, length, forwards=True), _ways(home, arcs, length, forwards=False)
     horizon = round(hint.makespan_s) if hint else sum(length.values())
@@ -47,7 +49,7 @@ def optimum(
         model.add_no_overlap(intervals)
     if cap is not None:
         _capped(model, schedule, home, start, length, cap, horizon)
-    end = model.new_int_var(0, horizon, "end")
+    end = model.new_int_var(ceil(low - 1e-6), horizon, "end")
     for a in home:
         model.add(end >= start[a] + length[a] + tail[a])
     model.minimize(end)
@@ -100,18 +102,27 @@ def _ways(home, arcs, length, *, forwards: bool) -> dict[Action, int]:
     return way
 
 
-def _capped(model, schedule, home, start, length, cap, horizon) -> None:
-    """At most `cap` activations alive per worker, from the start of F to the end of B or W."""
+def _reuse(schedule: Schedule, home: dict[Action, int], cap: int | None):
+    """Where a worker has one stage, the cap is an order: a forward waits for the end of the one `cap` before."""
     for w, held in enumerate(schedule.placement.held):
-        forwards = sorted((a for a in home if home[a] == w and a.op is Op.F), key=lambda a: a.mb)
-        ends = {a: next(e for op in (Op.B, Op.W) if (e := a._replace(op=op)) in home) for a in forwards}
+        if cap is not None and len(held) == 1:
+            forwards = sorted((a for a in home if home[a] == w and a.op is Op.F), key=lambda a: a.mb)
+            yield from ((_end_of(home, early), late, 0) for early, late in zip(forwards, forwards[cap:], strict=False))
+
+
+def _end_of(home: dict[Action, int], forward: Action) -> Action:
+    return next(e for op in (Op.B, Op.W) if (e := forward._replace(op=op)) in home)
+
+
+def _capped(model, schedule, home, start, length, cap, horizon) -> None:
+    """At most `cap` activations alive on workers with several stages, from the start of F to the end of B or W."""
+    for w, held in enumerate(schedule.placement.held):
         if len(held) == 1:
-            for early, late in zip(forwards, forwards[cap:], strict=False):
-                model.add(start[late] >= start[ends[early]] + length[ends[early]])
             continue
         alive = []
-        for a in forwards:
+        for a in (a for a in home if home[a] == w and a.op is Op.F):
             size, end = model.new_int_var(1, horizon, ""), model.new_int_var(0, horizon, "")
-            model.add(end == start[ends[a]] + length[ends[a]])
+            last = _end_of(home, a)
+            model.add(end == start[last] + length[last])
             alive.append(model.new_interval_var(start[a], size, end, ""))
         model.add_cumulative(alive, [1] * len(alive), cap)

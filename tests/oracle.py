@@ -272,6 +272,10 @@ class Needs:
 
 def miscounted(schedule: Schedule) -> str:
     """What is there too often, too seldom, on the wrong worker or in the wrong order of one list; empty if nothing."""
+    if len(schedule.lists) != schedule.workers:
+        return f"{schedule.workers} workers, {len(schedule.lists)} lists"
+    if any(len(set(tied)) < max(2, len(tied)) or max(tied, default=0) >= schedule.stages for tied in schedule.ties):
+        return "a tie joins two or more different stages"
     histories: dict[tuple[int, ...], list[Action]] = defaultdict(list)
     rounds: dict[tuple[Op, int, int, int], int] = defaultdict(int)
     held = holders(schedule)
@@ -283,11 +287,13 @@ def miscounted(schedule: Schedule) -> str:
                 continue
             for action in actions_of(entry):
                 if action.op not in COMPUTE:
-                    if action.op is not Op.N and worker not in held[action.stage]:
+                    if action.op is Op.G or (isinstance(entry, Cell) and action.op in (Op.S, Op.N)):
+                        return f"{entry} is not for here"
+                    if action.op is not Op.N and (action.stage >= len(held) or worker not in held[action.stage]):
                         return f"{action} on worker {worker}, which does not hold it"
                     rounds[action.op, worker, action.stage, action.version] += 1
                     continue
-                if worker not in team_of(schedule, action):
+                if not _in_range(schedule, action) or worker not in team_of(schedule, action):
                     return f"{action} on worker {worker}"
                 halves = range(schedule.parts) if action.part == WHOLE and schedule.parts > 1 else [action.part]
                 for part in halves:
@@ -305,6 +311,15 @@ def holders(schedule: Schedule) -> list[list[int]]:
     copies = schedule.placement.teams
     stages = [{w for copy in copies for team in copy[stage] for w in team} for stage in range(schedule.stages)]
     return [sorted(workers) for workers in [*stages, *({w for s in tied for w in stages[s]} for tied in schedule.ties)]]
+
+
+def _in_range(schedule: Schedule, action: Action) -> bool:
+    parts = range(schedule.parts) if schedule.parts > 1 else ()
+    return (
+        action.stage < schedule.stages
+        and action.replica < schedule.placement.replicas
+        and (action.part == WHOLE or action.part in parts)
+    )
 
 
 def team_of(schedule: Schedule, action: Action) -> tuple[int, ...]:
@@ -343,6 +358,8 @@ def _rounds(schedule: Schedule, rounds: dict[tuple[Op, int, int, int], int]) -> 
         op: {(op, w, unit, k) for unit, workers in enumerate(holders(schedule)) for w in workers for k in steps}
         for op in (Op.S, Op.U)
     }
+    if schedule.ring:
+        every[Op.S] = {(Op.S, *key) for key in _contributions(schedule)}
     every[Op.N] = {(Op.N, w, WHOLE, k) for w in range(schedule.workers) for k in steps}
     for op, wanted in every.items():
         found = {key for key in rounds if key[0] is op}
@@ -351,6 +368,18 @@ def _rounds(schedule: Schedule, rounds: dict[tuple[Op, int, int, int], int]) -> 
             return f"{op.value}: {sorted(map(str, found ^ wanted))[0]} is missing or too much"
     twice = [key for key, count in rounds.items() if count > 1]
     return f"{twice[0]} comes twice" if twice else ""
+
+
+def _contributions(schedule: Schedule) -> set[tuple[int, int, int]]:
+    """(worker, unit, round) for every gradient that a worker adds; the others in a ring only get the sum."""
+    return {
+        (worker, unit, action.mb // schedule.microbatches)
+        for worker, entries in enumerate(schedule.lists)
+        for entry in entries
+        for action in actions_of(entry)
+        if action.op is Op.B or action.op is Op.W
+        for unit in units_of(schedule, action.stage)
+    }
 
 
 def _steps(schedule: Schedule, mbs: Sequence[int]) -> int:
@@ -450,10 +479,10 @@ def _seconds(schedule: Schedule, costs: Sequence[StageCost], action: Action) -> 
         return 0.0
     cost = costs[action.stage]
     how = schedule.recompute[action.stage] if schedule.recompute else None
-    inside = cost.recompute_s if how and how.share > 0 and not how.early else 0.0
+    inside = how.share * cost.recompute_s if how and not how.early else 0.0
     lengths: dict[Op, Callable[[], float]] = {
         Op.F: lambda: cost.forward_s,
-        Op.R: lambda: cost.recompute_s,
+        Op.R: lambda: (how.share if how else 1.0) * cost.recompute_s,
         Op.B: lambda: cost.input_s + cost.weight_s + inside,
         Op.I: lambda: cost.input_s + inside,
         Op.W: lambda: cost.weight_s,

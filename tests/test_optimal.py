@@ -40,7 +40,7 @@ def judged(name: str, d: int, n: int, ratio: Ratio, c: int, cap: int, seconds: f
     if timeline.makespan_s <= known * (1 + 1e-9):
         return timeline.makespan_s, Proof(True, round(timeline.makespan_s), known), known
     times = {Op.F: f, Op.B: i + w, Op.I: i, Op.W: w}
-    return timeline.makespan_s, optimum(schedule, times, latency=c, cap=cap, hint=timeline, seconds=seconds), known
+    return timeline.makespan_s, optimum(schedule, times, latency=c, cap=cap, hint=timeline, low=known, seconds=seconds), known
 
 
 @pytest.mark.parametrize("d", [4, 6, 8])

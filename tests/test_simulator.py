@@ -162,10 +162,10 @@ class Reference:
             return 0.0
         cost = self.costs[entry.stage]
         how = self.schedule.recompute[entry.stage] if self.schedule.recompute else Recompute(0.0)
-        inside = cost.recompute_s if how.share > 0 and not how.early else 0.0
+        inside = how.share * cost.recompute_s if not how.early else 0.0
         whole = {
             Op.F: cost.forward_s,
-            Op.R: cost.recompute_s,
+            Op.R: how.share * cost.recompute_s,
             Op.I: cost.input_s + inside,
             Op.W: cost.weight_s,
             Op.B: cost.input_s + inside + cost.weight_s,
@@ -270,7 +270,7 @@ def test_both_simulators_agree_on_larger_random_schedules(block: int) -> None:
         compare(random_case(rng, workers=7, stages=8, microbatches=9, replicas=4))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_both_simulators_agree_on_drawn_schedules(case: Case) -> None:
     compare(case)
@@ -278,7 +278,7 @@ def test_both_simulators_agree_on_drawn_schedules(case: Case) -> None:
 
 @pytest.mark.parametrize(("name", "options"), named(), ids=label)
 def test_both_simulators_agree_on_named_schedules(name: str, options: dict[str, object]) -> None:
-    for number, schedule in enumerate(built(name, options, (2, 3, 4, 4, 6))):
+    for number, schedule in enumerate(built(name, options, (2, 3, 4))):
         rng = Random(f"{name}:{number}")
         for sync in ("eager", "lazy", "eager-opt"):
             costs, cluster = random_costs(rng, schedule.stages), random_cluster(rng, schedule.workers)
@@ -319,7 +319,7 @@ def test_lowered_lists_simulate_like_the_schedule_they_come_from() -> None:
 
 
 def test_no_lane_does_two_things_at_once() -> None:
-    for rng in seeded(1, 150):
+    for rng in seeded(1, 100):
         case = random_case(rng)
         timeline = simulate(case.schedule, case.costs, case.cluster, sync=case.sync, overlap=case.overlap)
         lanes: dict[object, list[tuple[float, float]]] = defaultdict(list)
@@ -341,7 +341,7 @@ def test_no_lane_does_two_things_at_once() -> None:
 
 def test_nothing_starts_before_its_inputs_are_there() -> None:
     """From first principles: rows travel from stage to stage and back, each hop at least as long as its link."""
-    for rng in seeded(2, 150):
+    for rng in seeded(2, 100):
         case = random_case(rng)
         schedule, placement = case.schedule, case.schedule.placement
         timeline = simulate(schedule, case.costs, case.cluster, sync=case.sync, overlap=case.overlap)
@@ -377,7 +377,7 @@ def hop_s(case: Case, stage: int, near: int, rows: int, part: int, ends: tuple[i
 
 
 def test_raising_a_cost_never_lowers_the_makespan() -> None:
-    for rng in seeded(3, 150):
+    for rng in seeded(3, 100):
         case = random_case(rng)
         lowered = lower(case.schedule, sync=case.sync, costs=case.costs, cluster=case.cluster)
         stage = rng.randrange(lowered.stages)
@@ -393,7 +393,7 @@ def test_raising_a_cost_never_lowers_the_makespan() -> None:
 
 
 def test_a_slower_link_never_lowers_the_makespan() -> None:
-    for rng in seeded(4, 100):
+    for rng in seeded(4, 60):
         case = random_case(rng)
         cluster = case.cluster or Cluster()
         lowered = lower(case.schedule, sync=case.sync, costs=case.costs, cluster=cluster)
@@ -409,7 +409,7 @@ def test_a_slower_link_never_lowers_the_makespan() -> None:
 
 
 def test_all_times_scale_together() -> None:
-    for rng in seeded(5, 100):
+    for rng in seeded(5, 60):
         case = random_case(rng)
         lowered = lower(case.schedule, sync=case.sync, costs=case.costs, cluster=case.cluster)
         factor = rng.choice((0.25, 3.0, 1000.0))
@@ -450,7 +450,7 @@ def test_no_cost_no_time_on_named_schedules(name: str, options: dict[str, object
 def test_steps_with_a_flush_follow_each_other(steps: int) -> None:
     """T steps take T times one step, span by span; named schedules and random ones."""
     found = [build(name, options) for name, options in named()]
-    found += [case.schedule for rng in seeded(8, 60) if repeats(case := random_case(rng))]
+    found += [case.schedule for rng in seeded(8, 40) if repeats(case := random_case(rng))]
     for number, schedule in enumerate(schedule for schedule in found if schedule.flush):
         rng = Random(number)
         costs, cluster = random_costs(rng, schedule.stages), random_cluster(rng, schedule.workers)
@@ -533,7 +533,7 @@ def test_the_bound_of_a_chain_is_head_round_trip_tail() -> None:
     Elsewhere one more term can lead, which the formula leaves out: all forwards of a resource, then the way of the last.
     """
     longer = 0
-    for number, rng in enumerate(seeded(9, 300)):
+    for number, rng in enumerate(seeded(9, 200)):
         case, forward, backward, sync = random_chain(rng, stages=rng.randint(1, 4), count=rng.randint(1, 6))
         bound = simulate(case.schedule, case.costs, case.cluster).lower_bound_s
         known = chain_bound(forward, backward, sync, case.schedule.microbatches)
@@ -674,7 +674,7 @@ def in_order(entries: Sequence[Entry]) -> bool:
 def test_no_order_of_the_lists_beats_the_bound() -> None:
     """Tiny random placements (replicas, teams, several stages on a worker): the bound against every order of every list."""
     tried = runs = 0
-    for rng in seeded(12, 400):
+    for rng in seeded(12, 260):
         case = random_case(rng, workers=3, stages=2, microbatches=2, replicas=2, cells=False)
         makespans, bounds = [], []
         for schedule in all_orders(case.schedule, most=60):
@@ -689,7 +689,7 @@ def test_no_order_of_the_lists_beats_the_bound() -> None:
             assert max(bounds) - min(bounds) <= CLOSE, "the bound is of the placement, not of an order"
             tried += 1
             runs += len(makespans)
-    assert tried > 60 and runs > 500, (tried, runs)
+    assert tried > 50 and runs > 400, (tried, runs)
 
 
 @pytest.mark.parametrize(("name", "options"), named(), ids=label)
@@ -718,7 +718,7 @@ def test_eager_sync_is_never_later_than_lazy_on_named_schedules(name: str, optio
 
 def test_eager_sync_of_one_unit_is_never_later_than_lazy() -> None:
     """With one unit to sync. With several an early one can stand in the way of a longer one: then neither always wins."""
-    for rng in seeded(13, 200):
+    for rng in seeded(13, 100):
         case = random_case(rng)
         stage = rng.randrange(case.schedule.stages)
         costs = [replace(cost, sync_s=cost.sync_s if s == stage else 0.0) for s, cost in enumerate(case.costs)]

@@ -27,6 +27,12 @@ class Link:
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.latency_s < float("inf") or not self.bytes_per_s > 0.0:
+            raise MeshwrightError(
+                f"a link needs a latency of at least 0 and a bandwidth above 0, got {self.latency_s} and {self.bytes_per_s}"
+            )
+
     def busy_s(self, size: float) -> float:
         """How long a message of this size occupies the link."""
         return size / self.bytes_per_s
@@ -66,10 +72,7 @@ def cluster_from_json(text: str) -> Cluster:
     """Read the file form; numbers that cannot be are refused."""
 
     def link(row: Mapping[str, Any]) -> Link:
-        latency, speed = float(row.get("latency_s", 0.0)), float(row.get("bytes_per_s", "inf"))
-        if not 0 <= latency < float("inf") or not speed > 0:
-            raise ValueError(f"latency_s {latency}, bytes_per_s {speed}")
-        return Link(latency, speed)
+        return Link(float(row.get("latency_s", 0.0)), float(row.get("bytes_per_s", "inf")))
 
     try:
         data = json.loads(text)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.ir.action import NONE, Action, Cell, Entry, Kind, Op, Transfer, Value
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import NONE, Action, Cell, Entry, Kind, Op, Value
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
@@ -19,6 +20,8 @@ class Price:
     def __init__(
         self, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster | None = None, *, overlap: float = 0.0
     ) -> None:
+        if not 0.0 <= overlap <= 1.0:
+            raise MeshwrightError(f"overlap is the share of the shorter action that a cell hides, 0 to 1, got {overlap}")
         self.schedule = schedule
         self.costs = tuple(rows_for(costs, schedule.stages))
         self.cluster = cluster or Cluster()
@@ -49,7 +52,8 @@ class Price:
     def whole_s(self, op: Op, stage: int) -> float:
         """An op on all rows of a microbatch; recompute inside a backward is part of it."""
         cost = self.costs[stage]
-        inside = cost.recompute_s if self._inline(stage) else 0.0
+        share = self.recompute[stage].share if self.recompute else 1.0
+        inside = share * cost.recompute_s if self._inline(stage) else 0.0
         match op:
             case Op.F:
                 return cost.forward_s
@@ -60,7 +64,7 @@ class Price:
             case Op.W:
                 return cost.weight_s
             case Op.R:
-                return cost.recompute_s
+                return share * cost.recompute_s
             case _:
                 return 0.0
 
@@ -120,8 +124,3 @@ class Price:
         placement = self.schedule.placement
         teams = (placement.team(value.replica, value.stage + k, value.mb) for k in (0, 1))
         return share * placement.piece_share(value.piece, *teams)
-
-
-def transfers(entries: Sequence[Entry]) -> int:
-    """How many entries of a list are sends."""
-    return sum(1 for entry in entries if isinstance(entry, Transfer) and entry.sends)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -28,6 +28,11 @@ class StageCost:
     output_bytes: float = 0.0
     gradient_bytes: float = 0.0
     parameter_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = astuple(self)
+        if min(numbers) < 0 or not sum(numbers) < float("inf"):
+            raise MeshwrightError(f"costs are numbers of at least 0, got {self}")
 
     @property
     def backward_s(self) -> float:

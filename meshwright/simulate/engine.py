@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from meshwright.ir.action import Action
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.effects import collective
+from meshwright.ir.lifetime import parameter_copies
 from meshwright.ir.order import no_collection
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
@@ -15,7 +16,7 @@ from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
 from meshwright.simulate.bounds import lower_bound
-from meshwright.simulate.memory import memory, parameter_copies
+from meshwright.simulate.memory import memory
 from meshwright.simulate.program import Message, Program, sweep
 
 
@@ -58,7 +59,7 @@ def timeline(program: Program, price: Price, starts: Sequence[float], ready: Seq
         workers=schedule.workers,
         spans=tuple(spans),
         memory=tuple(memory(flow, price, worker, times[worker]) for worker in workers),
-        parameter_copies=tuple(parameter_copies(flow, worker) for worker in workers),
+        parameter_copies=tuple(parameter_copies(flow, price, worker) for worker in workers),
         lower_bound_s=lower_bound(program, price),
         flush=schedule.flush,
     )
