@@ -11,10 +11,10 @@ from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
 from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
-from meshwright.passes.budget import stage_aware
 from meshwright.passes.check import CheckResult, check
 from meshwright.passes.lower import lower
 from meshwright.simulate import simulate
+from meshwright.simulate.budget import stage_aware
 
 __version__ = "0.1.0"
 

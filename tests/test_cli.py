@@ -43,7 +43,7 @@ def test_show_writes_files_that_check_and_simulate_read(tmp_path: Path) -> None:
 
 def test_show_writes_torch_csv_and_perfetto(tmp_path: Path) -> None:
     done = meshwright("show", "onef1b", "--workers", "2", "--microbatches", "2", "--format", "csv")
-    assert done.stdout == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n\n"
+    assert done.stdout == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     trace = tmp_path / "trace.json"
     assert meshwright("show", "chimera", "--format", "perfetto", "-o", str(trace)).returncode == 0
     events = json.loads(trace.read_text())["traceEvents"]

@@ -236,8 +236,10 @@ def test_an_entry_on_another_worker_is_refused(case: Case, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", TINY, ids=str)
 def test_an_entry_twice_or_elsewhere_is_refused_at_every_place(case: Case, form: str) -> None:
+    schedule = built(case, form)
+    where = all_places if sum(map(len, schedule.lists)) <= 60 else ends_and_one
     for mutate in (duplicates, moves):
-        for mutation in mutate(built(case, form), all_places):
+        for mutation in mutate(schedule, where):
             refused(mutation)
 
 
@@ -626,7 +628,7 @@ LAWS: list[tuple[Law, Schedule, int, str | None, list[str]]] = [
     (Law.ONCE, handmade("0F1 0B1", microbatches=2), 0, None, ["microbatch 0"]),
     (Law.ONCE, low("0F0 0B0 0S N"), 0, "0U", ["0U is missing on worker 0"]),
     (Law.ONCE, low("0F0 0B0 N 0U"), 0, "0S", ["0S is missing on worker 0"]),
-    (Law.ONCE, low("0F0 0B0 0S 0U"), 0, "N", ["N is missing on worker 0"]),
+    (Law.ONCE, low("0F0 0B0 0S 0U", norm=True), 0, "N", ["N is missing on worker 0"]),
     (Law.ONCE, low("0F0 0B0 0S 0S N 0U"), 0, "0S", ["0S comes twice"]),
     (Law.ONCE, low("0F0 0B0 0S N 0U 0U#3"), 0, "0U#3", ["1 rounds"]),
     (Law.ONCE, handmade("0F0 0B0", "0F0@1 0B0@1", placement=Placement.mirrored(2)), 0, None, ["microbatch 0", "replica"]),

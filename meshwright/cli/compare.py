@@ -116,4 +116,4 @@ def _print(rows: list[Row], memory: float | None) -> None:
     console.print(table)
     for r in rows:
         if r.refused:
-            console.print(f"[dim]{r.refused}", soft_wrap=True)
+            console.print(f"[dim]{r.schedule}: {r.refused}", soft_wrap=True)

@@ -52,7 +52,7 @@ def show(
         _print(schedule, flags, output)
         return
     if lowered and format is not Format.PERFETTO:
-        schedule = lower(schedule)
+        schedule = lower(schedule, costs=flags.stages(schedule), cluster=flags.cluster)
     match format:
         case Format.JSON:
             text = schedule_to_json(schedule)
@@ -63,9 +63,9 @@ def show(
 
             text = to_perfetto(simulate(schedule, flags.stages(schedule), flags.cluster))
     if output is None:
-        typer.echo(text)
+        typer.echo(text.rstrip("\n"))
     else:
-        inputs.write(output, text + "\n")
+        inputs.write(output, text.rstrip("\n") + "\n")
 
 
 def _print(schedule: Schedule, flags: inputs.CostFlags, output: Path | None) -> None:

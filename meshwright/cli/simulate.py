@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli import inputs
+from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Duplex
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
@@ -38,6 +39,10 @@ def simulate(
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
+    if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
+        raise MeshwrightError(
+            f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
+        )
     timeline = predict(schedule, flags.stages(schedule), flags.cluster, sync=sync, overlap=overlap)
     if as_json:
         typer.echo(json.dumps(summary(schedule, timeline)))

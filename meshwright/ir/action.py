@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError
 
+DIGITS = 9
+"""No number in a text is longer."""
+
 NONE = -1
 """No microbatch, no part, no piece: the whole thing."""
 
@@ -161,6 +164,8 @@ def parse(text: str) -> Entry:
         return Cell(_parse_action(first), _parse_action(second))
     if match := _TRANSFER.fullmatch(text):
         value, arrow, peer = match.groups()
+        if len(peer) > DIGITS:
+            raise MeshwrightError(f"'{text[:40]}...' names a worker that cannot be", fix="a worker that the placement has")
         return Transfer(arrow == ">", parse_value(value), int(peer))
     return _parse_action(text)
 
@@ -170,7 +175,7 @@ def parse_value(text: str) -> Value:
     if not (match := _VALUE.fullmatch(text)):
         raise MeshwrightError(f"'{text}' is not a value", fix="write it as in 2act0, 2grad5@1 or 1sum#3")
     kind, numbers = Kind(match["name"]), _numbers(match)
-    piece = NONE if match["piece"] is None else int(match["piece"])
+    piece = NONE if match["piece"] is None else int(match["piece"][:DIGITS])
     return Value(kind, numbers[0], *numbers[1:], piece=piece)
 
 
@@ -189,7 +194,10 @@ def _numbers(match: re.Match[str]) -> tuple[int, int, int, int, int]:
     given = match.groupdict()
 
     def number(name: str, default: int) -> int:
-        return int(given[name]) if given[name] else default
+        return int(given[name][:DIGITS]) if given[name] else default
+
+    if any(len(text) > DIGITS for text in given.values() if text is not None and text.isdigit()):
+        raise MeshwrightError(f"'{match[0][:40]}...' has a number that is too long", fix="numbers of at most 9 digits")
 
     return number("stage", NONE), number("mb", NONE), number("replica", 0), number("version", 0), number("part", NONE)
 

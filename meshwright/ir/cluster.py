@@ -9,6 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir import reading
+from meshwright.ir.reading import Reader, count, number, parsed, rows
 
 SCHEMA = 1
 
@@ -70,17 +72,16 @@ def cluster_to_json(cluster: Cluster) -> str:
 
 def cluster_from_json(text: str) -> Cluster:
     """Read the file form; numbers that cannot be are refused."""
+    keys = frozenset({"schema", "kind", "duplex", "link", "links"})
+    read = Reader(parsed(text, "a cluster file"), "a cluster file", kind="cluster", schema=SCHEMA, keys=keys)
+    duplex = read("duplex", lambda value: Duplex(reading.text(value)), Duplex.FULL)
+    return Cluster(read("link", _link, Link()), read("links", lambda value: dict(map(_pair, rows(value))), {}), duplex)
 
-    def link(row: Mapping[str, Any]) -> Link:
-        return Link(float(row.get("latency_s", 0.0)), float(row.get("bytes_per_s", "inf")))
 
-    try:
-        data = json.loads(text)
-        if data["kind"] != "cluster" or data["schema"] > SCHEMA:
-            raise ValueError(f"kind {data['kind']!r}, schema {data['schema']!r}")
-        links = {(int(row["source"]), int(row["target"])): link(row) for row in data.get("links", [])}
-        return Cluster(link(data.get("link", {})), links, Duplex(data.get("duplex", "full")))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise MeshwrightError(
-            f"this is not a cluster file: {error}", fix='{"schema": 1, "kind": "cluster", "link": {"latency_s": 0.1}}'
-        ) from error
+def _link(row: Any) -> Link:
+    read = Reader(row, "a link", kind=None, schema=SCHEMA, keys=frozenset({"latency_s", "bytes_per_s", "source", "target"}))
+    return Link(read("latency_s", number, 0.0), read("bytes_per_s", number, float("inf")))
+
+
+def _pair(row: Any) -> tuple[tuple[int, int], Link]:
+    return (count(row["source"]), count(row["target"])), _link(row)

@@ -18,8 +18,8 @@ from meshwright.ir.placement import Placement
 from meshwright.ir.schedule import Schedule
 
 _CELL = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
-_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_TRANSFER = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
+_COMPUTE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_TRANSFER = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})")
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -110,6 +110,8 @@ def _refuse(schedule: Schedule) -> None:
         (schedule.parts > 1, "half microbatches"),
         (not schedule.flush, "steps without a flush"),
         (schedule.steps > 1, "several steps"),
+        (bool(schedule.ties), "ties"),
+        (bool(schedule.turns), "turns"),
         (any(how.share for how in schedule.recompute or ()), "recompute"),
     )
     for present, what in problems:

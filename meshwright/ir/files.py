@@ -9,12 +9,13 @@ What is left out has its default, so that short files stay short.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir import reading
 from meshwright.ir.action import Action, parse
 from meshwright.ir.placement import Placement
+from meshwright.ir.reading import Reader, count, flag, number, parsed, positive, rows
 from meshwright.ir.schedule import ChannelOrder, Lists, Recompute, Schedule
 
 SCHEMA = 1
@@ -38,6 +39,7 @@ _KEYS = frozenset(
         "channels",
         "flush",
         "ring",
+        "norm",
         "lowered",
     ]
 )
@@ -66,6 +68,7 @@ def schedule_to_json(schedule: Schedule) -> str:
         "channels": ([[list(c.workers), " ".join(map(str, c.producers))] for c in schedule.channels], []),
         "flush": (schedule.flush, True),
         "ring": (schedule.ring, False),
+        "norm": (schedule.norm, False),
         "lowered": (schedule.lowered, False),
     }
     data |= {key: value for key, (value, default) in optional.items() if value != default}
@@ -74,58 +77,39 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 def schedule_from_json(text: str) -> Schedule:
     """Read a schedule; whatever is wrong with the file is said, with the place."""
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise MeshwrightError(f"the file is not JSON: {error}", fix="meshwright show NAME --format json writes one") from error
-    if not isinstance(data, Mapping) or data.get("kind") != "schedule":
-        raise MeshwrightError('the file is not a schedule: it has no "kind": "schedule"', fix="see docs/schedule-file.md")
-    if not isinstance(data.get("schema"), int) or data["schema"] > SCHEMA:
-        raise MeshwrightError(
-            f"the file has schema {data.get('schema')!r}, this version reads up to {SCHEMA}", fix="update meshwright"
-        )
-    if unknown := sorted(set(data) - _KEYS):
-        raise MeshwrightError(f"the file has unknown keys: {', '.join(unknown)}", fix="see docs/schedule-file.md")
-    read = _Reader(data)
-    placement = Placement(read("placement", _teams), read("rows", _count, 0))
-    workers = placement.workers
+    read = Reader(parsed(text, "a schedule file"), "a schedule file", kind="schedule", schema=SCHEMA, keys=_KEYS)
+    placement = Placement(read("placement", _teams), read("rows", count, 0))
+    workers, stages = placement.workers, placement.stages
     return Schedule(
-        name=read("name", _text),
+        name=read("name", reading.text),
         placement=placement,
-        microbatches=read("microbatches", _positive),
+        microbatches=read("microbatches", positive),
         period=read("period", lambda value: _lists(value, workers)),
         prologue=read("prologue", lambda value: _lists(value, workers), ()),
         drain=read("drain", lambda value: _lists(value, workers), ()),
-        repeats=read("repeats", _count, 1),
+        repeats=read("repeats", count, 1),
         options=read("options", lambda value: tuple(sorted(value.items())), ()),
-        parts=read("parts", _positive, 1),
-        ties=read("ties", lambda value: tuple(tuple(_count(s) for s in group) for group in value), ()),
-        recompute=read("recompute", lambda value: tuple(Recompute(float(s), bool(e)) for s, e in value), None),
-        turns=read("turns", lambda value: tuple((_action(a), _action(b)) for a, b in value), ()),
-        channels=read("channels", lambda value: tuple(_channel(c) for c in value), ()),
-        flush=read("flush", bool, True),
-        ring=read("ring", bool, False),
-        lowered=read("lowered", bool, False),
+        parts=read("parts", positive, 1),
+        ties=read("ties", lambda value: tuple(tuple(count(s) for s in rows(group)) for group in rows(value)), ()),
+        recompute=read("recompute", lambda value: _recompute(value, stages), None),
+        turns=read("turns", lambda value: tuple((_action(a), _action(b)) for a, b in rows(value)), ()),
+        channels=read("channels", lambda value: tuple(_channel(c) for c in rows(value)), ()),
+        flush=read("flush", flag, True),
+        ring=read("ring", flag, False),
+        norm=read("norm", flag, False),
+        lowered=read("lowered", flag, False),
     )
 
 
-class _Reader:
-    """Reads one key after another and says which one is wrong."""
-
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.data = data
-
-    def __call__(self, key: str, convert: Callable[[Any], Any], *default: Any) -> Any:
-        if key not in self.data:
-            if default:
-                return default[0]
-            raise MeshwrightError(f"the schedule has no '{key}'", fix="see docs/schedule-file.md")
-        try:
-            return convert(self.data[key])
-        except MeshwrightError as error:
-            raise MeshwrightError(f"'{key}' of the schedule: {error.what}", fix=error.fix) from error
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            raise MeshwrightError(f"'{key}' of the schedule is malformed: {error}", fix="see docs/schedule-file.md") from error
+def _recompute(value: Any, stages: int) -> tuple[Recompute, ...] | None:
+    if value is None:
+        return None
+    if len(rows(value)) != stages:
+        raise MeshwrightError(f"there are {stages} stages, recompute names {len(value)}")
+    found = tuple(Recompute(number(share), flag(early)) for share, early in value)
+    if any(how.share > 1 for how in found):
+        raise MeshwrightError("a share of recompute is at most 1")
+    return found
 
 
 def _texts(lists: Lists) -> list[str]:
@@ -133,13 +117,15 @@ def _texts(lists: Lists) -> list[str]:
 
 
 def _lists(value: Any, workers: int) -> Lists:
-    if not isinstance(value, list) or len(value) not in (0, workers):
+    if len(rows(value)) not in (0, workers):
         raise MeshwrightError(f"the placement has {workers} workers, there are {len(value)} lists")
-    return tuple(tuple(parse(word) for word in _text(text).split()) for text in value)
+    return tuple(tuple(parse(word) for word in reading.text(text).split()) for text in value)
 
 
 def _teams(value: Any) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
-    teams = tuple(tuple(tuple(tuple(_count(w) for w in t) for t in stage) for stage in copy) for copy in value)
+    teams = tuple(
+        tuple(tuple(tuple(count(w) for w in rows(t)) for t in rows(stage)) for stage in rows(copy)) for copy in rows(value)
+    )
     if not teams or not teams[0] or any(len(copy) != len(teams[0]) for copy in teams):
         raise MeshwrightError("every replica needs the same stages, at least one")
     if any(not stage or any(not team or len(set(team)) != len(team) for team in stage) for copy in teams for stage in copy):
@@ -149,29 +135,11 @@ def _teams(value: Any) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
 
 def _channel(value: Any) -> ChannelOrder:
     (first, second), producers = value
-    return ChannelOrder((_count(first), _count(second)), tuple(_action(word) for word in _text(producers).split()))
+    return ChannelOrder((count(first), count(second)), tuple(_action(word) for word in reading.text(producers).split()))
 
 
 def _action(text: Any) -> Action:
-    action = parse(_text(text))
+    action = parse(reading.text(text))
     if not isinstance(action, Action):
         raise MeshwrightError(f"'{text}' is not a single action")
     return action
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise MeshwrightError(f"{value!r} is not a text")
-    return value
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1_000_000:
-        raise MeshwrightError(f"{value!r} is not a count")
-    return value
-
-
-def _positive(value: Any) -> int:
-    if _count(value) < 1:
-        raise MeshwrightError(f"{value!r} is not at least 1")
-    return int(value)

@@ -145,6 +145,7 @@ def sweep(
                 here = arrived.setdefault(entry, [])
                 here.append(worker)
                 if len(here) < len(group):
+                    missing.pop(worker, None)
                     break
                 at = max(free[member] for member in here)
                 for member in here:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.reading import Reader, number, parsed, rows
 
 SCHEMA = 1
 
@@ -94,33 +95,18 @@ def costs_to_json(costs: Sequence[StageCost]) -> str:
 
 def costs_from_json(text: str) -> tuple[StageCost, ...]:
     """Read stage costs: an object with `stages`, or a bare list of rows; a row may leave out what is zero."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise MeshwrightError(f"the cost file is not JSON: {error}") from error
-    if isinstance(data, Mapping) and isinstance(data.get("schema"), int) and data["schema"] > SCHEMA:
-        raise MeshwrightError(
-            f"the cost file has schema {data['schema']}, this version reads up to {SCHEMA}", fix="update meshwright"
-        )
-    rows = data.get("stages") if isinstance(data, Mapping) else data
-    if not isinstance(rows, list) or not rows:
+    data = parsed(text, "a cost file")
+    keys = frozenset({"schema", "stages"})
+    found = data if isinstance(data, list) else Reader(data, "a cost file", kind=None, schema=SCHEMA, keys=keys)("stages", rows)
+    if not found:
         raise MeshwrightError(
             "the cost file has no stages", fix='{"stages": [{"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}]}'
         )
-    return tuple(_row(index, row) for index, row in enumerate(rows))
+    return tuple(_row(index, row) for index, row in enumerate(found))
 
 
 def _row(index: int, row: object) -> StageCost:
     names = [field.name for field in fields(StageCost)]
-    if not isinstance(row, Mapping):
-        raise MeshwrightError(f"stage {index} of the cost file is {row!r}, not an object", fix=f"keys: {', '.join(names)}")
-    unknown = sorted(set(row) - set(names))
-    if unknown:
-        raise MeshwrightError(
-            f"stage {index} of the cost file has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(names)}"
-        )
-    for name, value in row.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise MeshwrightError(f"stage {index} of the cost file has {name} = {value!r}", fix="a number, zero or more")
-    cost = StageCost(**{name: float(value) for name, value in row.items()})
-    return cost if "gradient_bytes" in row else replace(cost, gradient_bytes=cost.output_bytes)
+    read = Reader(row, f"stage {index} of the cost file", kind=None, schema=SCHEMA, keys=frozenset(names))
+    values = {name: read(name, number, 0.0) for name in names if name != "gradient_bytes"}
+    return StageCost(**values, gradient_bytes=read("gradient_bytes", number, values["output_bytes"]))

@@ -38,7 +38,7 @@ class ChannelOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every worker does, in which order. `microbatches` is per round; `lowered` says that syncs and transfers are in."""
+    """What every worker does, in which order. `microbatches` is per round; `lowered`: syncs and transfers are in."""
 
     name: str
     placement: Placement
@@ -55,6 +55,7 @@ class Schedule:
     channels: tuple[ChannelOrder, ...] = ()
     flush: bool = True
     ring: bool = False
+    norm: bool = False
     lowered: bool = False
 
     @property

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from math import isfinite
+from typing import Any, NamedTuple
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir import reading
 from meshwright.ir.action import COMPUTE, Entry, Op, actions, parse
+from meshwright.ir.reading import Reader, count, flag, number, parsed, positive, rows
 
 SCHEMA = 1
 
@@ -130,20 +133,32 @@ class Timeline:
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Read the file form back."""
-        try:
-            data = json.loads(text)
-            if data["schema"] > SCHEMA:
-                raise MeshwrightError(
-                    f"the timeline has schema {data['schema']}, this version reads {SCHEMA}", fix="update meshwright"
-                )
-            return cls(
-                data["schedule"],
-                data["workers"],
-                tuple(Span(w, Lane(lane), parse(entry), start, end) for w, lane, entry, start, end in data["spans"]),
-                tuple(tuple(Level(*level) for level in levels) for levels in data["memory"]),
-                tuple(data["parameter_copies"]),
-                data["lower_bound_s"],
-                data["flush"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise MeshwrightError(f"this is not a timeline: {error}") from error
+        read = Reader(parsed(text, "a timeline"), "a timeline", kind="timeline", schema=SCHEMA, keys=_KEYS)
+        workers = read("workers", positive)
+
+        def span(row: Any) -> Span:
+            worker, lane, entry, start, end = rows(row)
+            if count(worker) >= workers:
+                raise MeshwrightError(f"there is no worker {worker} of {workers}")
+            return Span(worker, Lane(reading.text(lane)), parse(reading.text(entry)), number(start), number(end))
+
+        return cls(
+            read("schedule", reading.text),
+            workers,
+            read("spans", lambda value: tuple(map(span, rows(value)))),
+            read("memory", lambda value: tuple(tuple(_level(level) for level in rows(levels)) for levels in rows(value))),
+            read("parameter_copies", lambda value: tuple(map(number, rows(value)))),
+            read("lower_bound_s", number),
+            read("flush", flag),
+        )
+
+
+_KEYS = frozenset(["schema", "kind", "schedule", "workers", "flush", "lower_bound_s", "parameter_copies", "spans", "memory"])
+
+
+def _level(row: Any) -> Level:
+    """Sums of bytes may miss zero by a rounding error, so that only finite numbers are asked for."""
+    found = Level(*(float(x) for x in rows(row) if isinstance(x, int | float) and not isinstance(x, bool)))
+    if not all(map(isfinite, found)):
+        raise MeshwrightError(f"{row!r} is not a level of memory")
+    return found

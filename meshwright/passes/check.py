@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Entry, Kind, Op, Transfer, actions
 from meshwright.ir.effects import ACTIVATIONS, CONSUMED
 from meshwright.ir.grid import excerpt
@@ -50,8 +51,11 @@ def check(schedule: Schedule) -> CheckResult:
     try:
         flow = lowered_flow(schedule)
     except StuckError as error:
-        worker, index = error.place
-        return _broken(schedule, Violation(Law.DEADLOCK, worker, index, schedule.lists[worker][index], error.what))
+        own = schedule.lists[error.worker]
+        index = own.index(error.entry) if error.entry in own else len(own) - 1
+        return _broken(schedule, Violation(Law.DEADLOCK, error.worker, index, error.entry, error.what))
+    except MeshwrightError as error:
+        return _broken(schedule, Violation(Law.CHANNEL, 0, 0, None, error.what))
     events, blocked = rendezvous(flow.schedule)
     if blocked is not None:
         return _broken(flow.schedule, _deadlock(flow.schedule, blocked))

@@ -17,7 +17,7 @@ from dataclasses import replace
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Entry, Kind, Op, Transfer, Value
 from meshwright.ir.effects import collective
-from meshwright.ir.order import JOINT, Flow, Place, Sweep, sweep
+from meshwright.ir.order import JOINT, Flow, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 
 OUTSTANDING = 2
@@ -151,11 +151,11 @@ def _with_channels(flow: Flow) -> Flow:
 
 
 class StuckError(MeshwrightError):
-    """A schedule whose lists wait for each other; `place` is where."""
+    """A schedule whose lists wait for each other; `entry` on `worker` is one that waits."""
 
-    def __init__(self, what: str, place: Place) -> None:
+    def __init__(self, what: str, worker: int, entry: Entry) -> None:
         super().__init__(what, fix="meshwright check shows the place on a grid")
-        self.place = place
+        self.worker, self.entry = worker, entry
 
 
 def stuck_error(schedule: Schedule, flow: Flow, order: Sweep) -> StuckError:
@@ -164,4 +164,4 @@ def stuck_error(schedule: Schedule, flow: Flow, order: Sweep) -> StuckError:
     worker, index = min(stuck.items(), key=lambda item: (item[1], item[0]))
     entry = schedule.lists[worker][index]
     reason = f"waits for {flow.values[order.missing[worker]]}" if worker in order.missing else "waits for its partners"
-    return StuckError(f"{schedule.name} cannot run: worker {worker} stops at {entry}, which {reason}", (worker, index))
+    return StuckError(f"{schedule.name} cannot run: worker {worker} stops at {entry}, which {reason}", worker, entry)

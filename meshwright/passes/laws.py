@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Op, Transfer, Value, actions, walk
+from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.effects import ACTIVATIONS, rule
 from meshwright.ir.schedule import Lists, Schedule
 
@@ -70,6 +70,19 @@ def _shape(schedule: Schedule) -> Iterator[Violation]:
     if len(schedule.lists) != schedule.workers:
         reason = f"the placement has {schedule.workers} workers, there are {len(schedule.lists)} lists"
         yield Violation(Law.PLACEMENT, 0, 0, None, reason)
+    if schedule.recompute is not None and len(schedule.recompute) != schedule.stages:
+        reason = f"there are {schedule.stages} stages, recompute names {len(schedule.recompute)}"
+        yield Violation(Law.PLACEMENT, 0, 0, None, reason)
+    for channel in schedule.channels:
+        for a in channel.producers:
+            reader = a.stage + 1 if a.op is Op.F else a.stage - 1
+            known = (
+                0 <= a.replica < schedule.placement.replicas and 0 <= a.stage < schedule.stages and 0 <= reader < schedule.stages
+            )
+            if not known or a.op not in (Op.F, Op.B, Op.I):
+                yield Violation(Law.CHANNEL, channel.workers[0], 0, None, f"the channel {channel.workers} cannot carry {a}")
+    if not any(schedule.lists):
+        yield Violation(Law.ONCE, 0, 0, None, "there is nothing in any list")
 
 
 def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iterator[Violation]:
@@ -84,6 +97,8 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
             if not 0 <= entry.peer < schedule.workers or entry.peer == worker:
                 yield Violation(Law.PLACEMENT, worker, index, entry, f"there is no other worker {entry.peer}")
             continue
+        if isinstance(entry, Cell) and not all(action.op in COMPUTE for action in entry):
+            yield Violation(Law.PLACEMENT, worker, index, entry, "a cell overlaps two computations, nothing else")
         for action in actions(entry):
             if action.op in COMPUTE:
                 in_range = 0 <= action.stage < schedule.stages and 0 <= action.replica < placement.replicas
@@ -198,7 +213,7 @@ def _rounds(schedule: Schedule) -> Iterator[Violation]:
                     if needed and not counts[op][worker, unit, round_]:
                         missing = Action(op, unit, version=round_)
                         yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
-    if counts[Op.N] or (schedule.lowered and schedule.flush):
+    if counts[Op.N] or schedule.norm:
         for worker in range(schedule.workers):
             for round_ in range(schedule.steps):
                 if not counts[Op.N][worker, NONE, round_]:
@@ -219,7 +234,7 @@ def _contributions(schedule: Schedule) -> set[tuple[int, int, int]]:
 
 def border(schedule: Schedule) -> Iterator[Violation]:
     """What is alive between prologue and period is, one period later, what is alive behind the period."""
-    if schedule.lowered or not schedule.prologue or not schedule.repeats:
+    if schedule.lowered or not schedule.prologue or not schedule.period or not schedule.repeats:
         return
     of = rule(schedule)
     for worker in range(schedule.workers):
@@ -228,8 +243,8 @@ def border(schedule: Schedule) -> Iterator[Violation]:
         moved = {value.shifted(schedule.microbatches, 1) for value in first}
         if odd := sorted(map(str, moved ^ second)):
             reason = f"{odd[0]} is alive at one border of worker {worker} but not at the other"
-            entry = schedule.period[worker][-1] if schedule.period[worker] else None
-            yield Violation(Law.BORDER, worker, len(schedule.prologue[worker]), entry, reason)
+            last = len(schedule.prologue[worker]) + len(schedule.period[worker]) - 1
+            yield Violation(Law.BORDER, worker, last, schedule.lists[worker][last], reason)
 
 
 def _alive(of: object, worker: int, parts: Lists) -> set[Value]:

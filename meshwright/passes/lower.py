@@ -14,7 +14,7 @@ from meshwright.ir.order import Flow, no_collection
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule
-from meshwright.passes.comm import comm
+from meshwright.passes.comm import StuckError, comm
 from meshwright.passes.recompute import Mode
 from meshwright.passes.recompute import recompute as settle_recompute
 from meshwright.passes.sync import Sync
@@ -43,7 +43,11 @@ def lower(
 
     if schedule.flush or not schedule.period:
         return lowered(schedule)
-    return folded(lowered(schedule), lowered(schedule.repeated(schedule.repeats + 1)))
+    short = lowered(schedule)
+    try:
+        return folded(short, lowered(schedule.repeated(schedule.repeats + 1)))
+    except StuckError:  # its period is all there is: it does not repeat
+        return short
 
 
 def folded(short: Schedule, long: Schedule) -> Schedule:

@@ -1,4 +1,4 @@
-"""Which stages recompute: inside the backward, or early by an R action that needs no gradient; `budget.py` finds how much."""
+"""Which stages recompute: inside the backward, or early by an R action that needs no gradient."""
 
 from __future__ import annotations
 

@@ -40,10 +40,14 @@ def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | 
     placed = {action.op for entries in schedule.lists for action in walk(entries)}
     schedule = replace(schedule, ring=schedule.ring or policy is Sync.RING)
     if Op.S not in placed:
-        schedule = _with_syncs(schedule, policy, duration)
+        bare, ends = _without_ends(schedule)
+        schedule = _with_syncs(bare, policy, duration)
+        if ends:
+            schedule = schedule.with_lists(tuple((*a, *b) for a, b in zip(schedule.lists, ends, strict=True)))
     if Op.U not in placed:
-        norm = () if Op.N in placed or not schedule.flush else (Op.N,)
-        schedule = schedule.with_lists(tuple((*entries, *_end(schedule, w, norm)) for w, entries in enumerate(schedule.lists)))
+        norm = schedule.flush and Op.N not in placed
+        whole = tuple((*entries, *_end(schedule, w, norm)) for w, entries in enumerate(schedule.lists))
+        schedule = replace(schedule.with_lists(whole), norm=norm or schedule.norm)
     return schedule
 
 
@@ -70,6 +74,21 @@ def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> 
         for member in workers:
             lists[member].append(action)
     return schedule.with_lists(tuple(map(tuple, lists)))
+
+
+def _without_ends(schedule: Schedule) -> tuple[Schedule, list[tuple[Entry, ...]]]:
+    """A schedule whose lists end with its computations, and the reductions and updates that it had placed behind them."""
+    if not schedule.flush:
+        return schedule, []
+    ends = []
+    for entries in schedule.lists:
+        count = len(entries)
+        while count and isinstance(last := entries[count - 1], Action) and last.op in (Op.N, Op.U):
+            count -= 1
+        ends.append(entries[count:])
+    if not any(ends):
+        return schedule, []
+    return schedule.with_lists(tuple(e[: len(e) - len(end)] for e, end in zip(schedule.lists, ends, strict=True))), ends
 
 
 def _due(
@@ -119,9 +138,14 @@ def _bubble_behind(order: Sweep, worker: int, time: float) -> bool:
     return False
 
 
-def _end(schedule: Schedule, worker: int, norm: tuple[Op, ...]) -> tuple[Action, ...]:
+def _end(schedule: Schedule, worker: int, norm: bool) -> list[Action]:
+    """The reduction and the updates of every round."""
     units = [unit for unit in reversed(range(schedule.units)) if worker in schedule.holders[unit]]
-    return (*(Action(op, NONE) for op in norm), *(Action(Op.U, unit) for unit in units))
+    found: list[Action] = []
+    for round_ in range(schedule.steps):
+        found += [Action(Op.N, NONE, version=round_)] if norm else []
+        found += [Action(Op.U, unit, version=round_) for unit in units]
+    return found
 
 
 def _list_after_list(schedule: Schedule) -> Iterable[Place]:

@@ -87,7 +87,8 @@ def _converted(name: str, parameter: inspect.Parameter, value: object) -> object
     """An option's value in its declared type; `Literal` types list what is allowed."""
     kind = parameter.annotation
     allowed = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    for each in [type(a) for a in allowed[:1]] or _members(kind):
+    kinds: list[object] = [type(a) for a in allowed[:1]] or [k for k in _members(kind) if k is not type(None)]
+    for each in kinds:
         converted = _as(each, value)
         if converted is not None and (not allowed or converted in allowed):
             return converted

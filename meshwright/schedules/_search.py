@@ -5,7 +5,8 @@ neighbours: a pure vector of warm-ups is up to six percent off the optimum, care
 
     1  pure warm-up vectors (`vectors`)
     2  the same vectors as limits of a list schedule in time order, forwards and backwards in time
-    3  from the best of these, swaps of a neighbouring F and B on the critical path, with a memory of recent swaps
+    3  small changes to the limits of the best of those
+    4  swaps of a neighbouring F and B on the critical path, with a memory of recent swaps
 
 It stops as soon as the lower bound is met.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from operator import itemgetter
+from typing import NamedTuple
 
 from meshwright.schedules._words import INFINITE, Chain, Run, Words, bound, in_time, run, vectors, word
 
@@ -23,70 +24,93 @@ EPSILON = 1e-6
 """Patience just below zero: on equal starts the forward goes first."""
 
 
-STARTS = 10
-"""How many different starts are polished."""
-SHAKES = 12
-"""How often the best is shaken and polished again."""
+class _Start(NamedTuple):
+    """A list schedule to vary: its makespan, whether it runs backwards in time, its limits and patience."""
+
+    makespan: float
+    back: bool
+    live: Sequence[int]
+    patience: Sequence[float]
 
 
 def search(chain: Chain, cap: Sequence[int], also: Sequence[Words] = ()) -> Words:
     """Words for a chain under a cap on live activations per resource."""
+    size = len(cap) * chain.microbatches
     goal = bound(chain, cap) * (1 + 1e-12)
     found = vectors(chain, cap)
-    pure = [*also, *([word(live, chain.microbatches) for live in vector] for vector in found)]
-    makespan, best = min(((run(words, chain).makespan, words) for words in pure), key=itemgetter(0))
-    starts: dict[tuple[str, ...], float] = {tuple(best): makespan}
+    starts = [*also, *([word(live, chain.microbatches) for live in vector] for vector in found)]
+    pure = best = min(starts, key=lambda words: run(words, chain).makespan)
+    makespan = run(best, chain).makespan
+    pool: list[_Start] = []
     for vector in [*found, tuple(cap)]:
         for back in (False, True):
             for patience in (0.0, -EPSILON):
                 if makespan <= goal:
                     return best
-                words = _listed(chain, back, vector, patience, limit=1.05 * makespan)
-                if words is not None and tuple(words) not in starts:
-                    time = starts[tuple(words)] = run(words, chain).makespan
-                    if time < makespan:
-                        makespan, best = time, words
-    tries = min(800, 400_000 // (len(cap) * chain.microbatches))
-    for start in sorted(starts, key=starts.__getitem__)[:STARTS]:
-        time, words = polish(list(start), chain, cap, goal, tries)
+                start = (back, vector, [patience] * len(cap))
+                words, time = _listed(chain, *start, limit=1.05 * makespan)
+                if words:
+                    pool.append(_Start(time, *start))
+                if words and time < makespan:
+                    makespan, best = time, words
+    pool = _different(pool, 8)
+    first = pool[:4]
+    makespan, best = _varied(chain, cap, pool, makespan, best, goal, tries=min(300, 200_000 // size))
+    swaps = min(800, 300_000 // size)
+    others = [_listed(chain, *start[1:])[0] for start in [*first, *pool]]
+    for words in [best, pure, *others, None]:
+        if makespan <= goal:
+            break
+        time, polished = polish(words or best, chain, cap, goal, swaps if words else 4 * swaps)
         if time < makespan:
-            makespan, best = time, words
-        if makespan <= goal:
-            break
-    return _shaken(best, makespan, chain, cap, goal, tries)
-
-
-def _shaken(best: Words, makespan: float, chain: Chain, cap: Sequence[int], goal: float, tries: int) -> Words:
-    """A few arbitrary swaps, then polish again; the numbers are always the same ones."""
-    dice = random.Random(0)
-    for _ in range(SHAKES):
-        if makespan <= goal:
-            break
-        words = list(best)
-        for _ in range(dice.randint(2, 6)):
-            s = dice.randrange(len(words))
-            p = dice.randrange(len(words[s]) - 1)
-            if (swapped := _swapped(words[s], p, cap[s])) is not None:
-                tried = [*words[:s], swapped, *words[s + 1 :]]
-                words = tried if run(tried, chain).makespan < INFINITE else words
-        time, polished = polish(words, chain, cap, goal, tries // 2)
-        if time <= makespan:
             makespan, best = time, polished
     return best
 
 
-def _swapped(text: str, p: int, cap: int) -> str | None:
-    """The word with letters p and p + 1 exchanged; None where they are the same or memory forbids it."""
-    live = 2 * text.count("F", 0, p) - p
-    if text[p] == text[p + 1] or (live >= cap if text[p] == "B" else live <= 0):
-        return None
-    return text[:p] + text[p + 1] + text[p] + text[p + 2 :]
+def _different(pool: list[_Start], number: int) -> list[_Start]:
+    """The best starts, at most two of the same makespan and direction: equal ones polish alike."""
+    kept: list[_Start] = []
+    for start in sorted(pool):
+        if sum((start.makespan, start.back) == (other.makespan, other.back) for other in kept) < 2:
+            kept.append(start)
+    return kept[:number]
 
 
-def _listed(chain: Chain, back: bool, live: Sequence[int], patience: float, limit: float) -> Words | None:
-    """A list schedule; backwards in time its words are turned round again."""
-    words = in_time(live, [patience] * len(live), chain.reversed if back else chain, limit=limit)
-    return [text[::-1].translate(FLIP) for text in words] if words and back else words
+def _listed(
+    chain: Chain, back: bool, live: Sequence[int], patience: Sequence[float], limit: float = INFINITE
+) -> tuple[Words | None, float]:
+    """A list schedule and what it takes; backwards in time the words are turned round again."""
+    words = in_time(live, patience, chain.reversed if back else chain, limit=limit)
+    if words is None:
+        return None, INFINITE
+    if back:
+        words = [text[::-1].translate(FLIP) for text in words]
+    return words, run(words, chain).makespan
+
+
+def _varied(
+    chain: Chain, cap: Sequence[int], pool: list[_Start], makespan: float, best: Words, goal: float, tries: int
+) -> tuple[float, Words]:
+    """Hill climbing on limits and patience of the starts in the pool; the numbers are always the same ones."""
+    dice = random.Random(0)
+    step = min(*chain.forward, *chain.backward)
+    for number in range(tries if pool else 0):
+        if makespan <= goal:
+            break
+        start = pool[number % len(pool)]
+        live, patience = list(start.live), list(start.patience)
+        for _ in range(dice.choice((1, 1, 2, 3))):
+            s = dice.randrange(len(cap))
+            if dice.random() < 0.4:
+                live[s] = max(1, min(cap[s], live[s] + dice.choice((-1, 1))))
+            else:
+                patience[s] = step * dice.choice((-0.5, -0.25, -EPSILON, 0, 0.25, 0.5))
+        words, time = _listed(chain, start.back, live, patience, limit=start.makespan)
+        if words and time <= start.makespan:
+            pool[number % len(pool)] = _Start(time, start.back, live, patience)
+        if words and time < makespan:
+            makespan, best = time, words
+    return makespan, best
 
 
 def polish(words: Words, chain: Chain, cap: Sequence[int], goal: float, tries: int) -> tuple[float, Words]:
@@ -99,9 +123,11 @@ def polish(words: Words, chain: Chain, cap: Sequence[int], goal: float, tries: i
     while best[0] > goal and count < tries:
         swaps: list[tuple[float, int, int, str]] = []
         for s, p in critical(words, now, chain):
-            swapped = _swapped(words[s], p, cap[s])
-            if swapped is None or recent.get((s, p), -1) > count:
+            text = words[s]
+            live = 2 * text.count("F", 0, p) - p
+            if (live >= cap[s] if text[p] == "B" else live <= 0) or recent.get((s, p), -1) > count:
                 continue
+            swapped = text[:p] + text[p + 1] + text[p] + text[p + 2 :]
             count += 1
             swaps.append((run([*words[:s], swapped, *words[s + 1 :]], chain).makespan, s, p, swapped))
             if swaps[-1][0] < now.makespan:

@@ -72,7 +72,7 @@ def build(
         "cyclic",
         placement,
         workers,
-        period=tuple(tuple(round_list(w, 2)) for w in range(workers)),
+        period=tuple(tuple(round_list(w, 2)) for w in range(workers)) if settled == 2 else (),
         prologue=tuple(map(tuple, prologue)),
         drain=tuple(tuple(updates_left(w, settled)) for w in range(workers)),
         repeats=steps - settled,

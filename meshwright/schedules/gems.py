@@ -1,7 +1,9 @@
 """GEMS: two replicas in opposite directions take turns, so that a worker holds one activation at a time.
 
-0: F0 .  .  .  B0 B0 F1 B1 B1 F2 ..      even microbatches go down, odd ones up
-1: .  F0 B0 B0 F1 .  .  .  B1 B1 F2      the next forward follows the wave of backwards
+    0: F0 .  .  .  B0 =  F1 B1 =  F2 .  .  .  .  B2 =
+    1: .  F0 B0 =  F1 .  .  .  .  B1 =  F2 B2 =  .  .
+
+Even microbatches go down, odd ones up; the next forward follows the wave of backwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """GPipe: all forwards, then all backwards; every activation of the step is alive in between.
 
-0: F0 F1 F2 .  .  .  .  B0 B0 B1 B1 B2 B2
-1: .  F0 F1 F2 .  B0 B0 B1 B1 B2 B2 .  .
-2: .  .  F0 F1 F2 ...
+    0: F0 F1 F2 .  .  .  .  .  .  B0 =  B1 =  B2 =
+    1: .  F0 F1 F2 .  .  .  B0 =  B1 =  B2 =  .  .
+    2: .  .  F0 F1 F2 B0 =  B1 =  B2 =  .  .  .  .
+
+Backwards run in the order of the forwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """1F1B (DAPPLE, PipeDream-flush): as soon as a backward can run, alternate.
 
-0: F0 F1 F2 .  .  .  B0 B0 .  B1 ..
-1: .  F0 F1 .  B0 B0 F2 B1 B1 ...
-2: .  .  F0 B0 B0 F1 B1 B1 ...
+    0: F0 F1 F2 .  .  .  .  B0 =  .  B1 =  .  B2 =
+    1: .  F0 F1 .  .  B0 =  F2 B1 =  .  B2 =  .  .
+    2: .  .  F0 B0 =  F1 B1 =  F2 B2 =  .  .  .  .
+
+More forwards first hide slow transfers, if neighbours agree on how many.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Zero-bubble 1F1B (Qi et al., ICLR'24): backwards in halves; what nobody waits for, the weight half, fills the bubbles.
 
-    0: F0 F1 F2 .  I0 W0 F3 I1 W1 ...       h1: as much memory as 1F1B (D activations), bubble (D-1)(F + I - W)
-    1: .  F0 F1 I0 F2 I1 W0 F3 ...          h2: 2D-1 activations, no bubble within a worker's span for F = I = W
-    2: .  .  F0 I0 F1 I1 F2 I2 W0 ...       auto: from costs and latency, with at most `memory` activations alive
+    0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 ..     h1: as much memory as 1F1B (D activations), bubble (D-1)(F + I - W)
+    1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 ..     h2: 2D-1 activations, no bubble within a worker's span for F = I = W
+    2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 ..     auto: from costs and latency, with at most `memory` activations alive
 
 An activation counts from its F to its W. `rest` is what one that only waits for its W weighs against a full one, where
 that is known: memory is then freed in part by I, as the paper counts it. `span` makes the longest worker span short, which is

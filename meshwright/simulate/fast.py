@@ -1,6 +1,7 @@
 """The compiled path: one schedule, many costs. It sweeps the same program as the plain engine, and must agree with it.
 
-    program = meshwright.simulate.compile(schedule)
+    from meshwright.simulate import compile
+    program = compile(schedule)
     program.makespan(costs)           one plan
     program.makespans(array)          many plans: array[plan, stage, field], fields in the order of StageCost
 

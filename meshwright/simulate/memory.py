@@ -14,17 +14,19 @@ Times = Sequence[tuple[float, float]]
 
 
 def memory(flow: Flow, price: Price, worker: int, times: Times) -> tuple[Level, ...]:
-    """Levels of bytes and activations of one worker; at one moment of its list what ends goes first."""
-    changes: list[tuple[float, int, int, float, float]] = []
+    """Levels of bytes and activations of one worker. At one time what ends goes first; what takes no time goes by the list."""
+    changes: list[tuple[float, bool, int, int, float, float]] = []
     for life in lives(flow, price, worker):
         if life.bytes or life.activations:
-            changes.append((_time(times, life.made), life.made, 1, life.bytes, life.activations))
+            made = _time(times, life.made)
+            changes.append((made, True, life.made, 1, life.bytes, life.activations))
             if life.ended is not None:
-                changes.append((_time(times, life.ended), life.ended, 0, -life.bytes, -life.activations))
+                ended = _time(times, life.ended)
+                changes.append((ended, ended == made, life.ended, 0, -life.bytes, -life.activations))
     changes.sort()
     size = count = 0.0
     levels: list[Level] = []
-    for time, _, _, more, activations in changes:
+    for time, *_, more, activations in changes:
         size, count = size + more, count + activations
         levels.append(Level(time, size, round(count, 9)))
     return tuple(levels)

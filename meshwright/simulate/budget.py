@@ -1,23 +1,22 @@
 """Stage-aware recompute (Merak): the least that every stage has to recompute so that no worker exceeds a byte budget.
 
-A stage holds fewer microbatches in flight the later it comes, so under one budget later stages keep more. Peaks are counted
-on the lowered lists with all that lives there (messages, gradients, versions), never taken from a closed ratio. Dropping a
-little costs more than it frees, as the kept input and the working set come on top: a stage drops nothing, or enough.
+A stage holds fewer microbatches in flight the later it comes, so under one budget later stages keep more. Peaks are
+simulated, with all that lives there (messages, gradients, versions), never taken from a closed
+ratio. Dropping a little costs more than it frees, as the kept input and the working set come on top: a stage drops nothing,
+or enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.lifetime import Life, lives
-from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule
-from meshwright.passes.lower import lowered_flow
+from meshwright.simulate.engine import simulate
 
 HALVINGS = 20
 """Steps of the search for a share; without layers it ends within a millionth."""
@@ -46,15 +45,16 @@ def stage_aware(
 
     def over(shares: Sequence[float]) -> dict[int, float]:
         """The workers that exceed the budget, with their peaks."""
-        flow = lowered_flow(schedule, recompute=choice(shares), costs=rows, cluster=cluster)
-        price = Price(flow.schedule, rows, cluster)
-        found = {worker: _peak(lives(flow, price, worker)) for worker in range(schedule.workers)}
+        timeline = simulate(replace(schedule, recompute=choice(shares)), rows, cluster)
+        found = {worker: timeline.peak_bytes(worker) for worker in range(schedule.workers)}
         return {worker: peak for worker, peak in found.items() if peak > budget_bytes * (1 + 1e-12)}
 
     shares = [0.0] * schedule.workers
     tight: set[int] = set()
     while more := over(shares):
         # What others drop of a stage that this worker holds too costs it its kept input: it may have to drop as well.
+        if set(more) <= tight:
+            return choice([float(worker in tight) for worker in range(schedule.workers)])
         tight |= set(more)
         full = over([float(worker in tight) for worker in range(schedule.workers)])
         if stuck := {worker: peak for worker, peak in full.items() if worker in tight}:
@@ -79,17 +79,3 @@ def _of_stages(schedule: Schedule, shares: Sequence[float]) -> list[float]:
         for _, stage in held:
             found[stage] = max(found[stage], shares[worker])
     return found
-
-
-def _peak(found: Iterable[Life]) -> float:
-    """The most bytes at any moment of a list; at one moment what ends goes first."""
-    changes = []
-    for life in found:
-        changes.append((life.made, 1, life.bytes))
-        if life.ended is not None:
-            changes.append((life.ended, 0, -life.bytes))
-    now = most = 0.0
-    for _, _, size in sorted(changes):
-        now += size
-        most = max(most, now)
-    return most

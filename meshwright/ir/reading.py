@@ -1,0 +1,106 @@
+"""Strict readers for the file forms: whatever is not exactly what it should be is refused, with the key that it stands under."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+
+LARGEST = 1_000_000_000
+"""No count in a file is larger."""
+
+
+def parsed(text: str, what: str) -> Any:
+    """The JSON in a text, or an error that says what was expected there."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MeshwrightError(
+            f"this is not {what}: it is not JSON ({error})", fix=f"see the documentation for the form of {what}"
+        ) from error
+
+
+class Reader:
+    """Reads the keys of an object one after another; `keys` are all it may have."""
+
+    def __init__(self, data: Any, what: str, *, kind: str | None, schema: int, keys: frozenset[str]) -> None:
+        if not isinstance(data, Mapping):
+            raise MeshwrightError(f"this is not {what}: it is no object", fix=f"see the documentation for the form of {what}")
+        self.data, self.what = data, what
+        if kind is not None and data.get("kind") != kind:
+            raise MeshwrightError(f"this is not {what}: its kind is {data.get('kind')!r}", fix=f'"kind": "{kind}"')
+        if "schema" in data or kind is not None:
+            found = data.get("schema")
+            if type(found) is not int or not 1 <= found <= schema:
+                raise MeshwrightError(f"{what} has schema {found!r}, this version reads up to {schema}", fix="update meshwright")
+        if unknown := sorted(map(str, set(data) - keys)):
+            raise MeshwrightError(f"{what} has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(sorted(keys))}")
+
+    @property
+    def _fix(self) -> str:
+        return f"see the documentation for the form of {self.what}"
+
+    def __call__(self, key: str, convert: Callable[[Any], Any], *default: Any) -> Any:
+        """The value under a key, converted; its default where it is left out."""
+        if key not in self.data:
+            if default:
+                return default[0]
+            raise MeshwrightError(f"{self.what} has no '{key}'", fix=self._fix)
+        try:
+            return convert(self.data[key])
+        except MeshwrightError as error:
+            raise MeshwrightError(f"'{key}' of {self.what}: {error.what}", fix=error.fix or self._fix) from error
+        except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+            raise MeshwrightError(f"'{key}' of {self.what} is malformed: {error}", fix=self._fix) from error
+
+
+def number(value: Any) -> float:
+    """A finite number of at least zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e300 or not isfinite(value):
+        raise MeshwrightError(f"{_shown(value)} is not a number of at least 0")
+    return float(value)
+
+
+def count(value: Any) -> int:
+    """A whole number of at least zero."""
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise MeshwrightError(f"{_shown(value)} is not a count")
+    return value
+
+
+def positive(value: Any) -> int:
+    """A whole number of at least one."""
+    if count(value) < 1:
+        raise MeshwrightError(f"{value!r} is not at least 1")
+    return int(value)
+
+
+def flag(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise MeshwrightError(f"{_shown(value)} is neither true nor false")
+    return value
+
+
+def text(value: Any) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise MeshwrightError(f"{_shown(value)} is not a text")
+    return value
+
+
+def rows(value: Any) -> list[Any]:
+    """A list."""
+    if not isinstance(value, list):
+        raise MeshwrightError(f"{_shown(value)} is not a list")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value in an error text, however large it is."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
+        return "a number that is too large"
+    return repr(value)[:80]
