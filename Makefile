@@ -37,7 +37,7 @@ docs: setup ## the documentation as a site
 	$(BIN)/mkdocs build --strict --quiet
 
 readme: setup ## run the README's commands and compare what they print
-	$(BIN)/python -m pytest tests/test_readme.py
+	$(BIN)/python -m pytest tests/test_docs.py
 
 ci: lint test demo docs readme ## what CI runs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -30,8 +31,6 @@ def test_console_blocks_print_what_is_shown(page: Path, body: str, tmp_path: Pat
     env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "PATH": f"{bin_}:{os.environ['PATH']}"}
     for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
         command, _, shown = part.partition("\n")
-        if not command.startswith("meshwright"):
-            continue
         done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=tmp_path, env=env)
         printed = [line.rstrip() for line in (done.stdout + done.stderr).rstrip().splitlines()]
         wanted = [line.rstrip() for line in shown.rstrip().splitlines()]
@@ -64,3 +63,17 @@ def test_links_inside_the_repository_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_table_of_schedules_is_what_compare_prints() -> None:
+    command = [sys.executable, "-m", "meshwright.cli.main", "compare", "--workers", "4", "--microbatches", "8", "--json"]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["rows"]
+    found = {row["schedule"]: row for row in rows if row["step_s"] is not None}
+    shown = re.findall(
+        r"^\| ([\w= ]+?) \| [^|]+ \| ([\d.]+) \| ([\d.]+)% \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(shown) >= 18
+    for name, *numbers in shown:
+        row = found[name]
+        wanted = (row["step_s"], 100 * row["bubble_ratio"], row["parameter_copies"], row["peak_activations"])
+        assert [float(n) for n in numbers] == pytest.approx(wanted, abs=0.006), name
