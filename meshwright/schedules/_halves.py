@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.ir.action import Action, Op
 from meshwright.ir.profile import StageCost
 
 
@@ -52,19 +51,6 @@ def trailing(microbatches: int, warm: Sequence[int], lag: Sequence[int]) -> list
         )
         for ahead, late in zip(warm, lag, strict=True)
     ]
-
-
-def actions_of(words: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
-    """Words as lists of actions."""
-    lists = []
-    for stage, text in enumerate(words):
-        count = dict.fromkeys("FIW", 0)
-        row = []
-        for letter in text:
-            row.append(Action(Op(letter), stage, count[letter]))
-            count[letter] += 1
-        lists.append(tuple(row))
-    return tuple(lists)
 
 
 def run(words: Sequence[str], line: Line) -> tuple[float, float]:

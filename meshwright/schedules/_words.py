@@ -6,6 +6,7 @@ forwards, alternates, and drains. What is alive on a stage is alive on the stage
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -58,15 +59,15 @@ def caps(cap: int | None, chain: Chain) -> list[int]:
     return [limit] * len(chain.forward)
 
 
-def actions_of(words: Words) -> tuple[tuple[Action, ...], ...]:
-    """Words as lists of actions, microbatches in order."""
+def actions_of(words: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
+    """Words over the letters of ops as lists of actions, microbatches in order."""
     lists = []
     for stage, text in enumerate(words):
-        count = {"F": 0, "B": 0}
+        seen: Counter[str] = Counter()
         row = []
         for letter in text:
-            row.append(Action(Op(letter), stage, count[letter]))
-            count[letter] += 1
+            row.append(Action(Op(letter), stage, seen[letter]))
+            seen[letter] += 1
         lists.append(tuple(row))
     return tuple(lists)
 

@@ -19,7 +19,8 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._halves import Limits, Line, actions_of, linear, shared
+from meshwright.schedules._halves import Limits, Line, linear, shared
+from meshwright.schedules._words import actions_of
 
 COMPARED: tuple[dict[str, object], ...] = ({"variant": "h1"}, {"variant": "h2"}, {"variant": "auto"})
 
