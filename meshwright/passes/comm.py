@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Entry, Kind, Op, Transfer, Value
-from meshwright.ir.effects import collective
+from meshwright.ir.effects import CONSUMED, collective
 from meshwright.ir.order import JOINT, Flow, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 
@@ -84,6 +84,7 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
     holder: list[int] = [-1] * len(flow.values)
     since: list[int] = [0] * len(flow.values)
     made: list[int] = [0] * len(flow.values)
+    relayed = [value.kind not in CONSUMED and value.kind is not Kind.PARAM for value in flow.values]
     others: dict[int, set[int]] = {}
     hops = []
     workers = flow.schedule.workers
@@ -105,7 +106,7 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
                 if worker not in had:
                     hops.append((since[value] if since[value] < read else made[value], value, source, worker, read))
                     had.add(worker)
-            if not joint:  # a collective has no before and after among its members: nobody hands on to another
+            if relayed[value] and not joint:  # a collective has no before and after among its members
                 holder[value], made[value] = worker, position
                 since[value] = ends[worker][_last_use(flow, worker, index)]
         for value in flow.writes[worker][index]:
