@@ -338,6 +338,8 @@ def _histories(schedule: Schedule, histories: dict[tuple[int, ...], list[Action]
             return f"stage {key[1]}, microbatch {key[3]} on worker {key[0]} runs {done}"
         if len({action.version for action in history}) > 1:
             return f"stage {key[1]}, microbatch {key[3]} changes its version"
+    if not histories:
+        return "nothing runs"
     replica = {mb: replica for _, _, replica, mb, _ in histories}
     if len({(mb, copy) for _, _, copy, mb, _ in histories}) > len(replica):
         return "a microbatch runs on two replicas"
@@ -351,7 +353,7 @@ def _histories(schedule: Schedule, histories: dict[tuple[int, ...], list[Action]
 
 
 def _rounds(schedule: Schedule, rounds: dict[tuple[Op, int, int, int], int]) -> str:
-    """Once a round: S and U on every holder of a unit, N on every worker; what is not lowered may have none at all."""
+    """Once a round: S and U on every holder of a unit, N on every worker; what lowering has still to add may be missing."""
     mbs = [a.mb for entries in schedule.lists for entry in entries for a in actions_of(entry) if a.op in COMPUTE]
     steps = range(_steps(schedule, mbs))
     every = {
@@ -363,7 +365,7 @@ def _rounds(schedule: Schedule, rounds: dict[tuple[Op, int, int, int], int]) -> 
     every[Op.N] = {(Op.N, w, WHOLE, k) for w in range(schedule.workers) for k in steps}
     for op, wanted in every.items():
         found = {key for key in rounds if key[0] is op}
-        may_lack = not schedule.lowered or (op is Op.N and not schedule.flush)
+        may_lack = not (schedule.norm if op is Op.N else schedule.lowered)
         if found != wanted and (found or not may_lack):
             return f"{op.value}: {sorted(map(str, found ^ wanted))[0]} is missing or too much"
     twice = [key for key, count in rounds.items() if count > 1]

@@ -167,3 +167,31 @@ def test_compare_spreads_a_cost_file_over_finer_stages(tmp_path: Path) -> None:
     done = meshwright("compare", "--costs", str(file), "--memory", "40", "--json")
     rows = {row["schedule"]: row for row in json.loads(done.stdout)["rows"]}
     assert rows["zbv"]["step_s"] == pytest.approx(25.5) and rows["onef1b"]["feasible"] and not rows["gpipe"]["feasible"]
+
+
+def test_show_draws_into_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "grid.txt"
+    assert meshwright("show", "onef1b", "-o", str(file)).returncode == 0
+    assert "F0 F1 F2 F3" in file.read_text() and "makespan 21" in file.read_text()
+
+
+def test_compare_exits_with_three_when_nothing_fits_and_two_on_bad_input(tmp_path: Path) -> None:
+    assert meshwright("compare", "--memory", "0.5").returncode == 3
+    file = tmp_path / "costs.json"
+    file.write_text('[{"forward_s": "a"}]')
+    for arguments in (
+        ("--costs", str(file)),
+        ("--costs", "nowhere"),
+        ("--workers", "0"),
+        ("--memory", "-1"),
+        ("--memory", "nan"),
+    ):
+        assert meshwright("compare", *arguments).returncode == 2, arguments
+
+
+def test_a_schedule_file_takes_no_options(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert meshwright("show", "onef1b", "--format", "json", "-o", str(file)).returncode == 0
+    for arguments in (("--steps", "3"), ("--option", "warmup=2")):
+        done = meshwright("simulate", str(file), *arguments)
+        assert done.returncode == 2 and "schedule file" in done.stderr

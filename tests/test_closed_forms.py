@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from meshwright import MeshwrightError, schedules
+from meshwright import MeshwrightError, Recompute, StageCost, schedules, simulate
 from tests.helpers import idle, peaks, run
 
 SIZES = [(d, n) for d in (1, 2, 3, 4, 8) for n in (1, 2, 4, 8, 16)]
@@ -188,3 +190,14 @@ def test_refusals_name_the_numbers_and_a_way_out(
         schedules.build(name, workers=workers, microbatches=microbatches, **options)
     assert said in caught.value.what
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(("kept", "total"), [(0.0, 38.0), (0.1, 37.15), (0.25, 35.875), (0.4, 34.8), (0.5, 34.5)])
+def test_stage_aware_shares_on_top_of_the_shifted_schedule(kept: float, total: float) -> None:
+    """The first stage keeps a share, later ones what their fewer microbatches in flight allow: p = 4, m = 8."""
+    schedule = schedules.build("shifted", workers=4, microbatches=8)
+    shares = [kept * 3 / (3 - s) for s in range(3)]
+    shares[2] = shares[1]
+    recompute = tuple(Recompute(1 - min(1.0, share), early=True) for share in shares) + (Recompute(0.0),)
+    costs = [StageCost(1.0, 1.0, 1.0, recompute_s=1.0)] * 4
+    assert simulate(replace(schedule, recompute=recompute), costs).makespan_s == pytest.approx(total)

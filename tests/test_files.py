@@ -190,7 +190,7 @@ WRONG: dict[str, list[Any]] = {
     ],
     **{key: [None, "0F0", ["0F0"], [""] * 3, [0, 1], ["0F0 zz", ""], ["0F", ""], {"0": ""}, 5] for key in ("period", "prologue")},
     "drain": [None, "0F0", ["0F0"], [0, 1], ["zz", ""]],
-    **{key: [None, "false", "true", 0, 1, [], 0.5] for key in ("flush", "ring", "lowered")},
+    **{key: [None, "false", "true", 0, 1, [], 0.5] for key in ("flush", "ring", "lowered", "norm")},
     "colour": ["red"],
     "": [1],
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright import Cluster, Link, Schedule, check, even_costs, lower, schedules, simulate
+from meshwright import Cluster, Link, MeshwrightError, Schedule, check, even_costs, lower, schedules, simulate
 from meshwright.ir.action import Action, Op, Transfer
 from meshwright.passes.recompute import Mode
 from tests.cases import Case, cases, large
@@ -99,7 +99,12 @@ def test_training_of_any_length_runs_from_one_lowered_period(name: str) -> None:
 @pytest.mark.parametrize("mode", [Mode.INLINE, Mode.EARLY])
 def test_every_schedule_can_recompute(name: str, mode: Mode) -> None:
     for case in cases((2, 4), (4,), names=[name], every_option=False):
-        proved(lower(case.build(), recompute=mode), case)
+        schedule = case.build()
+        if schedule.recompute is None:
+            proved(lower(schedule, recompute=mode), case)
+            continue
+        with pytest.raises(MeshwrightError, match="settled its recompute itself"):
+            lower(schedule, recompute=mode)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,3 +124,16 @@ def test_ties_between_first_and_last_stage(name: str) -> None:
 def test_chimera_needs_no_extra_group_for_tied_embeddings() -> None:
     tied = replace(schedules.build("chimera", workers=4, microbatches=4), ties=((0, 3),))
     assert tied.holders[4] == tied.holders[0] == tied.holders[3] == (0, 3)
+
+
+def test_a_period_that_does_not_run_yet_is_proved_too() -> None:
+    lowered = lower(schedules.build("pipedream", workers=3, microbatches=3, steps=4))
+    assert lowered.repeats == 0 and lowered.period and check(lowered).ok
+    for worker, entries in enumerate(lowered.period):
+        for index in range(len(entries)):
+            cut = tuple(e[:index] + e[index + 1 :] if w == worker else e for w, e in enumerate(lowered.period))
+            assert not check(replace(lowered, period=cut)).ok, entries[index]
+
+
+def test_what_is_no_schedule_gets_a_verdict() -> None:
+    assert not check(None).ok and not check("onef1b").ok  # type: ignore[arg-type]

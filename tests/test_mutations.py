@@ -481,6 +481,16 @@ def never_raises(data: dict[str, Any]) -> None:
     assert str(result)
 
 
+def runs_or_is_refused(data: dict[str, Any]) -> None:
+    """Whoever lowers or simulates without asking `check` first gets a MeshwrightError at worst."""
+    try:
+        schedule = schedule_from_json(json.dumps(data))
+        lower(schedule)
+        simulate(schedule, uneven(schedule))
+    except MeshwrightError as error:
+        assert str(error)
+
+
 BARE: dict[str, Any] = {"schema": 1, "kind": "schedule", "name": "x", "microbatches": 1, "placement": [[[[0]]]]}
 PAIR: dict[str, Any] = BARE | {"placement": [[[[0]], [[1]]]], "period": ["0F0 0B0", "1F0 1B0"]}
 
@@ -505,6 +515,12 @@ ODD = {
     "workers without a stage": PAIR | {"placement": [[[[0]], [[7]]]], "period": [""] * 8},
     "syncs in cells": PAIR | {"period": ["0F0 0B0 [0S|2S]", "1F0 1B0 [2S|1S]"], "ties": [[0, 1]]},
     "gather in a cell": PAIR | {"period": ["0F0 [0B0|0G]", "1F0 1B0"]},
+    "a stage that is not there": PAIR | {"period": ["0F0 0B0", "7F0 7B0"]},
+    "a replica that is not there": PAIR | {"period": ["0F0@3 0B0@3", "1F0 1B0"]},
+    "a unit that is not there": PAIR | {"period": ["0F0 0B0 9U", "1F0 1B0"]},
+    "a tie of no stages": PAIR | {"ties": [[]]},
+    "a tie of a stage that is not there": PAIR | {"ties": [[0, 9]]},
+    "a message to nobody": PAIR | {"period": ["0F0 0act0>9 0B0", "1F0 1B0"], "lowered": True},
     "transfers in what is not lowered": PAIR | {"period": ["0F0 0act0>1 0B0", "0act0<0 1F0 1B0"]},
 }
 
@@ -514,10 +530,32 @@ def test_check_has_a_verdict_on_odd_files(what: str) -> None:
     never_raises(ODD[what])
 
 
+@pytest.mark.parametrize("what", ODD)
+def test_odd_files_run_or_are_refused(what: str) -> None:
+    runs_or_is_refused(ODD[what])
+
+
 @FUZZ
 @given(schedule_files())
 def test_check_never_raises(data: dict[str, Any]) -> None:
     never_raises(data)
+
+
+@FUZZ
+@given(schedule_files())
+def test_any_schedule_runs_or_is_refused(data: dict[str, Any]) -> None:
+    runs_or_is_refused(data)
+
+
+@FUZZ
+@given(schedule_files())
+def test_any_schedule_and_its_lowered_form_have_one_verdict(data: dict[str, Any]) -> None:
+    try:
+        schedule = schedule_from_json(json.dumps(data))
+    except MeshwrightError:
+        return
+    if check(schedule).ok:
+        verdicts_of_both_forms(schedule)
 
 
 @pytest.mark.slow
@@ -525,6 +563,7 @@ def test_check_never_raises(data: dict[str, Any]) -> None:
 @given(schedule_files())
 def test_check_never_raises_for_long(data: dict[str, Any]) -> None:
     never_raises(data)
+    runs_or_is_refused(data)
 
 
 def plus(schedule: Schedule, *texts: str) -> Schedule:
@@ -561,6 +600,15 @@ def test_updates_that_replicas_have_placed_get_their_syncs() -> None:
     """Lowering adds what is missing: here the syncs, of units that two workers hold."""
     for schedule in (plus(CHIMERA, "0U 1U", "0U 1U"), plus(CHIMERA, "N 0U 1U", "N 0U 1U"), plus(CHIMERA, "N", "N")):
         result = check(schedule)
+        assert result.ok, str(result)
+
+
+def test_updates_that_teams_have_placed_without_a_flush_get_their_syncs() -> None:
+    """Two workers share a stage, take turns at its microbatches and update it after each round."""
+    teams = Placement(((((0,), (1,)),),))
+    for rows in (("0F0 0B0 0U", "0F1 0B1 0U"), ("0F0 0B0 0F2 0B2 0U 0U#1", "0F1 0B1 0F3 0B3 0U 0U#1")):
+        schedule = handmade(*rows, placement=teams, microbatches=2, flush=False)
+        result = check(schedule.with_lists(schedule.lists))
         assert result.ok, str(result)
 
 

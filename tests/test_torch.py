@@ -80,3 +80,11 @@ def test_what_torch_accepts_and_we_refuse() -> None:
         result = check(from_csv("\n".join(rows)))
         assert not result.ok and result.worker == 0 and result.action == "0F0" and "twice" in result.reason
     assert any(accepted), "torch's validator has learnt something; look for another example"
+
+
+def test_cells_about_sharding_are_passed_over() -> None:
+    """torch puts them into every schedule that it lowers."""
+    text = to_csv(lower(schedules.build("onef1b", workers=2, microbatches=2)))
+    first, second = text.splitlines()
+    with_cells = f"0UNSHARD,{first},0REDUCE_GRAD,0RESHARD\n1UNSHARD,{second},1RESHARD\n"
+    assert from_csv(with_cells).lists == from_csv(text).lists

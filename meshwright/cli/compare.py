@@ -12,6 +12,7 @@ from meshwright import schedules
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Duplex
+from meshwright.ir.profile import costs_from_json
 from meshwright.ir.timeline import Timeline
 from meshwright.simulate import simulate as predict
 
@@ -52,8 +53,15 @@ def compare(
     ] = None,
     as_json: inputs.Json = False,
 ) -> None:
-    """All schedules at equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits."""
+    """All schedules at equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits.
+
+    Exit code 3: nothing fits.
+    """
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs)
+    if memory is not None and not memory >= 0:
+        raise MeshwrightError(f"--memory must be zero or more, got {memory}")
+    schedules.build("gpipe", workers=workers, microbatches=microbatches)  # sizes and costs that no schedule can take
+    flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(inputs.read(flags.file))
     rows = [
         row(name, options, workers, microbatches, flags, memory)
         for name in schedules.names()
@@ -62,8 +70,10 @@ def compare(
     rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
     if as_json:
         typer.echo(json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]}))
-        return
-    _print(rows, memory)
+    else:
+        _print(rows, memory)
+    if not any(r.feasible for r in rows):
+        raise typer.Exit(3)
 
 
 def row(

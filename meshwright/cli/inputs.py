@@ -126,6 +126,8 @@ def load(
     """A schedule from its file, or built by name with the given sizes and options."""
     path = Path(name)
     if path.suffix in (".json", ".csv") or path.is_file():
+        if option or steps is not None:
+            raise MeshwrightError(f"{name} is a schedule file: --option and --steps are for schedules by name")
         return load_file(path)
     chosen = pairs(option)
     schedule = schedules.build(name, workers=workers, microbatches=microbatches, steps=steps, **chosen)

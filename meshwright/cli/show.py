@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +78,6 @@ def _print(schedule: Schedule, flags: inputs.CostFlags, output: Path | None) -> 
     if output is None:
         print_timeline(Console(highlight=False), schedule, timeline)
         return
-    console = Console(highlight=False, record=True, quiet=True, width=10_000)
-    print_timeline(console, schedule, timeline)
-    inputs.write(output, "\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n")
+    drawn = StringIO()
+    print_timeline(Console(file=drawn, highlight=False, width=10_000), schedule, timeline)
+    inputs.write(output, "\n".join(line.rstrip() for line in drawn.getvalue().splitlines()) + "\n")

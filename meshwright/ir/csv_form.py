@@ -17,6 +17,8 @@ from meshwright.ir.action import COMPUTE, Action, Cell, Entry, Kind, Op, Transfe
 from meshwright.ir.placement import Placement
 from meshwright.ir.schedule import Schedule
 
+_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+"""Cells about sharded parameters, which torch adds to every lowered schedule and nothing here needs."""
 _CELL = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 _COMPUTE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _TRANSFER = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})")
@@ -30,7 +32,8 @@ def to_csv(schedule: Schedule) -> str:
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Read either form; the placement follows from which rank runs which stage."""
-    rows = [[_parsed(cell.strip()) for cell in line.split(",") if cell.strip()] for line in text.splitlines() if line.strip()]
+    cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+    rows = [[_parsed(cell) for cell in row if cell and not _SHARDING.fullmatch(cell)] for row in cells]
     where: dict[int, int] = {}
     for worker, row in enumerate(rows):
         for action in (
@@ -39,7 +42,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             if where.setdefault(action.stage, worker) != worker:
                 raise MeshwrightError(f"stage {action.stage} runs on rank {where[action.stage]} and on rank {worker}")
     if not where or sorted(where) != list(range(len(where))):
-        raise MeshwrightError(f"the stages are {sorted(where)}, not 0, 1, 2, ...", fix="every stage needs its actions")
+        raise MeshwrightError(
+            "there is no action in any row" if not where else f"the stages are {sorted(where)}, not 0, 1, 2, ...",
+            fix="every stage needs its actions",
+        )
     placement = Placement.of(lambda _, stage: where[stage], stages=len(where))
     lowered = any(isinstance(cell, _Half) for row in rows for cell in row)
     lists = tuple(tuple(_resolved(cell, where) for cell in row) for row in rows)

@@ -45,7 +45,18 @@ class CheckResult:
 
 @no_collection()
 def check(schedule: Schedule) -> CheckResult:
-    """Prove a schedule, lowered or not; never raises for anything that a schedule can contain."""
+    """Prove a schedule, lowered or not, with its period repeated; never raises for anything that a schedule can contain."""
+    if not isinstance(schedule, Schedule):
+        return CheckResult(False, Law.PLACEMENT.value, reason=f"this is no schedule but {type(schedule).__name__}")
+    result = _proved(schedule)
+    if result.ok and schedule.period and not schedule.repeats:
+        again = _proved(schedule.repeated(2))
+        return result if again.ok else again
+    return result
+
+
+def _proved(schedule: Schedule) -> CheckResult:
+    """Structure, borders, then the blocking run."""
     for violation in chain(structure(schedule), border(schedule)):
         return _broken(schedule, violation)
     try:

@@ -81,7 +81,9 @@ def lowered_flow(
     """The lowered schedule with its effects, asked for once."""
     if schedule.lowered:
         return Flow.of(schedule)
-    if recompute is None and costs is not None and any(cost.recompute_s > 0 for cost in costs):
+    if recompute is not None and schedule.recompute is not None:
+        raise MeshwrightError(f"{schedule.name} has settled its recompute itself", fix="lower it without recompute=")
+    if schedule.recompute is None and recompute is None and costs is not None and any(cost.recompute_s > 0 for cost in costs):
         recompute = [Recompute(1.0 if cost.recompute_s > 0 else 0.0) for cost in costs]
     closed = schedule.flush and not schedule.prologue and not schedule.drain
     work = schedule.repeated(1) if closed else schedule

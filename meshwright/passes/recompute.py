@@ -25,10 +25,16 @@ def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> 
         return schedule
     if isinstance(choice, Mode):
         share = 0.0 if choice is Mode.NONE else 1.0
-        choice = [Recompute(share, choice is Mode.EARLY)] * schedule.stages
-    if len(choice) != schedule.stages:
-        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, recompute names {len(choice)}")
-    early = {stage for stage, how in enumerate(choice) if how.early and how.share > 0}
+        chosen = [Recompute(share, choice is Mode.EARLY)] * schedule.stages
+    elif isinstance(choice, list | tuple) and all(isinstance(how, Recompute) for how in choice):
+        chosen = list(choice)
+    else:
+        raise MeshwrightError(
+            f"recompute cannot be {choice!r}", fix=f"{', '.join(Mode)}, or one Recompute(share, early) per stage"
+        )
+    if len(chosen) != schedule.stages:
+        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, recompute names {len(chosen)}")
+    early = {stage for stage, how in enumerate(chosen) if how.early and how.share > 0}
 
     def placed(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         result: list[Entry] = []
@@ -40,4 +46,4 @@ def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> 
         return tuple(result)
 
     prologue, period, drain = (tuple(map(placed, lists)) for lists in (schedule.prologue, schedule.period, schedule.drain))
-    return replace(schedule, recompute=tuple(choice), prologue=prologue, period=period, drain=drain)
+    return replace(schedule, recompute=tuple(chosen), prologue=prologue, period=period, drain=drain)
