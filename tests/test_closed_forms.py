@@ -198,6 +198,6 @@ def test_stage_aware_shares_on_top_of_the_shifted_schedule(kept: float, total: f
     schedule = schedules.build("shifted", workers=4, microbatches=8)
     shares = [kept * 3 / (3 - s) for s in range(3)]
     shares[2] = shares[1]
-    recompute = tuple(Recompute(1 - min(1.0, share), early=True) for share in shares) + (Recompute(0.0),)
+    recompute = (*tuple(Recompute(1 - min(1.0, share), early=True) for share in shares), Recompute(0.0))
     costs = [StageCost(1.0, 1.0, 1.0, recompute_s=1.0)] * 4
     assert simulate(replace(schedule, recompute=recompute), costs).makespan_s == pytest.approx(total)
