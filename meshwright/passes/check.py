@@ -60,7 +60,7 @@ def _proved(schedule: Schedule) -> CheckResult:
     for violation in chain(structure(schedule), border(schedule)):
         return _broken(schedule, violation)
     try:
-        flow = lowered_flow(schedule)
+        flow = lowered_flow(schedule, checked=True)
     except StuckError as error:
         own = schedule.lists[error.worker]
         index = own.index(error.entry) if error.entry in own else len(own) - 1

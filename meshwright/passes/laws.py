@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.effects import ACTIVATIONS, rule
 from meshwright.ir.schedule import Lists, Schedule
@@ -60,6 +61,15 @@ def structure(schedule: Schedule) -> Iterator[Violation]:
     yield from _rounds(schedule)
 
 
+def refuse_broken(schedule: Schedule) -> None:
+    """Raise on the first law that is broken before anything runs: lowering needs what these laws promise."""
+    for found in structure(schedule):
+        where = "" if found.entry is None else f" at {found.entry} on worker {found.worker}"
+        raise MeshwrightError(
+            f"{schedule.name} breaks the law of {found.law.value}{where}: {found.reason}", fix="meshwright check"
+        )
+
+
 def _units(schedule: Schedule) -> Iterator[Violation]:
     for group in schedule.ties:
         if len(set(group)) != len(group) or len(group) < 2 or not all(0 <= stage < schedule.stages for stage in group):
@@ -94,6 +104,8 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
         if type(entry) is Action and (entry.replica, entry.stage) in alone and entry.part == NONE and entry.op in COMPUTE:
             continue
         if isinstance(entry, Transfer):
+            if not schedule.lowered:
+                yield Violation(Law.PLACEMENT, worker, index, entry, "only a lowered schedule has sends and receives")
             if not 0 <= entry.peer < schedule.workers or entry.peer == worker:
                 yield Violation(Law.PLACEMENT, worker, index, entry, f"there is no other worker {entry.peer}")
             continue

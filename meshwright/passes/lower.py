@@ -14,7 +14,8 @@ from meshwright.ir.order import Flow, no_collection
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule
-from meshwright.passes.comm import StuckError, comm
+from meshwright.passes.comm import comm
+from meshwright.passes.laws import refuse_broken
 from meshwright.passes.recompute import Mode
 from meshwright.passes.recompute import recompute as settle_recompute
 from meshwright.passes.sync import Sync
@@ -46,7 +47,7 @@ def lower(
     short = lowered(schedule)
     try:
         return folded(short, lowered(schedule.repeated(schedule.repeats + 1)))
-    except StuckError:  # its period is all there is: it does not repeat
+    except MeshwrightError:  # its period is all there is: it does not repeat
         return short
 
 
@@ -77,8 +78,11 @@ def lowered_flow(
     recompute: Mode | str | Sequence[Recompute] | None = None,
     costs: Sequence[StageCost] | None = None,
     cluster: Cluster | None = None,
+    checked: bool = False,
 ) -> Flow:
-    """The lowered schedule with its effects, asked for once."""
+    """The lowered schedule with its effects, asked for once; `checked` says that its structure has been."""
+    if not checked:
+        refuse_broken(schedule)
     if schedule.lowered:
         return Flow.of(schedule)
     if recompute is not None and schedule.recompute is not None:
