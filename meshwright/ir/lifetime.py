@@ -11,13 +11,17 @@ simulator lays them over a clock, the byte budget counts them in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Transfer, Value, actions
 from meshwright.ir.effects import ACTIVATIONS, CONSUMED
 from meshwright.ir.order import Flow
 from meshwright.ir.price import Price
+from meshwright.ir.schedule import Schedule
+
+WEIGHTLESS = frozenset({Kind.NORM, Kind.OPT, Kind.TURN})
+"""Kinds that take no memory that is counted here."""
 
 BEFORE = -1
 """The moment before a list starts."""
@@ -39,11 +43,13 @@ def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
     last = {value: index for index, values in enumerate(flow.reads[worker]) for value in values}
     gradients = dict(_gradients(flow, worker))
     for number in flow.initial[worker]:
+        if flow.values[number].kind in WEIGHTLESS:
+            continue
         yield _life(flow, price, worker, number, BEFORE, last)
     for index, entry in enumerate(entries):
         for number in writes[index]:
             value = flow.values[number]
-            if value.kind is Kind.WGRAD or _in_buffer(value, entry, gradients):
+            if value.kind is Kind.WGRAD or value.kind in WEIGHTLESS or _in_buffer(value, entry, gradients):
                 continue
             yield _life(flow, price, worker, number, 2 * index + (value.kind is Kind.PARAM), last)
         for action in actions(entry):
@@ -54,13 +60,10 @@ def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
         yield Life(buffer, 2 * first, end, price.value_bytes(worker, buffer), 0.0)
 
 
-def parameter_copies(flow: Flow, price: Price, worker: int) -> float:
+def parameter_copies(found: Sequence[Life], schedule: Schedule) -> float:
     """The most parameter versions alive at once, in units of one worker's share of the model."""
-    found = [
-        life for life in lives(flow, price, worker) if life.value.kind is Kind.PARAM and life.value.stage < flow.schedule.stages
-    ]
-    most = max((level for level in _counts(found)), default=0)
-    return most * flow.schedule.workers / flow.schedule.stages
+    params = [life for life in found if life.value.kind is Kind.PARAM and life.value.stage < schedule.stages]
+    return max(_counts(params), default=0) * schedule.workers / schedule.stages
 
 
 def _counts(found: list[Life]) -> Iterator[int]:
@@ -79,8 +82,9 @@ def _life(flow: Flow, price: Price, worker: int, number: int, made: int, last: d
         use = last[number]
         swapped = value.kind in ACTIVATIONS and _swaps(flow.lists[worker][use], value)
         ended = 2 * use + (not swapped)
-    share = flow.schedule.workers / flow.schedule.stages
-    count = share * _fraction(price, worker, value) if value.kind in ACTIVATIONS else 0.0
+    count = 0.0
+    if value.kind in ACTIVATIONS:
+        count = _fraction(price, worker, value) * flow.schedule.workers / flow.schedule.stages
     return Life(value, made, ended, price.value_bytes(worker, value), count)
 
 
@@ -107,7 +111,7 @@ def _in_buffer(value: Value, entry: Entry, gradients: dict[tuple[int, int], tupl
 
 def _swaps(entry: Entry, value: Value) -> bool:
     """Does this use turn one form of the activations into another (R: kept into saved, I: saved or kept into rest)?"""
-    return any(a.op in (Op.R, Op.I) and (a.stage, a.mb) == (value.stage, value.mb) for a in actions(entry))
+    return any((a.op is Op.R or a.op is Op.I) and (a.stage, a.mb) == (value.stage, value.mb) for a in actions(entry))
 
 
 def _ends(flow: Flow, value: Value) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshwright.ir.action import Action
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.effects import collective
-from meshwright.ir.lifetime import parameter_copies
+from meshwright.ir.lifetime import lives, parameter_copies
 from meshwright.ir.order import no_collection
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
@@ -53,13 +53,13 @@ def timeline(program: Program, price: Price, starts: Sequence[float], ready: Seq
             else:
                 lane = Lane.COMPUTE if len(places) == 1 and not _is_sync(program, worker, index) else Lane.COLLECTIVE
             spans.append(Span(worker, lane, flow.lists[worker][index], start, end))
-    workers = range(schedule.workers)
+    held = [list(lives(flow, price, worker)) for worker in range(schedule.workers)]
     return Timeline(
         schedule=schedule.name,
         workers=schedule.workers,
         spans=tuple(spans),
-        memory=tuple(memory(flow, price, worker, times[worker]) for worker in workers),
-        parameter_copies=tuple(parameter_copies(flow, price, worker) for worker in workers),
+        memory=tuple(memory(found, times[worker]) for worker, found in enumerate(held)),
+        parameter_copies=tuple(parameter_copies(found, schedule) for found in held),
         lower_bound_s=lower_bound(program, price),
         flush=schedule.flush,
     )

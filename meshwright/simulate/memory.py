@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from meshwright.ir.lifetime import BEFORE, lives
-from meshwright.ir.order import Flow
-from meshwright.ir.price import Price
+from meshwright.ir.lifetime import BEFORE, Life
 from meshwright.ir.timeline import Level
 
 Times = Sequence[tuple[float, float]]
 """(start, end) of every entry of a worker's list."""
 
 
-def memory(flow: Flow, price: Price, worker: int, times: Times) -> tuple[Level, ...]:
+def memory(found: Iterable[Life], times: Times) -> tuple[Level, ...]:
     """Levels of bytes and activations of one worker. At one time what ends goes first; what takes no time goes by the list."""
     changes: list[tuple[float, bool, int, int, float, float]] = []
-    for life in lives(flow, price, worker):
+    for life in found:
         if life.bytes or life.activations:
             made = _time(times, life.made)
             changes.append((made, True, life.made, 1, life.bytes, life.activations))
