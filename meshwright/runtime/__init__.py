@@ -1,0 +1,1 @@
+"""Run a proved schedule on torch.distributed: the same lists that were checked, drawn and simulated."""

@@ -1,0 +1,1 @@
+"""How tensors get from one worker to another; a file is a transport."""
