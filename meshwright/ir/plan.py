@@ -1,0 +1,56 @@
+"""What a user asks for: degrees, a schedule, and how it is to run. One type for the API, a file's table and the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """`pp` workers per pipeline, `dp` copies of it, `width[s]` workers that share the rows of stage s."""
+
+    pp: int = 1
+    dp: int = 1
+    schedule: str = "onef1b"
+    microbatches: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+    sync: str = "eager"
+    recompute: str | Sequence[float] | None = None
+    width: tuple[int, ...] = ()
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (("pp", 1), ("dp", 1), ("microbatches", 0)):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise MeshwrightError(f"{name} must be a whole number of at least {max(least, 1)}, got {count!r}", fix=f"{name}=4")
+        object.__setattr__(self, "microbatches", self.microbatches or self.pp)
+        object.__setattr__(self, "width", tuple(self.width))
+        if any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in self.width):
+            raise MeshwrightError(f"width names workers per stage, got {self.width}", fix="width=(4, 2, 1, 1)")
+        if self.width and len(self.width) != self.pp:
+            raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
+
+    @classmethod
+    def of(cls, given: Parallel | Mapping[str, Any]) -> Parallel:
+        """From a mapping; what is unknown is refused with what is known."""
+        if isinstance(given, Parallel):
+            return given
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))}", fix=", ".join(known))
+        return cls(**given)
+
+    @property
+    def workers(self) -> int:
+        """Workers of one copy."""
+        return sum(self.width) if self.width else self.pp
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return self.workers * self.dp

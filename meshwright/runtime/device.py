@@ -1,0 +1,44 @@
+"""The one place that knows devices: which backend, which device, and how its random numbers are seeded."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def choose(local_rank: int = 0, *, device: str | None = None) -> torch.device:
+    """A GPU of this host where there is one, else the CPU with one thread per worker."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return torch.device("cpu")
+    chosen = torch.device(kind, local_rank % torch.cuda.device_count()) if ":" not in kind else torch.device(kind)
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def backend(device: torch.device) -> str:
+    """What carries messages and collectives between such devices."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+_MIX = 0x9E3779B97F4A7C15
+_WORD = (1 << 63) - 1
+
+
+def stream(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """The start of the random stream of one layer and one microbatch, the same under every plan and in one process."""
+    state = seed
+    for part in (step, microbatch, layer):
+        state = ((state ^ (part + 1)) * _MIX) & _WORD
+        state ^= state >> 31
+    return state
+
+
+def seed(device: torch.device, start: int) -> None:
+    """Start a random stream on a device."""
+    if device.type == "cuda":
+        torch.cuda.manual_seed(start)
+    else:
+        torch.default_generator.manual_seed(start)

@@ -1,0 +1,104 @@
+"""Bundles over channels: a typed contract per edge, agreed once per shape, and receives that are waited for at first use.
+
+Sender and receiver both know from the batch when a shape is new on an edge; then a small header goes first. All later
+messages of that shape are bare data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.stage import Bundle
+from meshwright.runtime.transport.base import Channel, Receipt, Transport
+
+HEADER = 128
+"""Numbers in a header: how many tensors, then for each dtype, flag, dimensions and sizes."""
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+Contract = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+"""Shape, dtype and whether it takes a gradient, of each tensor of a bundle."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A bundle on its way."""
+
+    bundle: Bundle
+    receipts: list[Receipt]
+    channel: Channel
+
+    def wait(self) -> Bundle:
+        """The bundle, when all of it is here."""
+        for receipt in self.receipts:
+            receipt.wait()
+        return self.bundle
+
+
+class Edges:
+    """The sending and receiving ends of this rank's channels."""
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.transport, self.device = transport, device
+        self.sent: dict[tuple[Channel, object], Contract] = {}
+        self.agreed: dict[tuple[Channel, object], Contract] = {}
+
+    def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
+        """Start to send; `shape` names what the contract depends on."""
+        key = (channel, shape)
+        if key not in self.sent:
+            self.sent[key] = _contract(bundle)
+            self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
+        for tensor in bundle.tensors:
+            self.transport.send(channel, tensor)
+
+    def receive(self, channel: Channel, shape: object) -> Pending:
+        """Post the receives of a bundle."""
+        key = (channel, shape)
+        contract = self.agreed.get(key)
+        if contract is None:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+            self.transport.receive(channel, header).wait()
+            contract = self.agreed[key] = _read(header.tolist())
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in contract)
+        receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
+        return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel)
+
+    def receive_like(self, channel: Channel, tensors: tuple[Tensor, ...]) -> Pending:
+        """Post receives into tensors that both ends know beforehand (gradient sums, turns)."""
+        receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
+        return Pending(Bundle(tensors, ()), receipts, channel)
+
+
+def _contract(bundle: Bundle) -> Contract:
+    return tuple((tuple(t.shape), t.dtype, flag) for t, flag in zip(bundle.tensors, bundle.flags, strict=True))
+
+
+def _header(contract: Contract, channel: Channel) -> Tensor:
+    words = [len(contract)]
+    for shape, dtype, flag in contract:
+        if dtype not in DTYPES:
+            raise MeshwrightError(f"{dtype} cannot cross from rank {channel.source} to {channel.target}")
+        words += [DTYPES.index(dtype), int(flag), len(shape), *shape]
+    if len(words) > HEADER:
+        raise MeshwrightError(
+            f"rank {channel.source} sends {len(contract)} tensors to {channel.target}, more than a header describes",
+            fix="pack what crosses stages into fewer tensors",
+        )
+    return torch.tensor(words + [0] * (HEADER - len(words)))
+
+
+def _read(words: list[int]) -> Contract:
+    found, at = [], 1
+    for _ in range(words[0]):
+        dtype, flag, dims = words[at : at + 3]
+        found.append((tuple(words[at + 3 : at + 3 + dims]), DTYPES[dtype], bool(flag)))
+        at += 3 + dims
+    return tuple(found)

@@ -1,0 +1,143 @@
+"""Everything a rank needs to run a lowered schedule, put together: mesh, groups, transport, stages, units, executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Op, walk
+from meshwright.ir.schedule import Schedule
+from meshwright.runtime.batch import Batch, Given, Loss, Objective
+from meshwright.runtime.edges import Edges
+from meshwright.runtime.executor import Executor, Rules, Tally
+from meshwright.runtime.layers import Layers, require_layers
+from meshwright.runtime.mesh import Mesh, sync_groups
+from meshwright.runtime.program import channels, program
+from meshwright.runtime.stage import Stage
+from meshwright.runtime.transport.choose import open_transport
+from meshwright.runtime.unit import Optimizer, Scheduler, Unit
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run, beside the schedule; `microbatches` is per step and copy."""
+
+    optimizer: Optimizer
+    microbatches: int
+    copies: int = 1
+    scheduler: Scheduler | None = None
+    loss: Loss | None = None
+    rules: Rules = field(default_factory=Rules)
+    transport: str = "auto"
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class Engine:
+    """One rank of a run. Every rank makes it with equal arguments, inside an initialised process group."""
+
+    def __init__(self, schedule: Schedule, layers: Layers, settings: Settings) -> None:
+        _refuse(schedule, layers, settings)
+        self.schedule, self.layers, self.settings = schedule, layers, settings
+        self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
+        self.groups = sync_groups(self.mesh, schedule)
+        lines = channels(schedule, settings.copies)
+        self.transport = open_transport(settings.transport, lines, self.mesh.rank, device=settings.device)
+        self.program = program(schedule, self.mesh.worker, self.mesh.rank_of)
+        self.stages = {stage: self._stage(stage) for stage in self.program.stages}
+        self._start_equal()
+        self.units = {unit: self._unit(unit) for unit in self.program.units}
+        self.executor = Executor(
+            self.program,
+            self.mesh,
+            self.stages,
+            self.units,
+            Edges(self.transport, settings.device),
+            settings.microbatches,
+            settings.rules,
+        )
+
+    def run(self, batch: Callable[[int], Given], first_step: int = 0) -> dict[int, Tally]:
+        """Walk the schedule once with the batches of its steps."""
+        batches: dict[int, Batch] = {}
+        settings = self.settings
+
+        def feed(step: int) -> Batch:
+            if step not in batches:
+                for old in [s for s in batches if s < step - self.schedule.stages]:
+                    del batches[old]
+                batches[step] = Batch(
+                    batch(step),
+                    microbatches=settings.microbatches,
+                    copy=self.mesh.copy,
+                    copies=settings.copies,
+                    device=settings.device,
+                )
+            return batches[step]
+
+        return self.executor.run(feed, first_step)
+
+    def close(self) -> None:
+        """Give back channels and groups."""
+        self.transport.close()
+        for group in self.groups.values():
+            dist.destroy_process_group(group)
+
+    def _stage(self, stage: int) -> Stage:
+        schedule, layers = self.schedule, self.layers.of_stage(stage)
+        share = schedule.recompute[stage].share if schedule.recompute else 0.0
+        require_layers(layers, share, stage)
+        return Stage(
+            layers=[layer.to(self.settings.device) for layer in layers],
+            first_layer=self.layers.starts[stage],
+            device=self.settings.device,
+            is_last=stage == schedule.stages - 1,
+            objective=Objective(self.settings.loss),
+            seed=self.settings.seed,
+            share=share,
+            splits=any(a.op is Op.I and a.stage == stage for a in walk(schedule.lists[self.mesh.worker])),
+        )
+
+    def _unit(self, unit: int) -> Unit:
+        ranks = self.mesh.holders(self.schedule, unit)
+        return Unit(
+            self.layers.unit(unit),
+            optimizer=self.settings.optimizer,
+            scheduler=self.settings.scheduler,
+            group=self.groups.get(ranks),
+            versioned=not self.schedule.flush,
+        )
+
+    def _start_equal(self) -> None:
+        """Copies of a unit begin with the values of their first holder; not by trust in seeds."""
+        for unit in range(self.schedule.units):
+            ranks = self.mesh.holders(self.schedule, unit)
+            group = self.groups.get(ranks)
+            if group is not None and self.mesh.rank in ranks:
+                for parameter in self.layers.unit(unit):
+                    dist.broadcast(parameter.data, src=ranks[0], group=group)
+
+
+def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
+    """What cannot run is said before the first collective, on all ranks alike."""
+    world = dist.get_world_size()
+    needed = schedule.workers * settings.copies
+    if world != needed:
+        raise MeshwrightError(
+            f"{schedule.name} needs {schedule.workers} workers x {settings.copies} copies = {needed} ranks, there are {world}",
+            fix=f"torchrun --nproc-per-node {needed}",
+        )
+    if layers.stages != schedule.stages:
+        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, the model is cut into {layers.stages}")
+    if layers.ties != schedule.ties:
+        raise MeshwrightError(f"the model ties stages {layers.ties}, the schedule was lowered for ties {schedule.ties}")
+    if not schedule.lowered:
+        raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
+    if schedule.ring and settings.copies > 1:
+        raise MeshwrightError("a ring adds up inside one copy; it cannot have more", fix="dp=1, or sync='eager'")
+    if not schedule.norm and settings.rules.skip_nonfinite:
+        raise MeshwrightError(f"{schedule.name} has no flush: a step cannot be skipped as a whole", fix="skip_nonfinite=False")

@@ -1,0 +1,84 @@
+"""A model as a list of layers: cut into stages, its parameters sorted into units, ties found by identity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import MeshwrightError
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers that run one after another, and where each stage begins; `starts` ends with their number."""
+
+    modules: tuple[nn.Module, ...]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, built: Any, stages: int) -> Layers:
+        """From what a user built: a list of modules or a Sequential, cut into even runs; one module is one stage."""
+        if isinstance(built, nn.Sequential | nn.ModuleList | list | tuple):
+            modules = tuple(built)
+        elif isinstance(built, nn.Module):
+            modules = (built,)
+        else:
+            raise MeshwrightError(f"build() returned {type(built).__name__}", fix="a module, or a list of modules, one after another")
+        if not all(isinstance(m, nn.Module) for m in modules):
+            raise MeshwrightError("build() returned a list that holds more than modules", fix="wrap functions in a module")
+        if len(modules) < stages:
+            what = "one module" if len(modules) == 1 else f"{len(modules)} layers"
+            raise MeshwrightError(f"{what} cannot be cut into {stages} stages", fix=f"a list of at least {stages} modules")
+        return cls(modules, tuple(len(modules) * s // stages for s in range(stages + 1)))
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.starts) - 1
+
+    def of_stage(self, stage: int) -> tuple[nn.Module, ...]:
+        """The layers of one stage."""
+        return self.modules[self.starts[stage] : self.starts[stage + 1]]
+
+    @cached_property
+    def names(self) -> dict[nn.Parameter, str]:
+        """The first name of every parameter, as in the list of layers."""
+        found: dict[nn.Parameter, str] = {}
+        for index, module in enumerate(self.modules):
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                found.setdefault(parameter, f"{index}.{name}")
+        return found
+
+    @cached_property
+    def users(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """For every parameter the stages that use it."""
+        found: dict[nn.Parameter, list[int]] = {}
+        for stage in range(self.stages):
+            for layer in self.of_stage(stage):
+                for parameter in layer.parameters():
+                    stages = found.setdefault(parameter, [])
+                    if stage not in stages:
+                        stages.append(stage)
+        return {parameter: tuple(stages) for parameter, stages in found.items()}
+
+    @cached_property
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of stages that share a parameter."""
+        return tuple(sorted({stages for stages in self.users.values() if len(stages) > 1}))
+
+    def unit(self, number: int) -> list[nn.Parameter]:
+        """The parameters of a sync unit: a stage's own, or those of a tie group."""
+        wanted = (number,) if number < self.stages else self.ties[number - self.stages]
+        return [parameter for parameter, stages in self.users.items() if stages == wanted]
+
+
+def require_layers(layers: Sequence[nn.Module], share: float, stage: int) -> None:
+    """A share of a stage is counted in layers."""
+    if 0 < share < 1 and len(layers) < 2:
+        raise MeshwrightError(
+            f"stage {stage} is one module: a share {share} of it cannot be recomputed", fix="share 1, or more layers per stage"
+        )

@@ -1,0 +1,183 @@
+"""A stage at work: its layers on one microbatch, forward, backward whole or in halves, and recompute.
+
+With recompute the first layers run without a graph and only their input is kept:
+
+    forward     input --no graph--> middle --graph--> output
+    recompute   input --graph--> head                             (again, with the same random streams)
+    backward    output -> gradient of middle -> head -> gradient of input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter as Argument
+from inspect import signature
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime import device as devices
+from meshwright.runtime.batch import TARGETS, Objective, Rows
+from meshwright.runtime.split import Deferred, Rest, run
+
+Weights = Sequence[Mapping[str, Tensor]]
+"""Parameters of each layer by name, where they are not the layer's own."""
+
+
+class Key(NamedTuple):
+    """Which random streams a microbatch draws from: step, and its number in the whole batch."""
+
+    step: int
+    microbatch: int
+
+
+class Bundle(NamedTuple):
+    """What crosses a boundary; `flags` say which tensors take a gradient."""
+
+    tensors: tuple[Tensor, ...]
+    flags: tuple[bool, ...]
+
+
+@dataclass(slots=True)
+class Call:
+    """What a stage is called with for one microbatch or a part of it."""
+
+    inputs: tuple[Tensor, ...]
+    named: Mapping[str, Tensor]
+    target: Tensor | None
+    rows: Rows
+    key: Key
+    weights: Weights | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """What a forward leaves for its backward."""
+
+    call: Call
+    flags: tuple[bool, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    middle: tuple[Tensor, ...] = ()
+    head: tuple[Tensor, ...] = ()
+    rest: Rest | None = None
+
+
+@dataclass
+class Stage:
+    """A run of layers; the last stage ends in the objective, whose sum it returns as its one output."""
+
+    layers: Sequence[nn.Module]
+    first_layer: int
+    device: torch.device
+    is_last: bool = False
+    objective: Objective = field(default_factory=Objective)
+    seed: int = 0
+    share: float = 0.0
+    splits: bool = False
+
+    def __post_init__(self) -> None:
+        self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
+        self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
+        self.takes_target = self.is_last and _takes_target(self.layers[-1])
+
+    def forward(self, call: Call) -> tuple[Bundle, Record]:
+        """Run the layers and keep what the backward will need."""
+        count, record = self.recomputed, Record(call)
+        values = call.inputs
+        if count:
+            with torch.no_grad():
+                values = self._layers(range(count), call, values)
+            if count < len(self.layers):
+                record.middle = values = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in values)
+        if count < len(self.layers):
+            record.outputs = values = self._layers(range(count, len(self.layers)), call, values)
+        record.flags = tuple(t.is_floating_point() if count == len(self.layers) else t.requires_grad for t in values)
+        return Bundle(tuple(t.detach().contiguous() for t in values), record.flags), record
+
+    def recompute(self, record: Record) -> None:
+        """Run the first layers again, now with a graph."""
+        head = self._layers(range(self.recomputed), record.call, record.call.inputs)
+        if self.recomputed == len(self.layers):
+            record.outputs = head
+        else:
+            record.head = head
+
+    def backward(self, record: Record, gradients: Sequence[Tensor], *, weights: bool = True) -> tuple[Tensor, ...]:
+        """The gradients of the inputs; those of the weights are added up, or put off until `finish`."""
+        if not weights and self.deferred is not None:
+            self.deferred.begin()
+        outputs = tuple(t for t, flag in zip(record.outputs, record.flags, strict=True) if flag)
+        _backward(outputs, (None,) if self.is_last else gradients)
+        if record.middle:
+            leaves = [t for t in record.middle if t.requires_grad]
+            flagged = [t for t, leaf in zip(record.head, record.middle, strict=True) if leaf.requires_grad]
+            _backward(flagged, [_gradient(t) for t in leaves])
+        if not weights and self.deferred is not None:
+            record.rest = self.deferred.end()
+        found = tuple(_gradient(t) for t in record.call.inputs if t.requires_grad)
+        record.outputs = record.middle = record.head = ()
+        return found
+
+    def finish(self, record: Record) -> None:
+        """The gradients of the weights that a split backward has put off."""
+        if record.rest is not None:
+            run(record.rest)
+            record.rest = None
+
+    def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        named = call.named if which.start == 0 else {}
+        for index in which:
+            layer, number = self.layers[index], self.first_layer + index
+            devices.seed(self.device, devices.stream(self.seed, *call.key, number))
+            if self.takes_target and index == len(self.layers) - 1:
+                values = (*values, call.target)  # type: ignore[assignment]
+            if call.weights is None:
+                output = layer(*values, **named)
+            else:
+                output = functional_call(layer, dict(call.weights[index]), values, dict(named))
+            values, named = _tensors(output, number), {}
+        if self.is_last and which.stop == len(self.layers):
+            return (self.objective(values[0], call.target, call.rows),)
+        return values
+
+
+def leaf(tensor: Tensor, flag: bool) -> Tensor:
+    """A fresh start of a graph for what has come over a boundary."""
+    return tensor.detach().requires_grad_(flag)
+
+
+def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    gradient = tensor.grad
+    return torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+
+
+def _tensors(output: Any, layer: int) -> tuple[Tensor, ...]:
+    """What a layer returned, as the next one takes it."""
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return (loss,)
+    if isinstance(output, tuple | list) and output and all(isinstance(t, Tensor) for t in output):
+        return tuple(output)
+    raise MeshwrightError(
+        f"layer {layer} returned {type(output).__name__}; what crosses stages is a tensor or a tuple of tensors",
+        fix="return tensors, or put this layer and the next into one",
+    )
+
+
+def _takes_target(layer: nn.Module) -> bool:
+    """Does a last layer compute the loss itself: has it a second argument that must be given, or one named as targets are?"""
+    forward: Callable[..., Any] = layer.forward
+    arguments = [a for a in signature(forward).parameters.values() if a.kind is Argument.POSITIONAL_OR_KEYWORD]
+    return len(arguments) > 1 and (arguments[1].default is Argument.empty or arguments[1].name in TARGETS)

@@ -1,0 +1,184 @@
+"""A sync unit: parameters that are added up, updated and versioned together (a stage's own, or one tie group).
+
+Gradients live in flat buffers, one per round and dtype; a parameter's gradient is a view. The last element of a buffer
+is the weight of what was added up (rows or tokens), so that one division after the sum gives the global mean:
+
+    [ gradient of p0 | gradient of p1 | ... | weight ]
+
+Once divided, the weight stands there with a minus: a sum that is handed on after its update is the mean already.
+
+A schedule with a flush has one version and updates in place. Without one, forwards run on leaves that share the storage
+of their version; an update moves the parameters to new storage where the old version is still wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""What makes an optimizer for some parameters."""
+
+Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+"""What makes a learning-rate schedule for an optimizer."""
+
+BUCKET_BYTES = 25 << 20
+"""A collective carries at most this much, so that its first part is done while the rest is on its way."""
+
+
+@dataclass
+class Buffer:
+    """The gradients of one round: flat tensors by dtype, a view per parameter, and collectives under way."""
+
+    flats: list[Tensor]
+    views: list[Tensor]
+    weight: float = 0.0
+    works: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def like(cls, params: Sequence[Tensor]) -> Buffer:
+        """An empty buffer for these parameters."""
+        wide = [p.dtype for p in params if p.dtype in (torch.float32, torch.float64)]
+        carrier = max(wide, key=lambda d: torch.finfo(d).bits, default=torch.float32)
+        dtypes = sorted({p.dtype for p in params} - {carrier}, key=str)
+        device = params[0].device if params else torch.device("cpu")
+        flats, views = [], {}
+        for dtype in (*dtypes, carrier):
+            mine = [(i, p) for i, p in enumerate(params) if p.dtype is dtype]
+            flat = torch.zeros(sum(p.numel() for _, p in mine) + (dtype is carrier), dtype=dtype, device=device)
+            start = 0
+            for i, p in mine:
+                views[i] = flat[start : start + p.numel()].view(p.shape)
+                start += p.numel()
+            flats.append(flat)
+        return cls(flats, [views[i] for i in range(len(params))])
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Add up over a group without waiting, bucket by bucket."""
+        self.seal()
+        for flat in self.flats:
+            for bucket in flat.split(max(1, BUCKET_BYTES // flat.element_size())):
+                self.works.append(dist.all_reduce(bucket, group=group, async_op=True))
+
+    def seal(self) -> None:
+        """Write the weight of what is here into its place."""
+        self.flats[-1][-1] = self.weight
+
+    def finish(self) -> None:
+        """Wait for the sum, and divide it by its weight, once."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        total = self.flats[-1][-1].item()
+        if total > 0:
+            for flat in self.flats:
+                flat.div_(total)
+            self.flats[-1][-1] = -total
+
+    @property
+    def total(self) -> float:
+        """The weight of the whole batch, once finished."""
+        return -self.flats[-1][-1].item()
+
+    def clear(self) -> None:
+        """Ready for the next round."""
+        for flat in self.flats:
+            flat.zero_()
+        self.weight = 0.0
+
+
+class Unit:
+    """The parameters of a unit on this rank, with their gradients, versions and optimizer."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        *,
+        optimizer: Optimizer,
+        scheduler: Scheduler | None = None,
+        group: dist.ProcessGroup | None = None,
+        versioned: bool = False,
+    ) -> None:
+        self.params = [p for p in params if p.requires_grad]
+        self.group, self.versioned = group, versioned
+        self.optimizer = optimizer(self.params) if self.params else None
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+        self.buffers: dict[int, Buffer] = {}
+        self.spare = [Buffer.like(self.params)]
+        self.leaves: dict[int, list[Tensor]] = {}
+        self.watch: Callable[[int, list[nn.Parameter], list[Tensor]], None] | None = None
+        if versioned:
+            self.leaves[0] = self._fresh_leaves()
+        else:
+            for p, view in zip(self.params, self.spare[0].views, strict=True):
+                p.grad = view
+
+    def buffer(self, round_: int) -> Buffer:
+        """The gradients of a round; a unit with one version has one buffer, which its parameters point at."""
+        if round_ not in self.buffers:
+            self.buffers[round_] = self.spare.pop() if self.spare else Buffer.like(self.params)
+        return self.buffers[round_]
+
+    def aim(self, version: int, round_: int) -> None:
+        """Let gradients of a version's leaves go to the buffer of a round."""
+        for at, view in zip(self.leaves[version], self.buffer(round_).views, strict=True):
+            at.grad = view
+
+    def sync(self, round_: int) -> None:
+        """Start to add up over all who hold this unit."""
+        buffer = self.buffer(round_)
+        if self.group is not None:
+            buffer.start(self.group)
+        else:
+            buffer.seal()
+
+    def square(self, round_: int) -> float:
+        """The sum of the squares of the mean gradient."""
+        buffer = self.buffer(round_)
+        buffer.finish()
+        return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in buffer.views))
+
+    def update(self, round_: int, *, in_place: bool = True, scale: float | None = 1.0) -> None:
+        """Turn version k into k + 1 with the mean gradient times `scale`; None leaves the parameters as they are."""
+        buffer = self.buffer(round_)
+        buffer.finish()
+        if self.watch is not None:
+            self.watch(round_, self.params, buffer.views)
+        if self.versioned:
+            for p, view in zip(self.params, buffer.views, strict=True):
+                if not in_place:
+                    p.data = p.data.clone()
+                p.grad = view
+        if self.optimizer is not None and scale is not None:
+            if scale != 1.0:
+                for view in buffer.views:
+                    view.mul_(scale)
+            self.optimizer.step()
+        if self.scheduler is not None and scale is not None:
+            self.scheduler.step()
+        if self.versioned:
+            self.leaves[round_ + 1] = self._fresh_leaves()
+
+    def release(self, round_: int) -> None:
+        """The gradients of a round are done with."""
+        buffer = self.buffers.pop(round_)
+        buffer.clear()
+        self.spare.append(buffer)
+
+    def drop(self, version: int) -> None:
+        """Forget a version that nobody reads any more."""
+        del self.leaves[version]
+
+    def rebase(self) -> None:
+        """At the end of a list: the newest version is version 0 of the next."""
+        if self.versioned:
+            self.leaves = {0: self.leaves[max(self.leaves)]}
+
+    def _fresh_leaves(self) -> list[Tensor]:
+        """Leaves on the parameters' storage, with counters of their own: a later update in place is none of theirs."""
+        return [p.data.requires_grad_() for p in self.params]
