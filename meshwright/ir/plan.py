@@ -27,7 +27,9 @@ class Parallel:
         for name, least in (("pp", 1), ("dp", 1), ("microbatches", 0)):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise MeshwrightError(f"{name} must be a whole number of at least {max(least, 1)}, got {count!r}", fix=f"{name}=4")
+                raise MeshwrightError(
+                    f"{name} must be a whole number of at least {max(least, 1)}, got {count!r}", fix=f"{name}=4"
+                )
         object.__setattr__(self, "microbatches", self.microbatches or self.pp)
         object.__setattr__(self, "width", tuple(self.width))
         if any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in self.width):

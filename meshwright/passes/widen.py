@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.placement import Placement
@@ -22,7 +22,7 @@ def widen(schedule: Schedule, width: Sequence[int]) -> Schedule:
     if len(width) != schedule.stages:
         raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, width names {len(width)}")
     ends = [0, *accumulate(width)]
-    teams = tuple((tuple(range(first, last)),) for first, last in zip(ends, ends[1:], strict=False))
+    teams = tuple((tuple(range(first, last)),) for first, last in pairwise(ends))
 
     def spread(lists: Lists) -> Lists:
         return tuple(entries for entries, count in zip(lists, width, strict=bool(lists)) for _ in range(count))

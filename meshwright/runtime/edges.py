@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Kind
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.transport.base import Channel, Receipt, Transport
 
@@ -22,6 +23,9 @@ DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+
+SHAPED = (Kind.ACT, Kind.GRAD)
+"""Kinds whose shape only the sender knows."""
 
 Contract = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 """Shape, dtype and whether it takes a gradient, of each tensor of a bundle."""
@@ -53,7 +57,7 @@ class Edges:
     def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
         """Start to send; `shape` names what the contract depends on."""
         key = (channel, shape)
-        if key not in self.sent:
+        if key not in self.sent and channel.kind in SHAPED:
             self.sent[key] = _contract(bundle)
             self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
         for tensor in bundle.tensors:
@@ -71,10 +75,10 @@ class Edges:
         receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
         return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel)
 
-    def receive_like(self, channel: Channel, tensors: tuple[Tensor, ...]) -> Pending:
-        """Post receives into tensors that both ends know beforehand (gradient sums, turns)."""
-        receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
-        return Pending(Bundle(tensors, ()), receipts, channel)
+    def fill(self, channel: Channel, room: Bundle) -> Pending:
+        """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""
+        receipts = [self.transport.receive(channel, tensor) for tensor in room.tensors]
+        return Pending(room, receipts, channel)
 
 
 def _contract(bundle: Bundle) -> Contract:

@@ -12,12 +12,15 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
+from meshwright.runtime.compute import Compute, Tally
 from meshwright.runtime.edges import Edges
-from meshwright.runtime.executor import Executor, Rules, Tally
+from meshwright.runtime.executor import Executor
 from meshwright.runtime.layers import Layers, require_layers
 from meshwright.runtime.mesh import Mesh, sync_groups
+from meshwright.runtime.parameters import Parameters, Rules
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
+from meshwright.runtime.trace import Trace
 from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.unit import Optimizer, Scheduler, Unit
 
@@ -40,7 +43,7 @@ class Settings:
 class Engine:
     """One rank of a run. Every rank makes it with equal arguments, inside an initialised process group."""
 
-    def __init__(self, schedule: Schedule, layers: Layers, settings: Settings) -> None:
+    def __init__(self, schedule: Schedule, layers: Layers, settings: Settings, trace: Trace | None = None) -> None:
         _refuse(schedule, layers, settings)
         self.schedule, self.layers, self.settings = schedule, layers, settings
         self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
@@ -51,35 +54,32 @@ class Engine:
         self.stages = {stage: self._stage(stage) for stage in self.program.stages}
         self._start_equal()
         self.units = {unit: self._unit(unit) for unit in self.program.units}
-        self.executor = Executor(
-            self.program,
-            self.mesh,
-            self.stages,
-            self.units,
-            Edges(self.transport, settings.device),
-            settings.microbatches,
-            settings.rules,
-        )
+        layers_here = {stage: at.layers for stage, at in self.stages.items()}
+        self.parameters = Parameters(self.program, self.mesh, self.units, layers_here, settings.rules, settings.device)
+        self.compute = Compute(self.program, self.stages, self.parameters, self._feed, settings.microbatches)
+        self.executor = Executor(self.program, Edges(self.transport, settings.device), self.compute, trace)
 
     def run(self, batch: Callable[[int], Given], first_step: int = 0) -> dict[int, Tally]:
         """Walk the schedule once with the batches of its steps."""
-        batches: dict[int, Batch] = {}
-        settings = self.settings
+        self._batch = batch
+        self._batches: dict[int, Batch] = {}
+        self.executor.run(first_step)
+        return self.compute.tallies
 
-        def feed(step: int) -> Batch:
-            if step not in batches:
-                for old in [s for s in batches if s < step - self.schedule.stages]:
-                    del batches[old]
-                batches[step] = Batch(
-                    batch(step),
-                    microbatches=settings.microbatches,
-                    copy=self.mesh.copy,
-                    copies=settings.copies,
-                    device=settings.device,
-                )
-            return batches[step]
-
-        return self.executor.run(feed, first_step)
+    def _feed(self, step: int) -> Batch:
+        """A step's batch, cut for this copy; old ones are let go."""
+        if step not in self._batches:
+            for old in [s for s in self._batches if s < step - self.schedule.stages]:
+                del self._batches[old]
+            settings = self.settings
+            self._batches[step] = Batch(
+                self._batch(step),
+                microbatches=settings.microbatches,
+                copy=self.mesh.copy,
+                copies=settings.copies,
+                device=settings.device,
+            )
+        return self._batches[step]
 
     def close(self) -> None:
         """Give back channels and groups."""

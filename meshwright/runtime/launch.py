@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
@@ -26,7 +27,7 @@ TIMEOUT = timedelta(minutes=5)
 
 
 @contextmanager
-def process_group(rank: int, world: int, store: dist.Store) -> Iterator[None]:
+def process_group(rank: int, world: int, store: Store) -> Iterator[None]:
     """A process group over a store, taken down at the end."""
     device = devices.choose(rank)
     dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world, timeout=TIMEOUT)
@@ -41,9 +42,9 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "meshwright.runtime.engine"])
+        context.set_forkserver_preload(["meshwright.runtime.preload"])
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.count, self.jobs = count, 0
         self.pipes: list[Connection] = []
         self.processes = []
@@ -104,7 +105,7 @@ class Workers:
 
 def _serve(pipe: Connection, rank: int, port: int) -> None:
     """A local worker's life: wait for work, do it, answer."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
             function, args, world, name = pickle.loads(pipe.recv_bytes())
@@ -113,7 +114,7 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
         error: Any = None
         result: Any = None
         try:
-            with process_group(rank, world, dist.PrefixStore(name, store)):
+            with process_group(rank, world, PrefixStore(name, store)):
                 result = function(*args)
         except MeshwrightError as found:
             error = found

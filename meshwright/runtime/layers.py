@@ -27,7 +27,9 @@ class Layers:
         elif isinstance(built, nn.Module):
             modules = (built,)
         else:
-            raise MeshwrightError(f"build() returned {type(built).__name__}", fix="a module, or a list of modules, one after another")
+            raise MeshwrightError(
+                f"build() returned {type(built).__name__}", fix="a module, or a list of modules, one after another"
+            )
         if not all(isinstance(m, nn.Module) for m in modules):
             raise MeshwrightError("build() returned a list that holds more than modules", fix="wrap functions in a module")
         if len(modules) < stages:

@@ -19,7 +19,7 @@ class Step:
     """One action or one end of a message. `reads` and `writes` are slots, keyed by kind; `round` is that of its gradients.
 
     An update is `in_place` where nobody later wants the version that it replaces; `drops` are versions whose last reader
-    this is; `releases`: this is the last use of its unit's gradients of this round.
+    this is; `releases`: this is the last use of its unit's gradients of this round; `waits` and `signals` are turns.
     """
 
     entry: Entry
@@ -34,6 +34,8 @@ class Step:
     in_place: bool = True
     drops: tuple[Value, ...] = ()
     releases: bool = False
+    waits: tuple[int, ...] = ()
+    signals: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ def program(schedule: Schedule, worker: int, rank_of: Callable[[int], int]) -> P
         for action in actions(entry):
             found = effects(worker, action)
             round_ = action.mb // schedule.microbatches if action.op in COMPUTE else action.version
-            steps.append(Step(entry, action, _by_kind(found.reads, slots), _by_kind(found.writes, slots), round_))
+            step = Step(entry, action, _by_kind(found.reads, slots), _by_kind(found.writes, slots), round_)
+            step.waits, step.signals = step.reads.get(Kind.TURN, ()), step.writes.get(Kind.TURN, ())
+            steps.append(step)
     _mark_versions(steps, list(slots))
     _mark_releases(steps)
     return Program(schedule, worker, tuple(steps), tuple(slots))
@@ -88,7 +92,9 @@ def channels(schedule: Schedule, copies: int) -> tuple[Channel, ...]:
     }
     count = schedule.workers
     return tuple(
-        Channel(source + count * copy, target + count * copy, kind) for copy in range(copies) for source, target, kind in sorted(found)
+        Channel(source + count * copy, target + count * copy, kind)
+        for copy in range(copies)
+        for source, target, kind in sorted(found)
     )
 
 

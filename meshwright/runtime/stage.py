@@ -52,6 +52,7 @@ class Call:
     target: Tensor | None
     rows: Rows
     key: Key
+    weight: float = 0.0
     weights: Weights | None = None
 
 
@@ -135,7 +136,8 @@ class Stage:
             layer, number = self.layers[index], self.first_layer + index
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
             if self.takes_target and index == len(self.layers) - 1:
-                values = (*values, call.target)  # type: ignore[assignment]
+                assert call.target is not None
+                values = (*values, call.target)
             if call.weights is None:
                 output = layer(*values, **named)
             else:

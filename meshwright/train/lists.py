@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
@@ -29,8 +30,6 @@ def lists_for(parallel: Parallel, *, ties: Sequence[tuple[int, ...]] = (), steps
     built = replace(built, ties=tuple(ties))
     recompute = parallel.recompute
     how = recompute if recompute is None or isinstance(recompute, str) else [Recompute(float(share)) for share in recompute]
-    if how is not None and built.recompute is not None:
-        how = None if how == "none" or isinstance(how, list) is False else how
     lowered = lower(built, sync=parallel.sync, recompute=how)
     if not lowered.flush:
         lowered = lowered.with_lists(lowered.lists)
@@ -41,6 +40,5 @@ def lists_for(parallel: Parallel, *, ties: Sequence[tuple[int, ...]] = (), steps
 
 
 def _built(parallel: Parallel, *, steps: int) -> Schedule:
-    return schedules.build(
-        parallel.schedule, workers=parallel.pp, microbatches=parallel.microbatches, steps=steps, **dict(parallel.options)
-    )
+    options: dict[str, Any] = dict(parallel.options)
+    return schedules.build(parallel.schedule, workers=parallel.pp, microbatches=parallel.microbatches, steps=steps, **options)

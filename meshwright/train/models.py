@@ -53,7 +53,9 @@ class Head(nn.Module):
         return self.out(self.norm(x))
 
 
-def gpt(*, blocks: int = 8, width: int = 32, heads: int = 4, length: int = 16, tied: bool = True, dropout: float = 0.0) -> list[nn.Module]:
+def gpt(
+    *, blocks: int = 8, width: int = 32, heads: int = 4, length: int = 16, tied: bool = True, dropout: float = 0.0
+) -> list[nn.Module]:
     """A byte-level GPT: embedding, blocks, head; embedding and head share their weight where tied."""
     embedding, head = Embedding(256, length, width), Head(width, 256)
     if tied:

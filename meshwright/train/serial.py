@@ -99,7 +99,12 @@ class Serial:
         return trace
 
     def _weights(
-        self, history: list[dict[nn.Parameter, Tensor]], reads: Versions, units: dict[int, list[nn.Parameter]], mb: int, round_: int
+        self,
+        history: list[dict[nn.Parameter, Tensor]],
+        reads: Versions,
+        units: dict[int, list[nn.Parameter]],
+        mb: int,
+        round_: int,
     ) -> list[dict[nn.Parameter, Tensor]]:
         """For each stage its parameters as leaves, of the versions that it reads."""
         leaves: dict[tuple[nn.Parameter, int], Tensor] = {}

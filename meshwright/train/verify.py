@@ -9,6 +9,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Given, Loss
-from meshwright.runtime.engine import Engine, Rules, Settings
+from meshwright.runtime.compute import Tally
+from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.unit import Optimizer
@@ -149,31 +151,29 @@ def _parallel(case: Case, schedule: Schedule) -> RankTrace:
         microbatches=case.parallel.microbatches,
         copies=case.parallel.dp,
         loss=case.loss,
-        rules=Rules(),
         transport=case.parallel.transport,
         seed=case.seed,
     )
     engine = Engine(schedule, layers, settings)
     gradients: list[dict[str, Tensor]] = []
-    for unit in engine.units.values():
-        unit.watch = lambda round_, params, views: _note(layers, gradients, round_, params, views)
-    tallies = {}
+    tallies: dict[int, Tally] = {}
     for first in range(case.steps) if schedule.flush else [0]:
-        rounds, gradients_before = len(gradients), gradients
-        gradients = []
+        for unit in engine.units.values():
+            unit.watch = partial(_note, layers, gradients, first)
         tallies |= engine.run(case.data, first)
-        gradients = gradients_before + gradients
-        assert schedule.flush or rounds == 0
     weights = {layers.names[p]: p.detach().clone() for unit in engine.units.values() for p in unit.params}
     engine.close()
     sums = [(float(t.loss), t.weight) for _, t in sorted(tallies.items())]
     return RankTrace(sums, gradients, weights)
 
 
-def _note(layers: Layers, found: list[dict[str, Tensor]], round_: int, params: list[Any], views: list[Tensor]) -> None:
-    while len(found) <= round_:
+def _note(
+    layers: Layers, found: list[dict[str, Tensor]], first: int, round_: int, params: list[Any], views: list[Tensor]
+) -> None:
+    """Keep the mean gradients of an update."""
+    while len(found) <= first + round_:
         found.append({})
-    found[round_].update({layers.names[p]: v.clone() for p, v in zip(params, views, strict=True)})
+    found[first + round_].update({layers.names[p]: v.clone() for p, v in zip(params, views, strict=True)})
 
 
 def _certificate(case: Case, schedule: Schedule, reference: Trace, traces: list[RankTrace]) -> Certificate:
@@ -185,7 +185,8 @@ def _certificate(case: Case, schedule: Schedule, reference: Trace, traces: list[
             for name, found in trace.gradients[round_].items() if round_ < len(trace.gradients) else ():
                 errors.append((_error(found, expected[name], largest), f"gradient of {name} at update {round_}"))
     largest = max((float(t.abs().max()) for t in reference.weights.values() if t.numel()), default=0.0)
-    equal, first, seen = True, {}, set()
+    equal, seen = True, set()
+    first: dict[str, Tensor] = {}
     for trace in traces:
         for name, found in trace.weights.items():
             seen.add(name)

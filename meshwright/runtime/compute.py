@@ -1,0 +1,231 @@
+"""Real hands: stages that compute on rows, and parameters that sync and update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.ir.action import NONE, Kind, Value
+from meshwright.runtime.batch import Batch, Rows
+from meshwright.runtime.executor import Store
+from meshwright.runtime.parameters import Parameters
+from meshwright.runtime.program import Program, Step
+from meshwright.runtime.stage import Bundle, Call, Key, Record, Stage, leaf
+
+Feed = Callable[[int], Batch]
+"""The batch of a step."""
+
+
+@dataclass
+class Tally:
+    """What a rank saw of one step: the sum of losses and its weight, where last stages are."""
+
+    loss: Tensor | float = 0.0
+    weight: float = 0.0
+
+
+class Compute:
+    """The hands of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
+
+    def __init__(
+        self, program: Program, stages: Mapping[int, Stage], parameters: Parameters, feed: Feed, microbatches: int
+    ) -> None:
+        self.program, self.stages, self.parameters, self.feed = program, stages, parameters, feed
+        self.schedule, self.placement = program.schedule, program.schedule.placement
+        self.microbatches = microbatches
+        self.narrow = all(len(team) == 1 for copy in self.placement.teams for teams in copy for team in teams)
+        self.store = Store(len(program.values))
+        self.tallies: dict[int, Tally] = {}
+        self.first_step = self.base = 0
+        self._token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
+
+    def begin(self, first_step: int) -> None:
+        """A walk starts at a step of the data."""
+        self.first_step, self.base = first_step, first_step * self.microbatches
+        self.tallies = {}
+        self.parameters.begin(first_step)
+
+    def end(self) -> None:
+        """It is over."""
+        self.parameters.end()
+
+    # -- what stages do
+
+    def forward(self, step: Step) -> None:
+        """Run a stage on its rows; where backwards come in halves, each half has a graph of its own."""
+        action, stage = step.action, self.stages[step.action.stage]
+        saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
+        rows = self._rows(step)
+        if rows.start == rows.stop:
+            return
+        received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
+        bundles = []
+        for index in range(len(saved) or 1):
+            call = self._call(step, rows.cut(index, len(saved) or 1), rows, received)
+            bundle, record = stage.forward(call)
+            if saved:
+                self.store.slots[saved[index]] = record
+            if stage.is_last:
+                tally = self.tallies.setdefault((self.base + action.mb) // self.microbatches, Tally())
+                tally.loss = tally.loss + bundle.tensors[0]
+                tally.weight += call.weight
+            bundles.append(bundle)
+        if Kind.ACT in step.writes:
+            self._scatter(step.writes[Kind.ACT], _joined(bundles), rows)
+
+    def backward(self, step: Step, *, weights: bool) -> None:
+        """The gradients of a stage's inputs, and of its weights unless they come later."""
+        stage = self.stages[step.action.stage]
+        inline = Kind.KEPT in step.reads
+        record: Record | None = self.store.pop(step.reads[Kind.KEPT if inline else Kind.SAVED][0])
+        if record is None:
+            return
+        gradients = self._gather(step.reads[Kind.GRAD]).tensors if Kind.GRAD in step.reads else ()
+        if inline:
+            stage.recompute(record)
+        self.parameters.aim(step)
+        found = stage.backward(record, gradients, weights=weights)
+        if Kind.GRAD in step.writes:
+            self._scatter(step.writes[Kind.GRAD], Bundle(found, (False,) * len(found)), record.call.rows)
+        if weights:
+            self.parameters.count(step, record.call.weight)
+        else:
+            self.store.slots[step.writes[Kind.REST][0]] = record
+
+    def finish(self, step: Step) -> None:
+        """The gradients of the weights that were put off."""
+        record: Record | None = self.store.pop(step.reads[Kind.REST][0])
+        if record is not None:
+            self.stages[step.action.stage].finish(record)
+            self.parameters.count(step, record.call.weight)
+
+    def recompute(self, step: Step) -> None:
+        """Bring back what a forward did not keep."""
+        record: Record | None = self.store.pop(step.reads[Kind.KEPT][0])
+        if record is not None:
+            self.stages[step.action.stage].recompute(record)
+        self.store.slots[step.writes[Kind.SAVED][0]] = record
+
+    # -- what parameters do
+
+    def sync(self, step: Step) -> None:
+        """Add up a unit's gradients, by a collective or along a ring."""
+        partial = step.reads.get(Kind.PARTIAL)
+        self.parameters.sync(step, self.store.pop(partial[0]).tensors if partial else ())
+
+    def norm(self, step: Step) -> None:
+        """The global reduction of a step."""
+        self.parameters.norm(step)
+
+    def update(self, step: Step) -> None:
+        """Turn a version of a unit into the next."""
+        for slot in step.reads.get(Kind.SUM, ()):
+            self.store.take(slot)
+        self.parameters.update(step)
+
+    # -- messages
+
+    def turn(self, step: Step) -> Bundle:
+        """A byte that says: go on."""
+        return self._token
+
+    def outgoing(self, step: Step) -> Bundle | None:
+        """A bundle from its slot, or the running sum of a unit as it is now."""
+        value = step.value
+        assert value is not None
+        if value.kind is Kind.PARTIAL or value.kind is Kind.SUM:
+            self.store.take(step.slot)
+            return self.parameters.handed_on(value, last=step.releases)
+        found: Bundle | None = self.store.pop(step.slot)
+        return found
+
+    def incoming(self, step: Step) -> Bundle | None:
+        """Room for a sum; other messages say what they are."""
+        value = step.value
+        assert value is not None
+        if value.kind is Kind.TURN:
+            return Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
+        return self.parameters.room(value) if value.kind in (Kind.PARTIAL, Kind.SUM) else None
+
+    def shape(self, step: Step) -> object:
+        """Boundary, piece and shape of the batch; None where no row crosses."""
+        value = step.value
+        assert value is not None
+        if value.kind is not Kind.ACT and value.kind is not Kind.GRAD:
+            return value.kind
+        batch, rows = self._crossing(value)
+        return None if rows.start == rows.stop else (value.stage, value.part, value.piece, batch.signature(rows))
+
+    # -- rows
+
+    def _microbatch(self, mb: int) -> tuple[Batch, int]:
+        step, local = divmod(self.base + mb, self.microbatches)
+        return self.feed(step), local
+
+    def _rows(self, step: Step) -> Rows:
+        """The rows of the batch that this worker has of an action's microbatch."""
+        action = step.action
+        batch, local = self._microbatch(action.mb)
+        rows = batch.rows(local)
+        if action.part != NONE:
+            rows = rows.cut(action.part, self.schedule.parts)
+        if self.narrow:
+            return rows
+        team = self.placement.team(action.replica, action.stage, action.mb)
+        return rows.cut(team.index(self.program.worker), len(team))
+
+    def _crossing(self, value: Value) -> tuple[Batch, Rows]:
+        """The rows that cross the boundary behind `value.stage` in this value."""
+        batch, local = self._microbatch(value.mb)
+        rows = batch.rows(local)
+        if value.part != NONE:
+            rows = rows.cut(value.part, self.schedule.parts)
+        if value.piece == NONE:
+            return batch, rows
+        before = self.placement.team(value.replica, value.stage, value.mb)
+        behind = self.placement.team(value.replica, value.stage + 1, value.mb)
+        i, j = divmod(value.piece, len(behind))
+        mine, theirs = rows.cut(i, len(before)), rows.cut(j, len(behind))
+        start = max(mine.start, theirs.start)
+        return batch, Rows(start, max(start, min(mine.stop, theirs.stop)))
+
+    def _call(self, step: Step, rows: Rows, whole: Rows, received: Bundle | None) -> Call:
+        batch, local = self._microbatch(step.action.mb)
+        named: Mapping[str, Tensor] = {}
+        if received is None:
+            inputs, named = batch.inputs(rows)
+        else:
+            tensors = received.tensors
+            if rows != whole:
+                tensors = tuple(t[rows.start - whole.start : rows.stop - whole.start] for t in tensors)
+            inputs = tuple([leaf(t, flag) for t, flag in zip(tensors, received.flags, strict=True)])
+        key = Key((self.base + step.action.mb) // self.microbatches, batch.copy * batch.microbatches + local)
+        target, stage = batch.targets(rows), self.stages[step.action.stage]
+        weight = stage.objective.weight(target, rows)
+        return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step))
+
+    def _gather(self, slots: tuple[int, ...]) -> Bundle:
+        """The pieces of a bundle put together; pieces without rows were never sent."""
+        pieces: list[Bundle] = [bundle for slot in slots if (bundle := self.store.pop(slot)) is not None]
+        return _joined(pieces)
+
+    def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: Rows) -> None:
+        """Put a bundle into its slots, cut into pieces where the next team is another."""
+        for slot in slots:
+            if self.narrow:
+                self.store.slots[slot] = bundle
+                continue
+            _, rows = self._crossing(self.program.values[slot])
+            if rows.start < rows.stop:
+                start, stop = rows.start - own.start, rows.stop - own.start
+                self.store.slots[slot] = Bundle(tuple(t[start:stop].contiguous() for t in bundle.tensors), bundle.flags)
+
+
+def _joined(pieces: list[Bundle]) -> Bundle:
+    """Rows of several bundles, one after another."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return Bundle(tuple(torch.cat(t) for t in zip(*(piece.tensors for piece in pieces), strict=True)), pieces[0].flags)

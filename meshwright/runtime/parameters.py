@@ -1,0 +1,140 @@
+"""The parameters of a rank at work: which versions an action reads, where its gradients go, sync, norm and update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.ir.action import Kind, Value
+from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.program import Program, Step
+from meshwright.runtime.stage import Bundle, Weights
+from meshwright.runtime.unit import Unit
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an update does besides the optimizer's step; both are global where the schedule has a flush."""
+
+    clip: float | None = None
+    skip_nonfinite: bool = False
+
+
+class Parameters:
+    """The units of a rank. Without a flush several versions live side by side."""
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        units: Mapping[int, Unit],
+        layers: Mapping[int, Sequence[nn.Module]],
+        rules: Rules,
+        device: torch.device,
+    ) -> None:
+        self.program, self.mesh, self.units, self.layers = program, mesh, units, layers
+        self.rules, self.device = rules, device
+        self.schedule = program.schedule
+        self.versioned = not self.schedule.flush
+        self.norms: dict[int, float] = {}
+        self.skipped: list[int] = []
+        self._scale: float | None = 1.0
+        self._first_step = 0
+
+    def begin(self, first_step: int) -> None:
+        """A walk through the list starts."""
+        self._first_step = first_step
+
+    def end(self) -> None:
+        """It is over: the newest version is the first of the next walk."""
+        for unit in self.units.values():
+            unit.rebase()
+
+    def versions(self, step: Step) -> Weights | None:
+        """The parameters that an action reads, where there is more than one version."""
+        if not self.versioned:
+            return None
+        chosen: dict[int, Tensor] = {}
+        for slot in step.reads[Kind.PARAM]:
+            value = self.program.values[slot]
+            unit = self.units[value.stage]
+            chosen.update((id(p), t) for p, t in zip(unit.params, unit.leaves[value.version], strict=True))
+        layers = self.layers[step.action.stage]
+        return [{n: chosen.get(id(p), p) for n, p in layer.named_parameters(remove_duplicate=False)} for layer in layers]
+
+    def aim(self, step: Step) -> None:
+        """Let the gradients of a version go to the buffer of their round, and drop the version after its last reader."""
+        if self.versioned:
+            for slot in step.reads[Kind.PARAM]:
+                value = self.program.values[slot]
+                self.units[value.stage].aim(value.version, step.round)
+            for value in step.drops:
+                self.units[value.stage].drop(value.version)
+
+    def count(self, step: Step, weight: float) -> None:
+        """Note what was added to the gradients of a stage's units; a tie counts with its first stage alone."""
+        stage = step.action.stage
+        for unit in self.schedule.units_of[stage]:
+            buffer = self.units[unit].buffer(step.round)
+            if self.schedule.stages_of(unit)[0] == stage:
+                buffer.weight += weight
+
+    def sync(self, step: Step, partial: Sequence[Tensor]) -> None:
+        """Start a collective, or add what the ring has so far."""
+        unit = self.units[step.action.stage]
+        if not self.schedule.ring:
+            unit.sync(step.round)
+            return
+        buffer = unit.buffer(step.round)
+        buffer.seal()
+        for mine, others in zip(buffer.flats, partial, strict=bool(partial)):
+            mine.add_(others)
+
+    def room(self, value: Value) -> Bundle:
+        """Where a running sum is received: a complete one in place of the own."""
+        flats = self.units[value.stage].buffer(value.version).flats
+        into = tuple(flats) if value.kind is Kind.SUM else tuple(torch.empty_like(flat) for flat in flats)
+        return Bundle(into, (False,) * len(into))
+
+    def handed_on(self, value: Value, *, last: bool) -> Bundle:
+        """A unit's sum as it is now; the buffer may change while it is on its way."""
+        unit = self.units[value.stage]
+        flats = tuple(flat.clone() for flat in unit.buffer(value.version).flats)
+        if last:
+            unit.release(value.version)
+        return Bundle(flats, (False,) * len(flats))
+
+    def norm(self, step: Step) -> None:
+        """The norm of all gradients, each unit counted once; one that is not finite makes all ranks skip the step."""
+        self._scale = 1.0
+        if self.rules.clip is None and not self.rules.skip_nonfinite:
+            return
+        mine = [n for n in self.units if self.mesh.holders(self.schedule, n)[0] == self.mesh.rank]
+        square = sum(self.units[n].square(step.round) for n in mine)
+        total = torch.tensor([square], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        norm = total.sqrt().item()
+        number = self._first_step + step.round
+        self.norms[number] = norm
+        if self.rules.skip_nonfinite and not norm < float("inf"):
+            self.skipped.append(number)
+            self._scale = None
+        elif self.rules.clip is not None:
+            self._scale = min(1.0, self.rules.clip / (norm + 1e-6))
+
+    def update(self, step: Step) -> None:
+        """Turn version k into k + 1; without a flush a norm is that of the unit alone."""
+        unit = self.units[step.action.stage]
+        scale = self._scale
+        if not self.schedule.norm and self.rules.clip is not None:
+            scale = min(1.0, self.rules.clip / (unit.square(step.round) ** 0.5 + 1e-6))
+        unit.update(step.round, in_place=step.in_place, scale=scale)
+        if step.releases:
+            unit.release(step.round)
+        if self.versioned:
+            for value in step.drops:
+                unit.drop(value.version)

@@ -1,0 +1,11 @@
+"""What local workers have loaded before they are forked: torch, the engine, and what an optimizer's first step imports."""
+
+import torch
+
+import meshwright.runtime.engine
+
+_weight = torch.nn.Parameter(torch.zeros(1))
+_weight.grad = torch.zeros(1)
+torch.optim.SGD([_weight]).step()
+
+__all__ = ["meshwright"]
