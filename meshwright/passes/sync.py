@@ -13,7 +13,7 @@ by everybody. A schedule with a flush then takes one global reduction (N) before
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 
