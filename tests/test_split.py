@@ -242,3 +242,15 @@ def test_zb_h1_equals_whole_backwards(rank: int, recompute: bool) -> None:
         run(rests.pop(m))
     assert torch.equal(total, expected) and total.abs().sum() > 0
     assert {p.grad.untyped_storage().data_ptr() for p in block.parameters() if p.grad is not None} == {total.data_ptr()}
+
+
+def test_hooks_on_a_parameter_see_nothing_in_i_and_w() -> None:
+    """The limit that the module states: a deferred gradient does not pass the hooks of its parameter; a whole one does."""
+    layer = nn.Linear(4, 4)
+    deferred = Deferred(layer)
+    seen: list[bool] = []
+    layer.weight.register_hook(lambda g: seen.append(g is not None))
+    run(backward(layer, torch.randn(3, 4), deferred)[2])
+    assert seen == [False]
+    backward(layer, torch.randn(3, 4))
+    assert seen == [False, True]
