@@ -1,0 +1,91 @@
+"""Which transport a run uses: shared memory where all ranks are CPU processes of one host, else torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.transport.base import Channel
+from meshwright.runtime.transport.ping import Timed, ping
+from meshwright.runtime.transport.shared import SharedTransport
+from meshwright.runtime.transport.strict import StrictTransport
+from meshwright.runtime.transport.wire import TorchTransport
+
+
+class TransportName(StrEnum):
+    """What a user may ask for."""
+
+    AUTO = "auto"  # shared where possible, else torch
+    TORCH = "torch"  # torch.distributed
+    SHARED = "shared"  # shared memory of one host
+    STRICT = "strict"  # every send and receive blocks: to test schedules
+
+
+def open_transport(
+    name: str,
+    channels: Sequence[Channel],
+    rank: int,
+    *,
+    device: torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    start_timeout_s: float = 60.0,
+) -> Timed:
+    """Make a transport by name and ping it; all ranks call this together, after `init_process_group`."""
+    wanted = parse_name(name)
+    device = torch.device("cpu") if device is None else device
+    if device.type != "cpu" and wanted in (TransportName.SHARED, TransportName.STRICT):
+        raise MeshwrightError(f"the {wanted.value} transport is for CPU tensors, got {device}", fix="transport auto or torch")
+    transport: Timed
+    run_id = None
+    if device.type == "cpu" and wanted in (TransportName.AUTO, TransportName.SHARED):
+        run_id = _agree(wanted, group)
+    if run_id is not None:
+        transport = SharedTransport(channels, rank, run_id, timeout_s=timeout_s, meet_timeout_s=start_timeout_s)
+    elif wanted is TransportName.STRICT:
+        transport = StrictTransport(channels, rank, group, timeout_s=timeout_s)
+    else:
+        transport = TorchTransport(channels, rank, group, device=device, timeout_s=timeout_s)
+    ping(transport, channels, rank, start_timeout_s, device=device)
+    return transport
+
+
+def parse_name(name: str) -> TransportName:
+    """The transport that a user's word means."""
+    try:
+        return TransportName(name)
+    except ValueError:
+        choices = ", ".join(choice.value for choice in TransportName)
+        raise MeshwrightError(f"'{name}' is not a transport", fix=f"one of {choices}") from None
+
+
+def host_identity() -> str:
+    """What two processes have in common if they can meet in memory; empty where that is not possible at all."""
+    if not hasattr(os, "memfd_create"):
+        return ""
+    # Sockets are found per network name space: containers with their own networks do not see each other.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _agree(wanted: TransportName, group: dist.ProcessGroup | None) -> str | None:
+    """A run id if all ranks are on one host; every rank comes to the same answer."""
+    cards: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
+    dist.all_gather_object(cards, (host_identity(), uuid.uuid4().hex), group=group)
+    homes = {home for home, _ in cards}
+    if len(homes) == 1 and "" not in homes:
+        return cards[0][1]
+    if wanted is TransportName.SHARED:
+        hosts = ", ".join(sorted({home.split(" ")[0] or "a system without shared anonymous files" for home in homes}))
+        raise MeshwrightError(
+            f"the shared transport needs all ranks on one Linux host, got {hosts}", fix="transport auto or torch"
+        )
+    return None

@@ -1,0 +1,55 @@
+"""What goes wrong on a channel, said with its name and both ranks: a peer that died, one that is silent, sizes that differ."""
+
+from __future__ import annotations
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.transport.base import Channel
+
+
+def label(channel: Channel) -> str:
+    """A channel as text: `act 0->1`."""
+    return f"{channel.kind.value} {channel.source}->{channel.target}"
+
+
+def other(channel: Channel, rank: int) -> int:
+    """The rank at the far end of a channel."""
+    return channel.target if rank == channel.source else channel.source
+
+
+class PeerLost(MeshwrightError):
+    """The process at the other end of a channel is gone; seldom the cause, so look at that rank's own error first."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self.channel, self.rank, self.peer = channel, rank, other(channel, rank)
+        super().__init__(
+            f"rank {rank} lost rank {self.peer} on channel {label(channel)}: that process died or closed its transport",
+            fix=f"read what rank {self.peer} printed last",
+        )
+
+
+class PeerSilent(MeshwrightError):
+    """The other end of a channel did not answer in time."""
+
+    def __init__(self, channel: Channel, rank: int, timeout_s: float | None) -> None:
+        self.channel, self.rank, self.peer = channel, rank, other(channel, rank)
+        verb = "send to" if rank == channel.source else "hear from"
+        span = "longer than its process group allows" if timeout_s is None else f"{timeout_s:g} s"
+        super().__init__(
+            f"rank {rank} waited {span} to {verb} rank {self.peer} on channel {label(channel)}",
+            fix=f"see whether rank {self.peer} runs and reaches rank {rank}, or allow more time",
+        )
+
+
+def wrong_message(channel: Channel, sent: str, expected: str) -> MeshwrightError:
+    """The two ends of a channel disagree about what comes next."""
+    return MeshwrightError(
+        f"channel {label(channel)}: rank {channel.source} sent {sent}, rank {channel.target} expects {expected}",
+        fix="give both ends the same schedule, shapes and dtypes",
+    )
+
+
+def from_torch(error: RuntimeError, channel: Channel, rank: int, timeout_s: float | None) -> MeshwrightError:
+    """What a failed wait means; the text is all that torch.distributed gives to tell a timeout from a lost peer."""
+    if "imed out" in str(error) or "imeout" in str(error):
+        return PeerSilent(channel, rank, timeout_s)
+    return PeerLost(channel, rank)

@@ -1,0 +1,133 @@
+"""Messages over torch.distributed: gloo between CPUs, NCCL between GPUs, on any number of hosts.
+
+gloo keeps the messages of one (pair, tag) in order, so the kind is the tag and one group carries all channels. NCCL has
+no tags: there each channel gets a process group of its own, so that neither kinds nor directions wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.ir.action import Kind
+from meshwright.runtime.transport.base import Channel, own_channels
+from meshwright.runtime.transport.faults import from_torch, other
+
+KINDS = list(Kind)
+"""The index of a kind is its tag."""
+
+DEPTH = 4
+"""How many sends of a channel may be under way before the oldest is waited for."""
+
+
+class _Line:
+    """One end of a channel: where it goes, and what was sent and not yet waited for."""
+
+    __slots__ = ("group", "peer", "sent", "tag")
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, tag: int) -> None:
+        self.group, self.peer, self.tag = group, peer, tag
+        self.sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+
+class TorchReceipt:
+    """A posted `recv`; its work is dropped by the wait, because gloo hangs when it is waited for twice."""
+
+    __slots__ = ("_channel", "_owner", "_work")
+
+    def __init__(self, owner: TorchTransport, channel: Channel, work: dist.Work) -> None:
+        self._owner, self._channel, self._work = owner, channel, work
+
+    def wait(self) -> None:
+        """Return when the tensor is filled."""
+        work = self._work
+        del self._work
+        self._owner.settle(self._channel, work)
+
+
+class TorchTransport:
+    """Channels over torch.distributed; ranks are global, and every rank of the world makes it with the same channels."""
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        tagged: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        world = dist.group.WORLD if group is None else group
+        assert world is not None, "init_process_group comes first"
+        where = torch.device("cpu") if device is None else device
+        tagged = where.type == "cpu" if tagged is None else tagged
+        # A communicator of NCCL is made by its first message, for which both ends must come at the same place.
+        self.rendezvous = not tagged
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._lines: dict[Channel, _Line] = {}
+        self._pad = torch.zeros(1, dtype=torch.uint8, device=where)
+        mine = set(own_channels(channels, rank))
+        for channel in channels:
+            line = world if tagged else dist.new_group([channel.source, channel.target])
+            if channel in mine:
+                peer = dist.get_group_rank(line, other(channel, rank))
+                self._lines[channel] = _Line(line, peer, KINDS.index(channel.kind) if tagged else 0)
+
+    @property
+    def timeout_s(self) -> float | None:
+        """How long a wait may take; None leaves it to the process group."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float | None) -> None:
+        self._timeout_s = value
+        self._span = timedelta(0) if value is None else timedelta(seconds=max(value, 1e-3))  # torch reads 0 as no limit
+
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        """Start to send; the tensor is kept until its send has been waited for."""
+        line = self._lines[channel]
+        sent = line.sent
+        if len(sent) >= DEPTH:
+            self.settle(channel, sent.popleft()[0])
+        if not tensor.numel():
+            tensor = self._pad  # NCCL drops empty messages, but they order what comes after them
+        try:
+            sent.append((line.group.send([tensor], line.peer, line.tag), tensor))
+        except RuntimeError as error:
+            raise from_torch(error, channel, self.rank, self._timeout_s) from error
+
+    def receive(self, channel: Channel, tensor: Tensor) -> TorchReceipt:
+        """Post a receive."""
+        line = self._lines[channel]
+        if not tensor.numel():
+            tensor = self._pad
+        try:
+            return TorchReceipt(self, channel, line.group.recv([tensor], line.peer, line.tag))
+        except RuntimeError as error:
+            raise from_torch(error, channel, self.rank, self._timeout_s) from error
+
+    def settle(self, channel: Channel, work: dist.Work) -> None:
+        """Wait for one work, once, and name the channel if it fails."""
+        try:
+            work.wait(self._span)
+        except RuntimeError as error:
+            raise from_torch(error, channel, self.rank, self._timeout_s) from error
+
+    def flush(self) -> None:
+        """Return when everything sent has left."""
+        for channel, line in self._lines.items():
+            sent = line.sent
+            while sent:
+                self.settle(channel, sent.popleft()[0])
+
+    def close(self) -> None:
+        """Wait for what was sent; the process groups end with torch.distributed, which all ranks leave together."""
+        self.flush()
+        self._lines.clear()
