@@ -57,24 +57,272 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def exchange(rank: int, name: str) -> bool:
+def exchange(rank: int, name: str) -> list[int]:
+    """Both directions and two kinds at once, with pauses; the numbers of the messages that came wrong."""
     transport = opened(name, PAIR, rank)
     rng = random.Random(rank)
-    right = True
-    for seed, (there, back) in enumerate(zip(messages(1, 40), messages(2, 40), strict=True)):
+    wrong = []
+    for number, (there, back) in enumerate(zip(messages(1, 40), messages(2, 40), strict=True)):
         if rng.random() < 0.2:
             time.sleep(rng.random() * 0.01)
-        out, into = (there, torch.empty_like(back)) if rank == 0 else (back, torch.empty_like(there))
+        into = torch.empty_like(back if rank == 0 else there)
         if rank == 0:
-            transport.send(ACT, out)
+            transport.send(ACT, there)
             transport.send(TURN, torch.empty(0))
             transport.receive(GRAD, into).wait()
         else:
             receipt = transport.receive(ACT, into)
             transport.receive(TURN, torch.empty(0)).wait()
             receipt.wait()
-            transport.send(GRAD, out)
-        right = right and same_bits(into, back if rank == 0 else there), seed
+            transport.send(GRAD, back)
+        if not same_bits(into, back if rank == 0 else there):
+            wrong.append(number)
     transport.flush()
     transport.close()
-    return bool(right)
+    return wrong
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_order_and_bits(name: str) -> None:
+    assert crew.run(exchange, 2, name) == [[], []]
+
+
+def both_ways(rank: int, name: str) -> bool:
+    """Both ranks send 32 MB first and receive then; twice, so that slots grow while they are in use."""
+    transport = opened(name, PAIR, rank)
+    out, into = (ACT, GRAD) if rank == 0 else (GRAD, ACT)
+    right = True
+    for size in (1 << 12, 1 << 22, 1 << 23):
+        first, second = torch.full((size,), rank + 0.5), torch.full((size // 2,), rank + 0.25)
+        transport.send(out, first)
+        transport.send(out, second)
+        got = torch.empty(size), torch.empty(size // 2)
+        early, late = transport.receive(into, got[0]), transport.receive(into, got[1])
+        late.wait()
+        early.wait()
+        right = right and bool((got[0] == 1.5 - rank).all() and (got[1] == 1.25 - rank).all())
+    transport.flush()
+    return right
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_large_messages_cross_without_deadlock(name: str) -> None:
+    assert crew.run(both_ways, 2, name) == [True, True]
+
+
+def grow_behind(rank: int) -> bool:
+    """The receiver answers before it has taken what was posted, and the second message needs a larger slot."""
+    transport = opened("shared", PAIR, rank)
+    small, large, answer = torch.ones(8), torch.ones(1 << 20), torch.ones(2)
+    if rank == 0:
+        transport.send(ACT, small)
+        transport.send(ACT, large)
+        transport.receive(GRAD, answer).wait()
+    else:
+        receipts = [transport.receive(ACT, small), transport.receive(ACT, large)]
+        time.sleep(0.05)
+        transport.send(GRAD, answer)
+        for receipt in receipts:
+            receipt.wait()
+    return True
+
+
+def test_growing_does_not_wait_for_the_receiver() -> None:
+    assert crew.run(grow_behind, 2) == [True, True]
+
+
+def flood(rank: int, name: str) -> tuple[bool, float, int]:
+    """300 messages of 1 MB to a receiver that starts late: order, how long the sender took, how much memory it took."""
+    transport = opened(name, PAIR, rank)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.monotonic()
+    right = True
+    if rank == 0:
+        for i in range(300):
+            transport.send(ACT, torch.full((1 << 18,), float(i)))
+        transport.flush()
+    else:
+        time.sleep(0.5)
+        into = torch.empty(1 << 18)
+        for i in range(300):
+            transport.receive(ACT, into).wait()
+            right = right and bool((into == i).all())
+    took = time.monotonic() - start
+    return right, took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+@pytest.mark.parametrize("name", ["torch", "shared"])
+def test_a_fast_sender_is_held_back(name: str) -> None:
+    (_, took_s, grown_kb), (right, _, _) = crew.run(flood, 2, name)
+    assert right
+    assert took_s > 0.4, "the sender ran ahead of its receiver"
+    assert grown_kb < 64 << 10, "300 MB were sent"
+
+
+def killed(rank: int, name: str, role: str) -> str | float:
+    """Rank 0 dies; rank 1 waits for it (receiver) or keeps sending to it (sender)."""
+    transport = opened(name, PAIR, rank)
+    if rank == 0:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        while role == "sender":
+            transport.send(GRAD, torch.ones(1000))
+        transport.receive(ACT, torch.ones(1000)).wait()
+    except MeshwrightError as error:
+        return f"{error} after {time.monotonic() - start:.0f} s"
+    return "nothing noticed"
+
+
+@pytest.mark.parametrize("role", ["receiver", "sender"])
+@pytest.mark.parametrize("name", ["torch", "shared", "strict"])
+def test_a_killed_peer_is_noticed(name: str, role: str) -> None:
+    start = time.monotonic()
+    dead, text = crew.run(killed, 2, name, role)
+    assert dead is None
+    assert "rank 1 lost rank 0" in text
+    assert ("grad 1->0" if role == "sender" else "act 0->1") in text
+    assert time.monotonic() - start < 8
+
+
+def forked(rank: int) -> str:
+    """Rank 0 dies and leaves a forked child behind, as data loaders do."""
+    transport = opened("shared", PAIR, rank)
+    if rank == 0:
+        if os.fork() == 0:
+            time.sleep(6)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(MeshwrightError, match="lost rank 0"):
+        transport.receive(ACT, torch.ones(1)).wait()
+    return "at once" if time.monotonic() - start < 3 else "late"
+
+
+def test_a_child_of_the_killed_peer_does_not_hide_it() -> None:
+    assert crew.run(forked, 2)[1] == "at once"
+
+
+def wrong_size(rank: int, name: str) -> str:
+    transport = opened(name, PAIR, rank)
+    if rank == 0:
+        transport.send(ACT, torch.ones(256))
+        return "sent"
+    transport.receive(ACT, torch.ones(100)).wait()
+    return "received"
+
+
+@pytest.mark.parametrize("name", ["shared", "strict"])
+def test_a_wrong_size_names_channel_and_sizes(name: str) -> None:
+    sender, receiver = crew.run(wrong_size, 2, name)
+    for text in [receiver] if name == "shared" else [sender, receiver]:
+        assert all(part in text for part in ("act 0->1", "1024 bytes", "400 bytes", "try:"))
+
+
+def wrong_order(rank: int, name: str) -> str:
+    transport = opened(name, PAIR, rank)
+    if rank == 0:
+        transport.send(ACT, torch.ones(1))
+        transport.send(TURN, torch.ones(1))
+        transport.flush()
+    else:
+        later = transport.receive(TURN, torch.ones(1))
+        transport.receive(ACT, torch.ones(1)).wait()
+        later.wait()
+    return "fine"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_only_strict_minds_the_order_of_kinds(name: str) -> None:
+    results = crew.run(wrong_order, 2, name)
+    if name == "strict":
+        assert all("sent act of 4 bytes" in text and "expects turn of 4 bytes" in text for text in results)
+    else:
+        assert results == ["fine", "fine"]
+
+
+def both_send_first(rank: int) -> str:
+    transport = opened("strict", PAIR, rank)
+    transport.timeout_s = 0.5
+    transport.send(ACT if rank == 0 else GRAD, torch.ones(1))
+    return "sent"
+
+
+def test_strict_blocks_a_send_until_it_is_received() -> None:
+    results = crew.run(both_send_first, 2)
+    assert any("waited 0.5 s to send to" in text for text in results), results
+    assert "sent" not in results
+
+
+def ring_with_a_dead_edge(rank: int, name: str, dead: Channel) -> str:
+    """Three ranks in a ring; the source of one channel does not know it."""
+    ring = [Channel(a, b, kind) for kind in (Kind.ACT, Kind.GRAD) for a, b in ((0, 1), (1, 2), (2, 0))]
+    transport = opened(name, ring, rank)
+    known = [channel for channel in ring if channel != dead or rank != dead.source]
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        ping(transport, known, rank, 1.0)
+    except MeshwrightError as error:
+        time.sleep(1.0)  # as a rank that still reports
+        return f"{error}" if time.monotonic() - start < 3.0 else "late"
+    time.sleep(2.0)
+    return "fine"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ping_names_a_dead_edge(name: str) -> None:
+    results = crew.run(ring_with_a_dead_edge, 3, name, Channel(1, 2, Kind.GRAD))
+    assert "rank 2 waited" in results[2] and "rank 1 on channel grad 1->2" in results[2], results
+    if name in ("torch", "shared"):
+        assert results[:2] == ["fine", "fine"]
+
+
+def strangers(rank: int, run_id: str) -> str:
+    SharedTransport([Channel(0, 1, Kind.ACT if rank else Kind.GRAD)], rank, run_id, meet_timeout_s=1.0)
+    return "met"
+
+
+def alone(rank: int, run_id: str) -> str:
+    SharedTransport([ACT, Channel(1, 2, Kind.ACT)], rank, run_id, meet_timeout_s=0.3)
+    return "met"
+
+
+def test_shared_ranks_that_do_not_fit_or_do_not_come() -> None:
+    assert "was to open 'act 0->1' and gave grad 0->1" in crew.run(strangers, 2, f"a{os.getpid()}")[1]
+    results = crew.run(alone, 2, f"b{os.getpid()}")
+    assert "rank 1 did not meet rank 2 within 0.3 s" in results[1], results
+
+
+def chosen(rank: int, name: str, homes: list[str]) -> str:
+    import meshwright.runtime.transport.choose as choose
+
+    choose.host_identity = lambda: homes[rank]  # stands for a second machine
+    return type(open_transport(name, PAIR, rank, start_timeout_s=5.0)).__name__
+
+
+def test_auto_takes_shared_memory_on_one_host_only() -> None:
+    assert host_identity() == host_identity() != ""
+    assert crew.run(chosen, 2, "auto", ["a 1 2", "a 1 2"]) == ["SharedTransport"] * 2
+    assert crew.run(chosen, 2, "auto", ["a 1 2", "b 3 4"]) == ["TorchTransport"] * 2
+    for text in crew.run(chosen, 2, "shared", ["a 1 2", "b 3 4"]):
+        assert "needs all ranks on one Linux host, got a, b" in text
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(MeshwrightError, match="'smoke' is not a transport\n  try: one of auto, torch, shared, strict"):
+        parse_name("smoke")
+    with pytest.raises(MeshwrightError, match="for CPU tensors"):
+        open_transport("shared", PAIR, 0, device=torch.device("cuda"))
+
+
+def leaves_nothing(rank: int) -> Any:
+    before = len(os.listdir("/proc/self/fd"))
+    transport = opened("shared", PAIR, rank)
+    transport.close()
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_close_gives_files_back() -> None:
+    assert crew.run(leaves_nothing, 2) == [0, 0]
