@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "meshwright.runtime.transport.choose"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "meshwright.runtime.transport.choose", "pytest"])
 
 
 def run(function: Callable[..., Any], world: int, *args: Any, deadline_s: float = 20.0) -> list[Any]:

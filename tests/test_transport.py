@@ -88,11 +88,11 @@ def test_order_and_bits(name: str) -> None:
 
 
 def both_ways(rank: int, name: str) -> bool:
-    """Both ranks send 32 MB first and receive then; twice, so that slots grow while they are in use."""
+    """Both ranks send 12 MB first and receive then; sizes grow, so that slots grow while they are in use."""
     transport = opened(name, PAIR, rank)
     out, into = (ACT, GRAD) if rank == 0 else (GRAD, ACT)
     right = True
-    for size in (1 << 12, 1 << 22, 1 << 23):
+    for size in (1 << 12, 1 << 20, 1 << 21):
         first, second = torch.full((size,), rank + 0.5), torch.full((size // 2,), rank + 0.25)
         transport.send(out, first)
         transport.send(out, second)
@@ -131,20 +131,43 @@ def test_growing_does_not_wait_for_the_receiver() -> None:
     assert crew.run(grow_behind, 2) == [True, True]
 
 
+def post_many(rank: int, name: str) -> list[float]:
+    """More receives are posted than a ring has slots, and something sent after them is waited for first."""
+    transport = opened(name, PAIR, rank)
+    values = [torch.full((1000,), float(i)) for i in range(12)]
+    if rank == 0:
+        for value in values:
+            transport.send(ACT, value)
+        transport.send(TURN, torch.empty(0))
+        transport.flush()
+        return []
+    into = [torch.empty(1000) for _ in values]
+    receipts = [transport.receive(ACT, tensor) for tensor in into]
+    transport.receive(TURN, torch.empty(0)).wait()
+    for receipt in receipts:
+        receipt.wait()
+    return [float(tensor.mean()) for tensor in into]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_many_receives_may_be_posted(name: str) -> None:
+    assert crew.run(post_many, 2, name)[1] == list(range(12))
+
+
 def flood(rank: int, name: str) -> tuple[bool, float, int]:
-    """300 messages of 1 MB to a receiver that starts late: order, how long the sender took, how much memory it took."""
+    """150 messages of 1 MB to a receiver that starts late: order, how long the sender took, how much memory it took."""
     transport = opened(name, PAIR, rank)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()
     right = True
     if rank == 0:
-        for i in range(300):
+        for i in range(150):
             transport.send(ACT, torch.full((1 << 18,), float(i)))
         transport.flush()
     else:
         time.sleep(0.5)
         into = torch.empty(1 << 18)
-        for i in range(300):
+        for i in range(150):
             transport.receive(ACT, into).wait()
             right = right and bool((into == i).all())
     took = time.monotonic() - start
@@ -156,7 +179,7 @@ def test_a_fast_sender_is_held_back(name: str) -> None:
     (_, took_s, grown_kb), (right, _, _) = crew.run(flood, 2, name)
     assert right
     assert took_s > 0.4, "the sender ran ahead of its receiver"
-    assert grown_kb < 64 << 10, "300 MB were sent"
+    assert grown_kb < 48 << 10, "150 MB were sent"
 
 
 def killed(rank: int, name: str, role: str) -> str | float:
@@ -191,13 +214,13 @@ def forked(rank: int) -> str:
     transport = opened("shared", PAIR, rank)
     if rank == 0:
         if os.fork() == 0:
-            time.sleep(6)
+            time.sleep(2.5)  # the test cannot end before: this child also holds the way back
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(MeshwrightError, match="lost rank 0"):
         transport.receive(ACT, torch.ones(1)).wait()
-    return "at once" if time.monotonic() - start < 3 else "late"
+    return "at once" if time.monotonic() - start < 1.5 else "late"
 
 
 def test_a_child_of_the_killed_peer_does_not_hide_it() -> None:
@@ -263,11 +286,11 @@ def ring_with_a_dead_edge(rank: int, name: str, dead: Channel) -> str:
     dist.barrier()
     start = time.monotonic()
     try:
-        ping(transport, known, rank, 1.0)
+        ping(transport, known, rank, 0.6)
     except MeshwrightError as error:
-        time.sleep(1.0)  # as a rank that still reports
+        time.sleep(0.6)  # as a rank that still reports
         return f"{error}" if time.monotonic() - start < 3.0 else "late"
-    time.sleep(2.0)
+    time.sleep(1.2)
     return "fine"
 
 
