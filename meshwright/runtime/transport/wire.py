@@ -82,7 +82,7 @@ class TorchTransport:
 
     @property
     def timeout_s(self) -> float | None:
-        """How long a wait may take; None leaves it to the process group."""
+        """How long a wait may take; None leaves it to the process group. With a limit NCCL blocks the host in each wait."""
         return self._timeout_s
 
     @timeout_s.setter
