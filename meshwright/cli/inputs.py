@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +162,13 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise MeshwrightError(f"cannot write {path}: {error}") from error
+
+
+def coloured() -> bool:
+    """Does the output take colours? A terminal does, unless NO_COLOR is set; FORCE_COLOR gives them to anything."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def pairs(option: Sequence[str] | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from meshwright.ir.cluster import Duplex
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.sync import Sync
+from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate as predict
 
 
@@ -46,12 +47,8 @@ def simulate(
     timeline = predict(schedule, flags.stages(schedule), flags.cluster, sync=sync, overlap=overlap)
     if as_json:
         typer.echo(json.dumps(summary(schedule, timeline)))
-        return
-    from rich.console import Console
-
-    from meshwright.report.terminal import print_timeline
-
-    print_timeline(Console(highlight=False), schedule, timeline)
+    else:
+        typer.echo(timeline_text(schedule, timeline, colour=inputs.coloured()), color=True)
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
