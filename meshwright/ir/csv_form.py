@@ -51,7 +51,9 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     lists = tuple(tuple(_resolved(cell, where) for cell in row) for row in rows)
     mbs = {a.mb for entries in lists for entry in entries for a in actions(entry)}
     schedule = Schedule(name, placement, max(mbs) + 1, lists)
-    return _with_updates(schedule) if lowered else schedule
+    if not lowered:
+        return schedule
+    return replace(schedule, lowered=True) if schedule.forward_only else _with_updates(schedule)
 
 
 class _Half(tuple[bool, Kind, int, int]):

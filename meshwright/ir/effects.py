@@ -2,7 +2,8 @@
 
 Checker, communication, simulator, memory curve and executor all read this and nothing else.
 
-    F   reads act of the stage before, its parameters      writes act, and saved (kept where it will be recomputed)
+    F   reads act of the stage before, its parameters      writes act, and saved (kept where it will be recomputed);
+                                                           with forwards alone there is nobody to save for
     R   reads kept                                         writes saved
     B   reads grad of the stage behind, saved (or kept)    writes grad and wgrad
     I   the same, but leaves rest instead of wgrad         W turns rest into wgrad
@@ -137,6 +138,8 @@ class _Rule:
         stage = action.stage
         reads = self._crossing(Kind.ACT, action, stage - 1, worker, outward=False) if stage > 0 else ()
         writes = self._crossing(Kind.ACT, action, stage, worker, outward=True) if stage < self.last else ()
+        if self.schedule.forward_only:
+            return Effects(reads + self._params(worker, action), writes)
         kind = Kind.KEPT if self.recompute and self.recompute[stage].share > 0 else Kind.SAVED
         saved = _own(kind, action, worker)
         if action.part == NONE and self.halves:
