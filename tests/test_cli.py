@@ -127,6 +127,34 @@ def test_steps_without_a_flush_default_to_four() -> None:
     assert simulated("onef1b", "--steps", "3")["makespan_s"] == 3 * simulated("onef1b")["makespan_s"]
 
 
+def test_python_builds_one_step_unless_asked() -> None:
+    for name in schedules.names():
+        one = schedules.build(name, workers=4, microbatches=4)
+        assert one == schedules.build(name, workers=4, microbatches=4, steps=1)
+        assert one.steps * one.microbatches == 4, name
+
+
+def test_a_sync_cost_is_refused_for_a_ring() -> None:
+    for arguments in (("onef1b", "--sync", "ring"), ("cyclic",)):
+        done = meshwright("simulate", *arguments, "--sync-cost", "2")
+        assert done.returncode == 2 and "--sync-cost 2" in done.stderr and "ring" in done.stderr and "try:" in done.stderr
+    rows = json.loads(meshwright("compare", "--microbatches", "4", "--sync-cost", "2", "--json").stdout)["rows"]
+    assert [row["schedule"] for row in rows if row["refused"] and "--sync-cost" in row["refused"]] == ["cyclic"]
+
+
+def test_compare_passes_the_cap_on_to_those_that_keep_to_one() -> None:
+    def rows() -> dict[str, dict[str, object]]:
+        done = meshwright("compare", "--microbatches", "8", "--memory", "2.5", "--json")
+        return {row["schedule"]: row for row in json.loads(done.stdout)["rows"]}
+
+    found = rows()
+    for name in ("onef1b memory=2", "listed memory=2", "zero_bubble variant=auto memory=2"):
+        assert found[name]["feasible"] and found[name]["peak_activations"] <= 2, name
+    assert not found["onef1b"]["feasible"] and not found["zero_bubble variant=auto"]["feasible"]
+    below = json.loads(meshwright("compare", "--memory", "0.5", "--json").stdout)["rows"]
+    assert not any("memory" in row["schedule"] for row in below), "no schedule runs with less than one activation"
+
+
 def test_compare_shows_every_schedule_sorted() -> None:
     done = meshwright("compare", "--workers", "4", "--microbatches", "4", "--memory", "4", "--json")
     rows = json.loads(done.stdout)["rows"]

@@ -20,6 +20,8 @@ from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
 
 SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
+ENDLESS_STEPS = 4
+"""How many steps of a schedule without a flush are run unless asked: enough to see past its fill."""
 
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule by name, or a file with one (.json, .csv).")]
 Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
@@ -79,6 +81,14 @@ class CostFlags:
             raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} rows of costs do not divide")
         return tuple(row.scaled(1 / parts) for row in rows for _ in range(parts))
 
+    def refuse_ring(self, ring: bool) -> None:
+        """A ring has no collective whose time could be given: its sums travel as messages."""
+        if ring and self.sync_cost:
+            raise MeshwrightError(
+                f"--sync-cost {self.sync_cost:g} is the time of a collective, a ring sends its sums from worker to worker",
+                fix="--send, or --costs with parameter_bytes and --bandwidth",
+            )
+
     def even(self, *, stages: int, workers: int) -> Sequence[StageCost]:
         """Equal stages from one worker's totals."""
         for name in ("forward", "backward", "recompute", "send", "sync_cost"):
@@ -132,6 +142,8 @@ def load(
             raise MeshwrightError(f"{name} is a schedule file: --option and --steps are for schedules by name")
         return load_file(path)
     chosen = pairs(option)
+    if steps is None:
+        steps = ENDLESS_STEPS if "steps" in schedules.parameters(name) else 1
     schedule = schedules.build(name, workers=workers, microbatches=microbatches, steps=steps, **chosen)
     if "costs" not in schedules.parameters(name):
         return schedule

@@ -40,6 +40,7 @@ def simulate(
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
+    flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(
             f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
