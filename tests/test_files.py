@@ -57,7 +57,7 @@ anything = st.recursive(
 
 
 def plain(name: str = "onef1b", workers: int = 2, microbatches: int = 2, **options: object) -> Schedule:
-    return schedules.build(name, workers=workers, microbatches=microbatches, steps=usual_steps(name), **options)
+    return schedules.build(name, workers=workers, microbatches=microbatches, **{"steps": usual_steps(name), **options})
 
 
 def with_extras() -> dict[str, Schedule]:
