@@ -13,6 +13,7 @@ from meshwright.ir.cluster import Duplex
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.sync import Sync
+from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate as predict
 
 
@@ -39,6 +40,7 @@ def simulate(
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
+    flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(
             f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
@@ -46,12 +48,8 @@ def simulate(
     timeline = predict(schedule, flags.stages(schedule), flags.cluster, sync=sync, overlap=overlap)
     if as_json:
         typer.echo(json.dumps(summary(schedule, timeline)))
-        return
-    from rich.console import Console
-
-    from meshwright.report.terminal import print_timeline
-
-    print_timeline(Console(highlight=False), schedule, timeline)
+    else:
+        typer.echo(timeline_text(schedule, timeline, colour=inputs.coloured()), color=True)
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
