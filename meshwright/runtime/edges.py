@@ -7,6 +7,7 @@ messages of that shape are bare data.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -77,9 +78,10 @@ class Edges:
         receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
         return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel)
 
-    def knows(self, channel: Channel, shape: object) -> bool:
-        """Was the contract of this shape agreed before?"""
-        return (channel, shape) in self.agreed
+    def message_bytes(self, channel: Channel, shape: object) -> int | None:
+        """How large a message of this shape is; None where no contract was agreed yet."""
+        contract = self.agreed.get((channel, shape))
+        return None if contract is None else sum(prod(size) * dtype.itemsize for size, dtype, _ in contract)
 
     def fill(self, channel: Channel, room: Bundle) -> Pending:
         """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""
