@@ -8,7 +8,7 @@ neighbours: a pure vector of warm-ups is up to six percent off the optimum, care
     3  small changes to the limits of the best of those
     4  swaps of a neighbouring F and B on the critical path, with a memory of recent swaps
 
-It stops as soon as the lower bound is met.
+It stops as soon as a lower bound is met: longest paths at first, and the refuting one (`_windows`) before the slow steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshwright.schedules import _windows
 from meshwright.schedules._words import INFINITE, Chain, Run, Words, bound, in_time, run, vectors, word
 
 FLIP = str.maketrans("FB", "BF")
@@ -55,6 +56,7 @@ def search(chain: Chain, cap: Sequence[int], also: Sequence[Words] = ()) -> Word
                     makespan, best = time, words
     pool = _different(pool, 8)
     first = pool[:4]
+    goal = max(goal, _windows.bound(chain, cap, goal, makespan) * (1 + 2 * _windows.TOLERANCE))
     makespan, best = _varied(chain, cap, pool, makespan, best, goal, tries=min(300, 200_000 // size))
     swaps = min(800, 300_000 // size)
     others = [_listed(chain, *start[1:])[0] for start in [*first, *pool]]
