@@ -114,3 +114,13 @@ def plain_layers(count: int) -> list[torch.nn.Module]:
 def test_any_seed(pool: Pool) -> None:
     losses = {pool.verify(partial(sequence, 2), partial(few, (8,)), steps=1, pp=2, seed=seed).losses for seed in (0, 1)}
     assert len(losses) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [4, 13, 40])
+def test_sixteen_workers_in_teams(rows: int) -> None:
+    from meshwright import verify
+
+    plan = {"pp": 4, "width": (8, 4, 3, 1), "microbatches": 4}
+    found = verify(partial(model, "tied", 4, 0.0), partial(batch, "tied", rows), plan, steps=2)
+    assert found.passed, (found.max_relative_error, found.worst, found.problems)

@@ -68,6 +68,12 @@ def verify(
     from meshwright.train.verify import verify as compare
 
     certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed)
+    _report(certificate, output, as_json=as_json)
+    raise typer.Exit(0 if certificate.passed else 3)
+
+
+def _report(certificate: Certificate, output: Path | None, *, as_json: bool) -> None:
+    """Write the certificate, and print it or what it says."""
     path = output or (None if as_json else Path("certificate.json"))
     if path is not None:
         inputs.write(path, certificate.to_json() + "\n")
@@ -75,7 +81,6 @@ def verify(
         typer.echo(certificate.to_json())
     else:
         _print(certificate, path)
-    raise typer.Exit(0 if certificate.passed else 3)
 
 
 def _print(certificate: Certificate, path: Path | None) -> None:
