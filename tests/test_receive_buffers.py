@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from meshwright.ir.plan import Parallel
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.executor import DEPTH, WINDOW_BYTES
-from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.transport.base import Channel
 from meshwright.train.lists import lists_for
 from meshwright.train.verify import momentum
+from tests.conftest import Pool
 
 WIDTH = 256
 
@@ -65,16 +65,16 @@ def peaks(parallel: Parallel, rows: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "onef1b", "chimera", "zero_bubble"])
-def test_large_messages_wait_two_at_a_time(workers: Workers, name: str) -> None:
+def test_large_messages_wait_two_at_a_time(pool: Pool, name: str) -> None:
     rows = WINDOW_BYTES // (WIDTH * 4)
     for microbatches in (4, 16):
         parallel = Parallel(pp=2, schedule=name, microbatches=microbatches)
-        for size, number in workers.run(peaks, parallel, rows, ranks=2):
+        for size, number in pool.run(peaks, parallel, rows, ranks=2):
             assert number <= DEPTH and size <= DEPTH * WINDOW_BYTES
 
 
-def test_small_messages_stay_within_the_window(workers: Workers) -> None:
+def test_small_messages_stay_within_the_window(pool: Pool) -> None:
     for microbatches in (16, 64):
         parallel = Parallel(pp=2, schedule="gpipe", microbatches=microbatches)
-        for size, _ in workers.run(peaks, parallel, 4, ranks=2):
+        for size, _ in pool.run(peaks, parallel, 4, ranks=2):
             assert 0 < size <= WINDOW_BYTES
