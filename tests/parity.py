@@ -78,9 +78,8 @@ class Point:
         schedule = self.schedule
         if schedule is None or (schedule.ring and self.dp > 1) or (schedule.recompute is not None and self.recompute != "none"):
             return False
-        if self.dropout and schedule.parts > 1:
-            return False  # each half draws its own rows: no stream of one process is like it
-        return not (self.model == "tied" and self.variant[0] in ASYNCHRONOUS)
+        # With halves each draws its own rows: no stream of one process is like it.
+        return not (self.dropout and schedule.parts > 1)
 
     def build(self) -> Any:
         """What makes the model: stages of unequal length, more layers than stages."""

@@ -21,7 +21,7 @@ def holds(pool: Pool, point: Point) -> None:
     found = pool.verify(point.build(), point.batch(), steps=steps, dtype=point.dtype, **point.plan())
     assert found.passed, f"{point}: {found.max_relative_error:.2e} {found.worst} {found.problems}"
     assert found.tolerance == {"float64": 1e-9, "float32": 1e-5}[point.dtype]
-    if point.variant[0] in ASYNCHRONOUS:
+    if point.variant[0] in ASYNCHRONOUS and point.model != "tied":  # a tie is added up by its holders first, then between them
         assert found.max_relative_error == 0.0, found.worst
         assert point.dtype != "float64" or found.loss_error == 0.0
 
