@@ -6,6 +6,7 @@ messages of that shape are bare data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,22 +28,28 @@ DTYPES = (
 SHAPED = (Kind.ACT, Kind.GRAD)
 """Kinds whose shape only the sender knows."""
 
+BARE = "bare"
+"""The shape of a message that both ends know beforehand whatever its kind: it needs no header."""
+
 Contract = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 """Shape, dtype and whether it takes a gradient, of each tensor of a bundle."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A bundle on its way."""
+    """A bundle on its way; `arrived` is called when it has been waited for."""
 
     bundle: Bundle
     receipts: list[Receipt]
     channel: Channel
+    arrived: Callable[[], None] | None = None
 
     def wait(self) -> Bundle:
         """The bundle, when all of it is here."""
         for receipt in self.receipts:
             receipt.wait()
+        if self.arrived is not None:
+            self.arrived()
         return self.bundle
 
 
@@ -57,7 +64,7 @@ class Edges:
     def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
         """Start to send; `shape` names what the contract depends on."""
         key = (channel, shape)
-        if key not in self.sent and channel.kind in SHAPED:
+        if key not in self.sent and channel.kind in SHAPED and shape is not BARE:
             self.sent[key] = _contract(bundle)
             self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
         for tensor in bundle.tensors:
