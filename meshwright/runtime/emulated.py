@@ -12,41 +12,23 @@ Both follow the rules of the simulator, from the same prices, but worker by work
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from meshwright.ir.action import COMPUTE, Cell, Kind, Op, Transfer, Value, walk
+from meshwright.ir.action import Kind, Op
 from meshwright.ir.cluster import Duplex
 from meshwright.ir.price import Price
-from meshwright.ir.schedule import Schedule
 from meshwright.runtime.clock import Clock, Timing
+from meshwright.runtime.durations import Work, peer_of, rounds_before_compute, works
 from meshwright.runtime.edges import BARE, Pending
 from meshwright.runtime.executor import Store
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.trace import Trace
 
-WORD = 8
-"""Bytes of a number in a message."""
-
-LARGEST = 1 << 24
-"""No message carries more bytes than this; what a model's costs say beyond it is only reckoned with."""
-
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Process groups by their members."""
-
-
-@dataclass(slots=True)
-class Work:
-    """A step made ready: what it waits for, how long it takes; for a message its time on the link and words."""
-
-    takes_s: float = 0.0
-    waits: tuple[int, ...] = ()
-    latency_s: float = 0.0
-    words: int = 2
-    second: bool = False
 
 
 class Reduction:
@@ -114,7 +96,6 @@ class Emulated:
         self.arrivals = Arrivals(program)
         self.store: Store = self.arrivals
         self.free_s = self.ended_s = 0.0
-        self._posted: dict[int, list[int]] = {}
         self._works = works(program, price)
         self._middle = rounds_before_compute(program.schedule)
         self._last: tuple[dist.ProcessGroup | None, Reduction] | None = None
@@ -216,7 +197,7 @@ class Emulated:
         work, peer, links = self._works[id(step)], peer_of(step), self.arrivals.links
         start = max(self._now(), links.get((peer, True), 0.0), *[self._stamp(slot) for slot in work.waits])
         if self.half:  # the link is taken by what stands before this in the list, in either direction
-            for slot in self._posted.pop(peer, ()):
+            for slot in work.link_waits:
                 self._stamp(slot)
             start = max(start, links.get((peer, False), 0.0))
         links[peer, True] = free = start + work.takes_s
@@ -226,8 +207,6 @@ class Emulated:
 
     def incoming(self, step: Step) -> Bundle | None:
         """Room for a message: both ends know its size from the prices."""
-        if self.half:
-            self._posted.setdefault(peer_of(step), []).append(step.slot)
         return Bundle((torch.empty(self._works[id(step)].words, dtype=torch.float64),), (False,))
 
     def shape(self, step: Step) -> object:
@@ -253,56 +232,3 @@ class Emulated:
         if type(found) is float:
             return found
         return found.end_s() if isinstance(found, Reduction) else 0.0
-
-
-def works(program: Program, price: Price) -> dict[int, Work]:
-    """Every step with its times, by the id of the step; only what comes by message or collective is waited for."""
-    ring = program.schedule.ring
-    brought = {step.slot for step in program.steps if step.channel is not None and not step.sends}
-    for step in program.steps:
-        if step.action.op in (Op.S, Op.N) and not ring and step.channel is None:
-            brought |= {slot for slots in step.writes.values() for slot in slots}
-    found: dict[int, Work] = {}
-    before: Step | None = None
-    for step in program.steps:
-        if step.channel is not None:
-            found[id(step)] = _message(step, price, program.worker, brought)
-            continue
-        waits = tuple(slot for slots in step.reads.values() for slot in slots if slot in brought)
-        if isinstance(step.entry, Cell) and before is not None and before.entry is step.entry:
-            found[id(before)].waits += waits
-            found[id(step)] = Work(second=True)
-        else:
-            found[id(step)] = Work(price.entry_s(program.worker, step.entry), waits)
-        before = step
-    return found
-
-
-def _message(step: Step, price: Price, worker: int, brought: set[int]) -> Work:
-    value: Value | None = step.value
-    assert value is not None
-    ends = (worker, peer_of(step)) if step.sends else (peer_of(step), worker)
-    busy, latency = price.message_s(value, *ends)
-    payload = min(int(price.value_bytes(ends[0], value)), LARGEST)
-    waits = (step.slot,) if step.sends and step.slot in brought else ()
-    return Work(busy, waits, latency, 2 + -(-payload // WORD))
-
-
-def peer_of(step: Step) -> int:
-    """The worker at the other end of a message."""
-    assert isinstance(step.entry, Transfer)
-    return step.entry.peer
-
-
-def rounds_before_compute(schedule: Schedule) -> frozenset[int]:
-    """The rounds whose global reduction stands before further compute on some worker."""
-    found: set[int] = set()
-    for entries in schedule.lists:
-        seen: list[int] = []
-        for action in walk(entries):
-            if action.op is Op.N:
-                seen.append(action.version)
-            elif action.op in COMPUTE:
-                found.update(seen)
-                seen.clear()
-    return frozenset(found)
