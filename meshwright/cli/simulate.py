@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli import emulate as emulation
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Duplex
+from meshwright.ir.cluster import Cluster, Duplex
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
+from meshwright.passes.lower import lower
 from meshwright.passes.sync import Sync
 from meshwright.simulate import simulate as predict
 
@@ -34,6 +36,11 @@ def simulate(
     overlap: inputs.Overlap = 0.0,
     costs: inputs.Costs = None,
     cluster: inputs.ClusterFile = None,
+    emulate: emulation.Emulate = None,
+    repeat: emulation.Repeat = 5,
+    transport: emulation.Transport = "auto",
+    limit: emulation.Limit = 60.0,
+    trace: emulation.TraceFile = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
@@ -43,15 +50,28 @@ def simulate(
         raise MeshwrightError(
             f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
         )
-    timeline = predict(schedule, flags.stages(schedule), flags.cluster, sync=sync, overlap=overlap)
+    rows, links = flags.stages(schedule), flags.cluster or Cluster()
+    lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if emulate is not None else schedule
+    timeline = predict(lowered, rows, links, sync=sync, overlap=overlap)
+    wish = None if emulate is None else emulation.Wish(emulate, repeat, transport, limit, trace)
+    if wish is None and trace is not None:
+        raise MeshwrightError("--trace is what an emulation measured", fix="--emulate wall")
+    measured = wish.run(lowered, rows, links, overlap, timeline) if wish is not None else None
     if as_json:
-        typer.echo(json.dumps(summary(schedule, timeline)))
+        more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
+        typer.echo(json.dumps({**summary(schedule, timeline), **more}))
         return
     from rich.console import Console
 
     from meshwright.report.terminal import print_timeline
+    from meshwright.report.versus import print_versus, versus
 
-    print_timeline(Console(highlight=False), schedule, timeline)
+    console = Console(highlight=False)
+    print_timeline(console, schedule, timeline)
+    if wish is not None and measured is not None:
+        console.print(emulation.line(wish, measured, timeline), soft_wrap=True)
+        if measured.timeline is not None:
+            print_versus(console, versus(timeline, measured.timeline))
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
