@@ -12,6 +12,7 @@ from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, eve
 from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.passes.check import CheckResult, check
+from meshwright.passes.forward import forward_only
 from meshwright.passes.lower import lower
 from meshwright.simulate import simulate
 from meshwright.simulate.budget import stage_aware
@@ -43,6 +44,7 @@ __all__ = [
     "costs_to_json",
     "effects",
     "even_costs",
+    "forward_only",
     "from_csv",
     "lower",
     "schedule_from_json",

@@ -133,7 +133,13 @@ def _values(parameter: inspect.Parameter) -> tuple[object, ...]:
 
 @cache
 def _built(case: Case, steps: int | None) -> Schedule:
-    return schedules.build(case.name, workers=case.workers, microbatches=case.microbatches, steps=steps, **dict(case.options))
+    sizes = {"workers": case.workers, "microbatches": case.microbatches, "steps": steps or usual_steps(case.name)}
+    return schedules.build(case.name, **sizes, **dict(case.options))
+
+
+def usual_steps(name: str) -> int:
+    """As on the command line: one step, or four of a schedule without a flush."""
+    return 4 if "steps" in schedules.parameters(name) else 1
 
 
 LETTERS = "FFFBBBIWRSUNG"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright import Cluster, Link, Schedule, StageCost, Timeline, even_costs, schedules, simulate
+from tests.cases import usual_steps
 
 
 def costs_of(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, **more: float) -> Sequence[StageCost]:
@@ -35,6 +36,7 @@ def run(
 ) -> Timeline:
     """Build a schedule by name, with its costs where they shape it, and simulate it."""
     cluster = Cluster(Link(latency_s=send)) if send else None
+    steps = steps or usual_steps(name)
     plain = schedules.build(name, workers=workers, microbatches=microbatches, steps=steps, **options)
     costs = costs_of(plain, forward, backward, recompute=recompute, sync=sync_cost, input_share=input_share)
     schedule = schedules.build(

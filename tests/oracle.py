@@ -74,6 +74,8 @@ def free(schedule: Schedule) -> Verdict:
 def peaks(schedule: Schedule) -> tuple[int, ...]:
     """The most activations (parts count one each) that each worker holds: F brings one, B or W takes it away at its end."""
     found = []
+    if evaluates(schedule):
+        return (0,) * schedule.workers
     for entries in schedule.lists:
         now = most = 0
         for entry in entries:
@@ -133,6 +135,11 @@ def actions_of(entry: Action | Cell | Transfer) -> tuple[Action, ...]:
     return (entry,) if isinstance(entry, Action) else (entry.first, entry.second)
 
 
+def evaluates(schedule: Schedule) -> bool:
+    """Does nothing run but forwards? Nobody needs what they would save, and there is nothing to sync or update."""
+    return {a.op for entries in schedule.lists for entry in entries for a in actions_of(entry)} == {Op.F}
+
+
 def fact_of(value: Value) -> Fact:
     """What a message carries, in our names."""
     kind = value.kind.value
@@ -167,6 +174,7 @@ class Needs:
                 self.normed.add((worker, action.version))
             elif action.op is Op.F:
                 self.version[action.stage, action.replica, action.mb] = action.version
+        self.evaluates = evaluates(schedule)
         here = {action for _, action in everything}
         self.gives_turn: dict[Action, list[Fact]] = defaultdict(list)
         self.takes_turn: dict[Action, list[Fact]] = defaultdict(list)
@@ -197,7 +205,7 @@ class Needs:
         match op:
             case Op.F:
                 halves = range(self.schedule.parts) if action.part == WHOLE and self.schedule.parts > 1 else [action.part]
-                keeps: list[Fact] = [("kept" if drops else "saved", *own, part) for part in halves]
+                keeps: list[Fact] = [("kept" if drops else "saved", *own, part) for part in halves if not self.evaluates]
                 return self._crossing("act", action, worker, "in"), looks, keeps + self._crossing("act", action, worker, "out")
             case Op.R:
                 return [("kept", *own, action.part)], looks, [("saved", *own, action.part)]
@@ -334,7 +342,7 @@ def _histories(schedule: Schedule, histories: dict[tuple[int, ...], list[Action]
         how = schedule.recompute[key[1]] if schedule.recompute else None
         again = "R" if how and how.early and how.share > 0 else ""
         done = "".join(action.op.value for action in history)
-        if done not in (f"F{again}B", f"F{again}IW"):
+        if done not in (("F",) if evaluates(schedule) else (f"F{again}B", f"F{again}IW")):
             return f"stage {key[1]}, microbatch {key[3]} on worker {key[0]} runs {done}"
         if len({action.version for action in history}) > 1:
             return f"stage {key[1]}, microbatch {key[3]} changes its version"
@@ -354,6 +362,8 @@ def _histories(schedule: Schedule, histories: dict[tuple[int, ...], list[Action]
 
 def _rounds(schedule: Schedule, rounds: dict[tuple[Op, int, int, int], int]) -> str:
     """Once a round: S and U on every holder of a unit, N on every worker; what lowering has still to add may be missing."""
+    if evaluates(schedule):
+        return ""
     mbs = [a.mb for entries in schedule.lists for entry in entries for a in actions_of(entry) if a.op in COMPUTE]
     steps = range(_steps(schedule, mbs))
     every = {

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from meshwright import Action, Cell, Cluster, Duplex, Link, MeshwrightError, Op, Placement, Recompute, Schedule, StageCost
 from meshwright import schedules as by_name
+from tests.cases import usual_steps
 
 NONE = -1
 SYNCS = ("eager", "lazy", "eager-opt")
@@ -282,6 +283,7 @@ def label(value: object) -> str | None:
 
 def build(name: str, options: dict[str, object], *, workers: int = 4, steps: int | None = None, times: int = 2) -> Schedule:
     """A named schedule with `times` as many microbatches as workers, or as many where it takes no more."""
+    steps = steps or usual_steps(name)
     try:
         return by_name.build(name, workers=workers, microbatches=times * workers, steps=steps, **options)
     except MeshwrightError:

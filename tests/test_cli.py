@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -126,6 +127,34 @@ def test_steps_without_a_flush_default_to_four() -> None:
     assert simulated("onef1b", "--steps", "3")["makespan_s"] == 3 * simulated("onef1b")["makespan_s"]
 
 
+def test_python_builds_one_step_unless_asked() -> None:
+    for name in schedules.names():
+        one = schedules.build(name, workers=4, microbatches=4)
+        assert one == schedules.build(name, workers=4, microbatches=4, steps=1)
+        assert one.steps * one.microbatches == 4, name
+
+
+def test_a_sync_cost_is_refused_for_a_ring() -> None:
+    for arguments in (("onef1b", "--sync", "ring"), ("cyclic",)):
+        done = meshwright("simulate", *arguments, "--sync-cost", "2")
+        assert done.returncode == 2 and "--sync-cost 2" in done.stderr and "ring" in done.stderr and "try:" in done.stderr
+    rows = json.loads(meshwright("compare", "--microbatches", "4", "--sync-cost", "2", "--json").stdout)["rows"]
+    assert [row["schedule"] for row in rows if row["refused"] and "--sync-cost" in row["refused"]] == ["cyclic"]
+
+
+def test_compare_passes_the_cap_on_to_those_that_keep_to_one() -> None:
+    def rows() -> dict[str, dict[str, object]]:
+        done = meshwright("compare", "--microbatches", "8", "--memory", "2.5", "--json")
+        return {row["schedule"]: row for row in json.loads(done.stdout)["rows"]}
+
+    found = rows()
+    for name in ("onef1b memory=2", "listed memory=2", "zero_bubble variant=auto memory=2"):
+        assert found[name]["feasible"] and found[name]["peak_activations"] <= 2, name
+    assert not found["onef1b"]["feasible"] and not found["zero_bubble variant=auto"]["feasible"]
+    below = json.loads(meshwright("compare", "--memory", "0.5", "--json").stdout)["rows"]
+    assert not any("memory" in row["schedule"] for row in below), "no schedule runs with less than one activation"
+
+
 def test_compare_shows_every_schedule_sorted() -> None:
     done = meshwright("compare", "--workers", "4", "--microbatches", "4", "--memory", "4", "--json")
     rows = json.loads(done.stdout)["rows"]
@@ -141,15 +170,48 @@ def test_help_names_every_verb_and_option() -> None:
     assert "--option" in meshwright("simulate", "--help").stdout
 
 
+def cpu_s(*arguments: str) -> float:
+    """CPU time of one cold call, user and system."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = meshwright(*arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def asked() -> list[str]:
+    """Every schedule with every set of options worth comparing, and the largest lists that users ask for."""
+    compared = [
+        " ".join([name, *(f"--option {key}={value}" for key, value in options.items())])
+        for name in schedules.names()
+        for options in schedules.compared(name)
+    ]
+    largest = ["hanayo --option waves=4", "interleaved --option chunks=4", "onef1b --steps 4", "onef1b --send 0.25 --recompute 1"]
+    return compared + largest
+
+
+@pytest.mark.parametrize("words", asked())
 @pytest.mark.parametrize("verb", ["show", "simulate"])
-def test_an_answer_takes_under_four_tenths_of_a_second_of_cpu(verb: str) -> None:
-    times = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert meshwright(verb, "onef1b", "--workers", "8", "--microbatches", "32").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.4
+def test_an_answer_takes_under_four_tenths_of_a_second_of_cpu(verb: str, words: str) -> None:
+    """The best of three calls: what else the machine does only adds. Cyclic runs one microbatch per worker."""
+    size = ("--workers", "8", "--microbatches", "8" if words.startswith("cyclic") else "32")
+    times: list[float] = []
+    while len(times) < 3 and not (times and min(times) < 0.4):
+        times.append(cpu_s(verb, *words.split(), *size))
+    assert min(times) < 0.4, times
+
+
+def test_colours_are_for_terminals_and_whoever_asks() -> None:
+    command = [sys.executable, "-m", "meshwright.cli.main", "show", "chimera"]
+    bare = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    plain, forced, never = (
+        subprocess.run(command, capture_output=True, text=True, check=True, env={**bare, **more}).stdout
+        for more in ({}, {"FORCE_COLOR": "1"}, {"FORCE_COLOR": "1", "NO_COLOR": "1"})
+    )
+    assert "\x1b" not in plain and plain == never
+    assert "\x1b[1;34mF2u\x1b[0m \x1b[1;32mB2u =  \x1b[0m" in forced, "one code per action, bold in the other direction"
+    bare_lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", forced).splitlines()]
+    assert bare_lines == plain.splitlines()
 
 
 def test_simulate_with_a_cluster_file(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_at_most_one_stage_message_per_worker_and_time_step(n: int, rule: str) -
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_collective_is_left(rule: str) -> None:
-    lowered = lower(schedules.build("cyclic", workers=4, microbatches=4, rule=rule))
+    lowered = lower(schedules.build("cyclic", workers=4, microbatches=4, steps=4, rule=rule))
     assert lowered.ring
     assert not any(isinstance(e, Action) and e.op is Op.N for entries in lowered.lists for e in entries)
 

@@ -41,7 +41,7 @@ from meshwright import (
 )
 from meshwright.ir.action import Entry, parse
 from meshwright.ir.schedule import ChannelOrder
-from tests.cases import Case, cases, large, schedule_files, tiny
+from tests.cases import Case, cases, large, schedule_files, tiny, usual_steps
 
 FUZZ = settings(deadline=None, derandomize=True)
 SOAK = settings(deadline=None, max_examples=3000)
@@ -57,7 +57,7 @@ anything = st.recursive(
 
 
 def plain(name: str = "onef1b", workers: int = 2, microbatches: int = 2, **options: object) -> Schedule:
-    return schedules.build(name, workers=workers, microbatches=microbatches, **options)
+    return schedules.build(name, workers=workers, microbatches=microbatches, **{"steps": usual_steps(name), **options})
 
 
 def with_extras() -> dict[str, Schedule]:
@@ -397,6 +397,14 @@ def test_csv_has_the_words_that_torch_has() -> None:
     assert text == "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
     cells = to_csv(plain("dualpipev", 2, 4))
     assert all(word in cells for word in (")OVERLAP_F_B", "I", "W", ";"))
+
+
+def test_csv_leaves_the_order_of_channels_to_torch() -> None:
+    """What a schedule says of its channels is not in the compute form; in the lowered form it is in the order of messages."""
+    listed = plain("listed", 3, 4)
+    assert listed.channels and not from_csv(to_csv(listed)).channels
+    again = from_csv(to_csv(lower(listed)), "listed")
+    assert without_ends(again) == without_ends(lower(listed)) != without_ends(lower(replace(listed, channels=())))
 
 
 def test_csv_may_have_idle_cells_and_blank_lines() -> None:

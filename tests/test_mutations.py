@@ -573,7 +573,7 @@ def plus(schedule: Schedule, *texts: str) -> Schedule:
 
 
 ONEF1B, CHIMERA = schedules.build("onef1b", workers=2, microbatches=2), schedules.build("chimera", workers=2, microbatches=2)
-PIPEDREAM = schedules.build("pipedream", workers=2, microbatches=2)
+PIPEDREAM = schedules.build("pipedream", workers=2, microbatches=2, steps=4)
 BOTH_FORMS = {
     "as it is": ONEF1B,
     "syncs placed": plus(ONEF1B, "0S", "1S"),

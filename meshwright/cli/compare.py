@@ -65,7 +65,7 @@ def compare(
     rows = [
         row(name, options, workers, microbatches, flags, memory)
         for name in schedules.names()
-        for options in schedules.compared(name)
+        for options in option_sets(name, None if flags.file else memory)
     ]
     rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
     if as_json:
@@ -74,6 +74,15 @@ def compare(
         _print(rows, memory)
     if not any(r.feasible for r in rows):
         raise typer.Exit(3)
+
+
+def option_sets(name: str, memory: float | None) -> list[dict[str, object]]:
+    """The options worth comparing; with a cap also those under which the schedule keeps to it by itself."""
+    found = list(schedules.compared(name))
+    under = schedules.capped(name)
+    if memory is not None and memory >= 1 and under is not None:
+        found.append({**under, "memory": int(memory)})
+    return found
 
 
 def row(
@@ -87,6 +96,7 @@ def row(
         schedule = inputs.load(
             name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=flags, spread=True
         )
+        flags.refuse_ring(schedule.ring)
         return predict(schedule, flags.spread(schedule), flags.cluster)
 
     try:

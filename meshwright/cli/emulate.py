@@ -15,7 +15,6 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
-from meshwright.report.perfetto import both_to_perfetto
 from meshwright.runtime.clock import Timing
 
 if TYPE_CHECKING:
@@ -62,6 +61,8 @@ class Wish:
         job = Job(schedule, costs, cluster, overlap, self.timing, self.transport, trace=self.trace is not None)
         [measured] = emulate([job], repeat=self.repeat)
         if self.trace is not None:
+            from meshwright.report.perfetto import both_to_perfetto
+
             assert measured.timeline is not None
             inputs.write(self.trace, both_to_perfetto(predicted, measured.timeline))
         return measured
@@ -90,12 +91,17 @@ def ratio(measured: Measured, predicted: Timeline) -> float | None:
     return measured.makespan_s / predicted.makespan_s if predicted.makespan_s else None
 
 
-def line(wish: Wish, measured: Measured, predicted: Timeline) -> str:
-    """Predicted against measured, for the terminal."""
+def text(wish: Wish, measured: Measured, predicted: Timeline) -> str:
+    """Predicted against measured, for the terminal; op by op where the run was traced."""
     share = ratio(measured, predicted)
     times = sorted(run.makespan_s for run in measured.runs)
-    return (
+    head = (
         f"emulated ({wish.timing.value}, {wish.repeat} runs): predicted {predicted.makespan_s:.6g} s   measured"
         f" {measured.makespan_s:.6g} s" + (f"   ratio {share:.4f}" if share is not None else "") + f"   runs {times[0]:.6g} to"
         f" {times[-1]:.6g} s   undisturbed {len(measured.quiet)} of {wish.repeat}"
     )
+    if measured.timeline is None:
+        return head
+    from meshwright.report.versus import versus, versus_text
+
+    return head + "\n" + versus_text(versus(predicted, measured.timeline))

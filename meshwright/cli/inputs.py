@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
 
 SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
+ENDLESS_STEPS = 4
+"""How many steps of a schedule without a flush are run unless asked: enough to see past its fill."""
 
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule by name, or a file with one (.json, .csv).")]
 Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
@@ -77,6 +81,14 @@ class CostFlags:
             raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} rows of costs do not divide")
         return tuple(row.scaled(1 / parts) for row in rows for _ in range(parts))
 
+    def refuse_ring(self, ring: bool) -> None:
+        """A ring has no collective whose time could be given: its sums travel as messages."""
+        if ring and self.sync_cost:
+            raise MeshwrightError(
+                f"--sync-cost {self.sync_cost:g} is the time of a collective, a ring sends its sums from worker to worker",
+                fix="--send, or --costs with parameter_bytes and --bandwidth",
+            )
+
     def even(self, *, stages: int, workers: int) -> Sequence[StageCost]:
         """Equal stages from one worker's totals."""
         for name in ("forward", "backward", "recompute", "send", "sync_cost"):
@@ -130,6 +142,8 @@ def load(
             raise MeshwrightError(f"{name} is a schedule file: --option and --steps are for schedules by name")
         return load_file(path)
     chosen = pairs(option)
+    if steps is None:
+        steps = ENDLESS_STEPS if "steps" in schedules.parameters(name) else 1
     schedule = schedules.build(name, workers=workers, microbatches=microbatches, steps=steps, **chosen)
     if "costs" not in schedules.parameters(name):
         return schedule
@@ -160,6 +174,13 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise MeshwrightError(f"cannot write {path}: {error}") from error
+
+
+def coloured() -> bool:
+    """Does the output take colours? A terminal does, unless NO_COLOR is set; FORCE_COLOR gives them to anything."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def pairs(option: Sequence[str] | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import typer
@@ -24,6 +25,7 @@ app.command("compare")(compare.compare)
 
 def main() -> None:
     """Run a verb; what it prints is its answer, its exit code the short form."""
+    gc.disable()  # a verb is short and what it makes has no cycles: the collector would only walk it, and at exit once more
     try:
         app()
     except MeshwrightError as error:
@@ -32,6 +34,8 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    finally:
+        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +11,8 @@ import typer
 from meshwright.cli import inputs
 from meshwright.ir.csv_form import to_csv
 from meshwright.ir.files import schedule_to_json
-from meshwright.ir.schedule import Schedule
 from meshwright.passes.lower import lower
+from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate
 
 
@@ -49,12 +48,12 @@ def show(
     """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file."""
     flags = inputs.CostFlags(forward, backward, split, recompute, send, file=costs)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
-    if format is Format.TEXT:
-        _print(schedule, flags, output)
-        return
-    if lowered and format is not Format.PERFETTO:
+    if lowered and format in (Format.JSON, Format.CSV):
         schedule = lower(schedule, costs=flags.stages(schedule), cluster=flags.cluster)
     match format:
+        case Format.TEXT:
+            timeline = simulate(schedule, flags.stages(schedule), flags.cluster)
+            text = timeline_text(schedule, timeline, colour=output is None and inputs.coloured())
         case Format.JSON:
             text = schedule_to_json(schedule)
         case Format.CSV:
@@ -64,20 +63,6 @@ def show(
 
             text = to_perfetto(simulate(schedule, flags.stages(schedule), flags.cluster))
     if output is None:
-        typer.echo(text.rstrip("\n"))
+        typer.echo(text.rstrip("\n"), color=True)
     else:
         inputs.write(output, text.rstrip("\n") + "\n")
-
-
-def _print(schedule: Schedule, flags: inputs.CostFlags, output: Path | None) -> None:
-    from rich.console import Console
-
-    from meshwright.report.terminal import print_timeline
-
-    timeline = simulate(schedule, flags.stages(schedule), flags.cluster)
-    if output is None:
-        print_timeline(Console(highlight=False), schedule, timeline)
-        return
-    drawn = StringIO()
-    print_timeline(Console(file=drawn, highlight=False, width=10_000), schedule, timeline)
-    inputs.write(output, "\n".join(line.rstrip() for line in drawn.getvalue().splitlines()) + "\n")

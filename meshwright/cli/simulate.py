@@ -15,6 +15,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.lower import lower
 from meshwright.passes.sync import Sync
+from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate as predict
 
 
@@ -46,6 +47,7 @@ def simulate(
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
+    flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(
             f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
@@ -61,17 +63,9 @@ def simulate(
         more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
         typer.echo(json.dumps({**summary(schedule, timeline), **more}))
         return
-    from rich.console import Console
-
-    from meshwright.report.terminal import print_timeline
-    from meshwright.report.versus import print_versus, versus
-
-    console = Console(highlight=False)
-    print_timeline(console, schedule, timeline)
+    typer.echo(timeline_text(schedule, timeline, colour=inputs.coloured()), color=True)
     if wish is not None and measured is not None:
-        console.print(emulation.line(wish, measured, timeline), soft_wrap=True)
-        if measured.timeline is not None:
-            print_versus(console, versus(timeline, measured.timeline))
+        typer.echo(emulation.text(wish, measured, timeline))
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

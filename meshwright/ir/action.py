@@ -39,6 +39,8 @@ class Op(StrEnum):
     N = "N"  # the one global scalar reduction of a step: norm, finite, tokens
     U = "U"  # update: turn parameter version k into k + 1
 
+    __hash__ = str.__hash__  # Enum's own is Python code, and every look-up of an action or a value asks for it
+
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
 """Ops that occupy a worker for a microbatch; all others belong to a round."""
@@ -59,6 +61,8 @@ class Kind(StrEnum):
     PARAM = "param"  # U -> whatever reads that version
     OPT = "opt"  # U -> the next U: the state of the optimizer
     TURN = "turn"  # zero bytes: makes its reader wait for its writer
+
+    __hash__ = str.__hash__  # as for Op
 
 
 BY_VERSION = frozenset({Kind.PARTIAL, Kind.SUM, Kind.NORM, Kind.PARAM, Kind.OPT})
@@ -142,19 +146,18 @@ Entry = Action | Cell | Transfer
 
 def actions(entry: Entry) -> tuple[Action, ...]:
     """The actions inside an entry: one, a cell's two, or none for a transfer."""
-    match entry:
-        case Action():
-            return (entry,)
-        case Cell():
-            return (entry.first, entry.second)
-        case Transfer():
-            return ()
+    if isinstance(entry, Action):
+        return (entry,)
+    return (entry.first, entry.second) if isinstance(entry, Cell) else ()
 
 
 def walk(entries: tuple[Entry, ...]) -> Iterator[Action]:
     """All actions of a list, cells opened, transfers passed over."""
     for entry in entries:
-        yield from actions(entry)
+        if type(entry) is Action:
+            yield entry
+        else:
+            yield from actions(entry)
 
 
 def parse(text: str) -> Entry:

@@ -48,6 +48,11 @@ class Cluster:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     duplex: Duplex = Duplex.FULL
 
+    @property
+    def free(self) -> bool:
+        """Does no message take any time?"""
+        return not self.links and self.link == Link()
+
     def between(self, source: int, target: int) -> Link:
         """The link from one worker to another; a pair given in one direction only holds for both."""
         return self.links.get((source, target)) or self.links.get((target, source)) or self.link

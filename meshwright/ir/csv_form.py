@@ -3,7 +3,8 @@
 The compute form has one row per rank and a cell per time step (`0F0`, `1I2`, `1W2`, `0B3`, empty for idle); the lowered form
 adds `0SEND_F0`, `1RECV_F0`, `1SEND_B0`, `0RECV_B0`. Overlapped pairs are written `(0F1;3B0)OVERLAP_F_B`. The form knows no
 replicas, versions, parts, teams, recompute, syncs or updates: a schedule that needs them is refused, except that the syncs
-and updates which lowering added are left out, since torch does them behind the schedule.
+and updates which lowering added are left out, since torch does them behind the schedule. So is the order of messages that a
+schedule has chosen for its channels: the compute form has none, and the lowered form shows what became of it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     lists = tuple(tuple(_resolved(cell, where) for cell in row) for row in rows)
     mbs = {a.mb for entries in lists for entry in entries for a in actions(entry)}
     schedule = Schedule(name, placement, max(mbs) + 1, lists)
-    return _with_updates(schedule) if lowered else schedule
+    if not lowered:
+        return schedule
+    return replace(schedule, lowered=True) if schedule.forward_only else _with_updates(schedule)
 
 
 class _Half(tuple[bool, Kind, int, int]):

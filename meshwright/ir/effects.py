@@ -2,7 +2,8 @@
 
 Checker, communication, simulator, memory curve and executor all read this and nothing else.
 
-    F   reads act of the stage before, its parameters      writes act, and saved (kept where it will be recomputed)
+    F   reads act of the stage before, its parameters      writes act, and saved (kept where it will be recomputed);
+                                                           with forwards alone there is nobody to save for
     R   reads kept                                         writes saved
     B   reads grad of the stage behind, saved (or kept)    writes grad and wgrad
     I   the same, but leaves rest instead of wgrad         W turns rest into wgrad
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Transfer, Value, actions, walk
+from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Transfer, Value, walk
 from meshwright.ir.schedule import Schedule
 
 CONSUMED = frozenset({Kind.ACT, Kind.GRAD, Kind.SAVED, Kind.KEPT, Kind.REST, Kind.WGRAD, Kind.PARTIAL, Kind.TURN})
@@ -60,7 +61,7 @@ class _Rule:
         self.schedule = schedule
         self.last = schedule.stages - 1
         self.narrow = all(len(teams) == 1 == len(teams[0]) for copy in schedule.placement.teams for teams in copy)
-        self.parts = (NONE,) if schedule.parts == 1 else tuple(range(schedule.parts))
+        self.halves = () if schedule.parts == 1 else tuple(range(schedule.parts))
         self.recompute = schedule.recompute or ()
         self.writes_turn: dict[Action, list[Value]] = defaultdict(list)
         self.reads_turn: dict[Action, list[Value]] = defaultdict(list)
@@ -69,6 +70,7 @@ class _Rule:
             self.reads_turn[reader].append(_turn(reader))
         self.wgrads: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
         self.normed: set[tuple[int, int]] = set()
+        self.params: dict[tuple[int, int, int], tuple[Value, ...]] = {}
         self.version_at: dict[tuple[int, int, int], int] = {}
         self._scan()
         self.rings: dict[tuple[int, int], tuple[int, ...]] = self._rings() if schedule.ring else {}
@@ -77,13 +79,13 @@ class _Rule:
         """Which weight gradients a worker makes in a round, where norms are taken, what first stages of ties read."""
         schedule = self.schedule
         tied = {stages[0] for stages in schedule.ties}
+        units_of, microbatches = schedule.units_of, schedule.microbatches
         for worker, entries in enumerate(schedule.lists):
             for action in walk(entries):
                 op = action.op
                 if op is Op.B or op is Op.W:
-                    for unit in schedule.units_of[action.stage]:
-                        key = worker, unit, action.mb // schedule.microbatches
-                        self.wgrads[key].append(_wgrad(unit, action, worker))
+                    for unit in units_of[action.stage]:
+                        self.wgrads[worker, unit, action.mb // microbatches].append(_wgrad(unit, action, worker))
                 elif op is Op.N:
                     self.normed.add((worker, action.version))
                 elif op is Op.F and action.stage in tied:
@@ -98,12 +100,12 @@ class _Rule:
 
     def of(self, worker: int, entry: Entry) -> Effects:
         """What an entry reads and writes on this worker."""
+        if isinstance(entry, Action):
+            return self._action(worker, entry)
         if isinstance(entry, Transfer):
             return Effects((entry.value,), ()) if entry.sends else Effects((), (entry.value,))
-        parts = [self._action(worker, action) for action in actions(entry)]
-        if len(parts) == 1:
-            return parts[0]
-        return Effects(parts[0].reads + parts[1].reads, parts[0].writes + parts[1].writes)
+        first, second = (self._action(worker, action) for action in entry)
+        return Effects(first.reads + second.reads, first.writes + second.writes)
 
     def _action(self, worker: int, action: Action) -> Effects:
         match action.op:
@@ -136,10 +138,13 @@ class _Rule:
         stage = action.stage
         reads = self._crossing(Kind.ACT, action, stage - 1, worker, outward=False) if stage > 0 else ()
         writes = self._crossing(Kind.ACT, action, stage, worker, outward=True) if stage < self.last else ()
+        if self.schedule.forward_only:
+            return Effects(reads + self._params(worker, action), writes)
         kind = Kind.KEPT if self.recompute and self.recompute[stage].share > 0 else Kind.SAVED
-        parts = (action.part,) if action.part != NONE else self.parts
-        saved = tuple(Value(kind, stage, action.mb, action.replica, 0, part, worker) for part in parts)
-        return Effects(reads + self._params(worker, action), writes + saved)
+        saved = _own(kind, action, worker)
+        if action.part == NONE and self.halves:
+            return Effects(reads + self._params(worker, action), (*writes, *(saved._replace(part=half) for half in self.halves)))
+        return Effects(reads + self._params(worker, action), (*writes, saved))
 
     def _backward(self, worker: int, action: Action) -> Effects:
         stage = action.stage
@@ -182,10 +187,10 @@ class _Rule:
         return tuple(Value(kind, boundary, mb, replica, 0, action.part, p[0]) for p in crossing if p[here] == worker)
 
     def _params(self, worker: int, action: Action) -> tuple[Value, ...]:
-        own = _param(action.stage, action.version, worker)
-        if not self.schedule.ties:
-            return (own,)
-        found = [own]
+        if not self.schedule.ties:  # the same for all microbatches, so made once
+            key = (worker, action.stage, action.version)
+            return self.params.get(key) or self.params.setdefault(key, (_param(action.stage, action.version, worker),))
+        found = [_param(action.stage, action.version, worker)]
         for unit in self.schedule.units_of[action.stage][1:]:
             first = self.schedule.stages_of(unit)[0]
             version = self.version_at.get((first, action.replica, action.mb), action.version)
@@ -193,7 +198,7 @@ class _Rule:
         return tuple(found)
 
     def _wgrads(self, worker: int, action: Action) -> tuple[Value, ...]:
-        return tuple(_wgrad(unit, action, worker) for unit in self.schedule.units_of[action.stage])
+        return tuple([_wgrad(unit, action, worker) for unit in self.schedule.units_of[action.stage]])
 
     def _units_held(self, worker: int) -> list[int]:
         return [unit for unit, workers in enumerate(self.schedule.holders) if worker in workers]

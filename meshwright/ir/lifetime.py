@@ -20,8 +20,11 @@ from meshwright.ir.order import Flow
 from meshwright.ir.price import Price
 from meshwright.ir.schedule import Schedule
 
-WEIGHTLESS = frozenset({Kind.NORM, Kind.OPT, Kind.TURN})
-"""Kinds that take no memory that is counted here."""
+UNCOUNTED = frozenset({Kind.NORM, Kind.OPT, Kind.TURN, Kind.WGRAD})
+"""Kinds that take no memory that is counted here, or that of a buffer."""
+
+SUMS = frozenset({Kind.SUM, Kind.PARTIAL})
+MESSAGES = frozenset({Kind.ACT, Kind.GRAD})
 
 BEFORE = -1
 """The moment before a list starts."""
@@ -39,22 +42,22 @@ class Life(NamedTuple):
 
 def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
     """Everything that a worker holds at some time."""
-    entries, writes = flow.lists[worker], flow.writes[worker]
-    last = {value: index for index, values in enumerate(flow.reads[worker]) for value in values}
+    entries, values = flow.lists[worker], flow.values
+    last = {value: index for index, reads in enumerate(flow.reads[worker]) for value in reads}
     gradients = dict(_gradients(flow, worker))
     for number in flow.initial[worker]:
-        if flow.values[number].kind in WEIGHTLESS:
-            continue
-        yield _life(flow, price, worker, number, BEFORE, last)
-    for index, entry in enumerate(entries):
-        for number in writes[index]:
-            value = flow.values[number]
-            if value.kind is Kind.WGRAD or value.kind in WEIGHTLESS or _in_buffer(value, entry, gradients):
+        if values[number].kind not in UNCOUNTED:
+            yield _life(flow, price, worker, number, BEFORE, last)
+    for index, (entry, writes) in enumerate(zip(entries, flow.writes[worker], strict=True)):
+        for number in writes:
+            kind = values[number].kind
+            if kind in UNCOUNTED or (kind in SUMS and _in_buffer(values[number], entry, gradients)):
                 continue
-            yield _life(flow, price, worker, number, 2 * index + (value.kind is Kind.PARAM), last)
-        for action in actions(entry):
-            if size := _working(price, worker, action):
-                yield Life(_saved(action), 2 * index, 2 * index + 1, size, 0.0)
+            if kind in MESSAGES and not price.value_bytes(worker, values[number]):
+                continue
+            yield _life(flow, price, worker, number, 2 * index + (kind is Kind.PARAM), last)
+    if price.recompute:
+        yield from _working(flow, price, worker)
     for (unit, _), (first, end) in gradients.items():
         buffer = Value(Kind.WGRAD, unit)
         yield Life(buffer, 2 * first, end, price.value_bytes(worker, buffer), 0.0)
@@ -77,14 +80,11 @@ def _counts(found: list[Life]) -> Iterator[int]:
 
 def _life(flow: Flow, price: Price, worker: int, number: int, made: int, last: dict[int, int]) -> Life:
     value = flow.values[number]
+    active = value.kind in ACTIVATIONS
     ended = None
-    if number in last and _ends(flow, value):
-        use = last[number]
-        swapped = value.kind in ACTIVATIONS and _swaps(flow.lists[worker][use], value)
-        ended = 2 * use + (not swapped)
-    count = 0.0
-    if value.kind in ACTIVATIONS:
-        count = _fraction(price, worker, value) * flow.schedule.workers / flow.schedule.stages
+    if (use := last.get(number)) is not None and _ends(flow, value):
+        ended = 2 * use + (not (active and _swaps(flow.lists[worker][use], value)))
+    count = _fraction(price, worker, value) * flow.schedule.workers / flow.schedule.stages if active else 0.0
     return Life(value, made, ended, price.value_bytes(worker, value), count)
 
 
@@ -92,11 +92,12 @@ def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple
     """For each (unit, round) with gradients here: the entry that makes the first, and the moment of the update."""
     first: dict[tuple[int, int], int] = {}
     update: dict[tuple[int, int], int] = {}
-    for index, entry in enumerate(flow.lists[worker]):
-        for number in flow.writes[worker][index]:
-            value = flow.values[number]
+    values, microbatches = flow.values, flow.schedule.microbatches
+    for index, (entry, writes) in enumerate(zip(flow.lists[worker], flow.writes[worker], strict=True)):
+        for number in writes:
+            value = values[number]
             if value.kind is Kind.WGRAD:
-                first.setdefault((value.stage, value.mb // flow.schedule.microbatches), index)
+                first.setdefault((value.stage, value.mb // microbatches), index)
         if type(entry) is Action and entry.op is Op.U:
             update[entry.stage, entry.version] = 2 * index + 1
     yield from ((key, (index, update.get(key))) for key, index in first.items())
@@ -106,11 +107,13 @@ def _in_buffer(value: Value, entry: Entry, gradients: dict[tuple[int, int], tupl
     """Does this value live in the gradient buffer: a sum, or the partial sum that this worker adds up itself?"""
     if (value.stage, value.version) not in gradients:
         return False
-    return value.kind is Kind.SUM or (value.kind is Kind.PARTIAL and not isinstance(entry, Transfer))
+    return value.kind is Kind.SUM or not isinstance(entry, Transfer)
 
 
 def _swaps(entry: Entry, value: Value) -> bool:
     """Does this use turn one form of the activations into another (R: kept into saved, I: saved or kept into rest)?"""
+    if type(entry) is Action and (entry.op is Op.B or entry.op is Op.W):
+        return False
     return any((a.op is Op.R or a.op is Op.I) and (a.stage, a.mb) == (value.stage, value.mb) for a in actions(entry))
 
 
@@ -121,16 +124,14 @@ def _ends(flow: Flow, value: Value) -> bool:
     return value.kind in CONSUMED or value.kind is Kind.SUM or value.kind is Kind.NORM
 
 
-def _working(price: Price, worker: int, action: Action) -> float:
+def _working(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
     """Activations that exist only while a whole backward with recompute inside runs."""
-    recompute = price.schedule.recompute
-    if action.op is not Op.B or not recompute or recompute[action.stage].early:
-        return 0.0
-    return recompute[action.stage].share * price.value_bytes(worker, _saved(action))
-
-
-def _saved(action: Action) -> Value:
-    return Value(Kind.SAVED, action.stage, action.mb, action.replica, 0, action.part)
+    for index, entry in enumerate(flow.lists[worker]):
+        for action in actions(entry):
+            if action.op is Op.B and not price.recompute[action.stage].early:
+                saved = Value(Kind.SAVED, action.stage, action.mb, action.replica, 0, action.part)
+                size = price.recompute[action.stage].share * price.value_bytes(worker, saved)
+                yield Life(saved, 2 * index, 2 * index + 1, size, 0.0)
 
 
 def _fraction(price: Price, worker: int, value: Value) -> float:

@@ -92,71 +92,96 @@ def sweep(
     flow: Flow, *, duration: Callable[[int, Entry], float] | None = None, delay: Callable[[int, int, int], float] | None = None
 ) -> Sweep:
     """Run every list as soon as inputs exist; `delay(value, writer, reader)` is the way of a value between two workers."""
-    lists, workers = flow.lists, flow.schedule.workers
-    time: list[float] = [-1.0] * len(flow.values)
-    home: list[int] = [-1] * len(flow.values)
-    for worker, values in enumerate(flow.initial):
-        for value in values:
-            time[value], home[value] = 0.0, worker
-    length = duration or (lambda _, entry: slots(entry))
-    start: list[list[float]] = [[] for _ in lists]
-    end: list[list[float]] = [[] for _ in lists]
-    free = [0.0] * len(lists)
-    sequence: list[tuple[float, int, Place]] = []
-    waiting: dict[int, list[int]] = {}
-    arrived: dict[Action, list[int]] = {}
-    missing: dict[int, int] = {}
-    ready = list(range(len(lists) - 1, -1, -1))
+    run = _Run(flow, duration or (lambda _, entry: slots(entry)), delay)
+    while run.ready:
+        run.advance(run.ready.pop())
+    return run.result()
 
-    def run(worker: int, index: int, at: float) -> None:
-        finish = at + length(worker, lists[worker][index])
-        start[worker].append(at)
-        end[worker].append(finish)
-        free[worker] = finish
-        sequence.append((finish if worker < workers else at, len(sequence), (worker, index)))
-        for value in flow.writes[worker][index]:
-            time[value] = finish
-            home[value] = worker
-            if value in waiting:
-                ready.extend(waiting.pop(value))
 
-    while ready:
-        worker = ready.pop()
-        entries, reads = lists[worker], flow.reads[worker]
-        index = len(start[worker])
+class _Run:
+    """The state of a sweep: when every value is there and on which worker, and who waits for what."""
+
+    def __init__(
+        self, flow: Flow, duration: Callable[[int, Entry], float], delay: Callable[[int, int, int], float] | None
+    ) -> None:
+        self.flow, self.duration, self.delay = flow, duration, delay
+        self.workers = flow.schedule.workers
+        self.time: list[float] = [-1.0] * len(flow.values)
+        self.home: list[int] = [-1] * len(flow.values)
+        for worker, values in enumerate(flow.initial):
+            for value in values:
+                self.time[value], self.home[value] = 0.0, worker
+        self.start: list[list[float]] = [[] for _ in flow.lists]
+        self.end: list[list[float]] = [[] for _ in flow.lists]
+        self.free = [0.0] * len(flow.lists)
+        self.sequence: list[tuple[float, int, Place]] = []
+        self.waiting: dict[int, list[int]] = {}
+        self.arrived: dict[Action, list[int]] = {}
+        self.missing: dict[int, int] = {}
+        self.ready = list(range(len(flow.lists) - 1, -1, -1))
+
+    def advance(self, worker: int) -> None:
+        """Let a worker go down its list until a value or a partner is missing."""
+        entries, reads = self.flow.lists[worker], self.flow.reads[worker]
+        index = len(self.start[worker])
         while index < len(entries):
-            at = free[worker]
-            blocked = -1
-            for value in reads[index]:
-                if (made := time[value]) < 0.0:
-                    blocked = value
-                    break
-                if delay is not None and home[value] != worker:
-                    made += delay(value, home[value], worker)
-                if made > at:
-                    at = made
-            if blocked >= 0:
-                waiting.setdefault(blocked, []).append(worker)
-                missing[worker] = blocked
-                break
+            at = self._inputs(worker, reads[index])
+            if at < 0.0:
+                return
             entry = entries[index]
-            if type(entry) is Action and entry.op in JOINT and len(group := collective(flow.schedule, entry)) > 1:
-                free[worker] = at
-                here = arrived.setdefault(entry, [])
-                here.append(worker)
-                if len(here) < len(group):
-                    missing.pop(worker, None)
-                    break
-                at = max(free[member] for member in here)
-                for member in here:
-                    run(member, len(start[member]), at)
-                ready.extend(member for member in here if member != worker)
+            if type(entry) is Action and entry.op in JOINT and len(group := collective(self.flow.schedule, entry)) > 1:
+                if not self._meet(worker, entry, len(group), at):
+                    return
             else:
-                run(worker, index, at)
+                self._run(worker, index, at)
             index += 1
-    sequence.sort()
-    stuck = {worker: len(start[worker]) for worker in range(len(lists)) if len(start[worker]) < len(lists[worker])}
-    return Sweep([place for _, _, place in sequence], start, end, stuck, missing)
+
+    def _inputs(self, worker: int, reads: tuple[int, ...]) -> float:
+        """When a worker is free and has all of these values; below zero if one does not exist yet."""
+        at, time, delay = self.free[worker], self.time, self.delay
+        for value in reads:
+            if (made := time[value]) < 0.0:
+                self.waiting.setdefault(value, []).append(worker)
+                self.missing[worker] = value
+                return -1.0
+            if delay is not None and self.home[value] != worker:
+                made += delay(value, self.home[value], worker)
+            if made > at:
+                at = made
+        return at
+
+    def _meet(self, worker: int, entry: Action, count: int, at: float) -> bool:
+        """Come to a collective; the last of its members runs it for all of them."""
+        self.free[worker] = at
+        here = self.arrived.setdefault(entry, [])
+        here.append(worker)
+        if len(here) < count:
+            self.missing.pop(worker, None)
+            return False
+        together = max(self.free[member] for member in here)
+        for member in here:
+            self._run(member, len(self.start[member]), together)
+        self.ready.extend(member for member in here if member != worker)
+        return True
+
+    def _run(self, worker: int, index: int, at: float) -> None:
+        finish = at + self.duration(worker, self.flow.lists[worker][index])
+        self.start[worker].append(at)
+        self.end[worker].append(finish)
+        self.free[worker] = finish
+        self.sequence.append((finish if worker < self.workers else at, len(self.sequence), (worker, index)))
+        for value in self.flow.writes[worker][index]:
+            self.time[value] = finish
+            self.home[value] = worker
+            if value in self.waiting:
+                self.ready.extend(self.waiting.pop(value))
+
+    def result(self) -> Sweep:
+        """The order by end, and where workers got stuck."""
+        self.sequence.sort()
+        counts = ((worker, len(started)) for worker, started in enumerate(self.start))
+        stuck = {worker: count for worker, count in counts if count < len(self.flow.lists[worker])}
+        return Sweep([place for _, _, place in self.sequence], self.start, self.end, stuck, self.missing)
 
 
 @dataclass(frozen=True)

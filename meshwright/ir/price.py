@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import NONE, Action, Cell, Entry, Kind, Op, Value
+from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Kind, Op, Value
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
@@ -28,6 +28,8 @@ class Price:
         self.overlap = overlap
         self.recompute = schedule.recompute or ()
         self.narrow = all(len(team) == 1 for copy in schedule.placement.teams for teams in copy for team in teams)
+        self._seconds: dict[tuple[Op, int, int], float] = {}
+        self._bytes: dict[tuple[Kind, int, int], float] = {}
 
     def entry_s(self, worker: int, entry: Entry) -> float:
         """How long an entry occupies its worker (a sync: its group)."""
@@ -40,17 +42,18 @@ class Price:
 
     def action_s(self, worker: int, action: Action) -> float:
         """How long an action takes on this worker, for its rows and its part of the microbatch."""
-        if action.op is Op.S:
-            return self.sync_s(action.stage)
-        if action.op is Op.N or action.op is Op.U or action.op is Op.G:
-            return 0.0
-        time = self.whole_s(action.op, action.stage)
-        if action.part != NONE:
-            time /= self.schedule.parts
-        return time if self.narrow else time * self.row_share(worker, action.replica, action.stage, action.mb)
+        key = (action.op, action.stage, action.part)
+        time = self._seconds.get(key)
+        if time is None:
+            time = self._seconds[key] = self.whole_s(action.op, action.stage) / self._parts(action.part)
+        if self.narrow or action.op not in COMPUTE:
+            return time
+        return time * self.row_share(worker, action.replica, action.stage, action.mb)
 
     def whole_s(self, op: Op, stage: int) -> float:
-        """An op on all rows of a microbatch; recompute inside a backward is part of it."""
+        """An op on all rows of a microbatch, or a sync; recompute inside a backward is part of it."""
+        if op not in COMPUTE:
+            return self.sync_s(stage) if op is Op.S else 0.0
         cost = self.costs[stage]
         share = self.recompute[stage].share if self.recompute else 1.0
         inside = share * cost.recompute_s if self._inline(stage) else 0.0
@@ -74,13 +77,27 @@ class Price:
 
     def value_bytes(self, worker: int, value: Value) -> float:
         """How much memory a value takes on this worker."""
-        stage, kind = value.stage, value.kind
+        kind = value.kind
+        key = (kind, value.stage, value.part)
+        size = self._bytes.get(key)
+        if size is None:
+            size = self._bytes[key] = self.whole_bytes(kind, value.stage) / self._parts(value.part)
+        if self.narrow or not size:
+            return size
+        if kind is Kind.ACT or kind is Kind.GRAD:
+            return size * self._piece_share(value)
+        rows = kind is Kind.SAVED or kind is Kind.REST or kind is Kind.KEPT
+        return size * self.row_share(worker, value.replica, value.stage, value.mb) if rows else size
+
+    def whole_bytes(self, kind: Kind, stage: int) -> float:
+        """How much memory a kind of value takes with all rows of a microbatch."""
         match kind:
-            case Kind.ACT | Kind.GRAD:
-                cost = self.costs[stage]
-                return (cost.output_bytes if kind is Kind.ACT else cost.gradient_bytes) * self._piece_share(value)
+            case Kind.ACT:
+                return self.costs[stage].output_bytes
+            case Kind.GRAD:
+                return self.costs[stage].gradient_bytes
             case Kind.SAVED | Kind.REST | Kind.KEPT:
-                return self._saved_bytes(kind, stage) * self._part(value) * self._rows(worker, value)
+                return self._saved_bytes(kind, stage)
             case Kind.PARAM | Kind.WGRAD | Kind.PARTIAL | Kind.SUM:
                 return self.costs[stage].parameter_bytes if stage < len(self.costs) else 0.0
             case Kind.NORM | Kind.OPT | Kind.TURN:
@@ -111,16 +128,10 @@ class Price:
         before = self.costs[stage - 1].output_bytes if stage else 0.0
         return before + (1.0 - self.recompute[stage].share) * full
 
-    def _part(self, value: Value) -> float:
-        return 1.0 if value.part == NONE else 1.0 / self.schedule.parts
-
-    def _rows(self, worker: int, value: Value) -> float:
-        return 1.0 if self.narrow else self.row_share(worker, value.replica, value.stage, value.mb)
+    def _parts(self, part: int) -> int:
+        return 1 if part == NONE else self.schedule.parts
 
     def _piece_share(self, value: Value) -> float:
-        share = self._part(value)
-        if value.piece == NONE:
-            return share
         placement = self.schedule.placement
         teams = (placement.team(value.replica, value.stage + k, value.mb) for k in (0, 1))
-        return share * placement.piece_share(value.piece, *teams)
+        return placement.piece_share(value.piece, *teams)

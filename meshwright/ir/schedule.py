@@ -5,8 +5,8 @@ any length runs from it:
 
     lists = prologue + period + period shifted by 1 + ... + drain shifted by `repeats`
 
-A schedule with a flush is all period. Sync units number the parameters: unit s is what stage s has for itself,
-unit `stages + i` is the i-th tie group, shared between the stages it names.
+A schedule with a flush is all period. One with forwards alone (evaluation) stays at one version. Sync units number the
+parameters: unit s is what stage s has for itself, unit `stages + i` is the i-th tie group, shared between the stages it names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright.ir.action import Action, Entry, actions, walk
+from meshwright.ir.action import Action, Entry, Op, actions, walk
 from meshwright.ir.placement import Placement
 
 Lists = tuple[tuple[Entry, ...], ...]
@@ -80,6 +80,12 @@ class Schedule:
             (stage, *(self.stages + i for i, tied in enumerate(self.ties) if stage in tied)) for stage in range(self.stages)
         )
 
+    @cached_property
+    def forward_only(self) -> bool:
+        """Is there nothing but forwards? Then nothing is kept for backwards, synced or updated."""
+        ops = (action.op for lists in (self.prologue, self.period, self.drain) for entries in lists for action in walk(entries))
+        return next(ops, None) is Op.F and all(op is Op.F for op in ops)
+
     def stages_of(self, unit: int) -> tuple[int, ...]:
         """The stages that use a unit's parameters."""
         return (unit,) if unit < self.stages else self.ties[unit - self.stages]
@@ -119,8 +125,7 @@ class Schedule:
             shifts = [*range(self.repeats)] if reader in in_period else []
             shifts += [self.repeats] if reader in in_drain else []
             for k in shifts or [0]:
-                later = k * self.microbatches, k
-                edges[writer.shifted(*later), reader.shifted(*later)] = None
+                edges[writer.shifted(*self._shift(k)), reader.shifted(*self._shift(k))] = None
         return tuple((writer, reader) for writer, reader in edges if writer in there and reader in there)
 
     @cached_property
@@ -139,4 +144,9 @@ class Schedule:
         return replace(self, repeats=repeats)
 
     def _later(self, entries: tuple[Entry, ...], k: int) -> Iterable[Entry]:
-        return entries if k == 0 else (entry.shifted(k * self.microbatches, k) for entry in entries)
+        mb, version = self._shift(k)
+        return entries if k == 0 else (entry.shifted(mb, version) for entry in entries)
+
+    def _shift(self, k: int) -> tuple[int, int]:
+        """By how many microbatches and versions the k-th period comes later."""
+        return k * self.microbatches, 0 if self.forward_only else k

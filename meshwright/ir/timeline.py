@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir import reading
-from meshwright.ir.action import COMPUTE, Entry, Op, actions, parse
+from meshwright.ir.action import COMPUTE, Action, Entry, Op, actions, parse
 from meshwright.ir.reading import Reader, count, flag, number, parsed, positive, rows
 
 SCHEMA = 1
@@ -71,13 +71,14 @@ class Timeline:
         """For each worker what it computes, in order."""
         found: list[list[Span]] = [[] for _ in range(self.workers)]
         for span in self.spans:
-            if span.lane is Lane.COMPUTE and any(a.op in COMPUTE for a in actions(span.entry)):
+            if span.lane is Lane.COMPUTE and _computes(span.entry):
                 found[span.worker].append(span)
         return tuple(tuple(spans) for spans in found)
 
     def busy_s(self, worker: int, begin_s: float = 0.0, end_s: float = float("inf")) -> float:
         """How long a worker computes, in a window or at all."""
-        return sum(max(0.0, min(s.end_s, end_s) - max(s.start_s, begin_s)) for s in self.compute[worker])
+        inside = [s for s in self.compute[worker] if s.start_s < end_s and s.end_s > begin_s]
+        return sum([min(s.end_s, end_s) - max(s.start_s, begin_s) for s in inside])
 
     @property
     def bubble_ratio(self) -> float:
@@ -154,6 +155,10 @@ class Timeline:
 
 
 _KEYS = frozenset(["schema", "kind", "schedule", "workers", "flush", "lower_bound_s", "parameter_copies", "spans", "memory"])
+
+
+def _computes(entry: Entry) -> bool:
+    return entry.op in COMPUTE if isinstance(entry, Action) else any(a.op in COMPUTE for a in actions(entry))
 
 
 def _level(row: Any) -> Level:

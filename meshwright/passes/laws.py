@@ -17,7 +17,7 @@ class Law(StrEnum):
     """What a schedule must keep; the value is what users see."""
 
     PLACEMENT = "placement"  # an action stands on a worker that holds its stage
-    ONCE = "once"  # F once, then B once or I then W once; S, N and U once per round
+    ONCE = "once"  # F once, then B once or I then W once; S, N and U once per round; or F alone everywhere
     ORDER = "order"  # F before R before B or I before W, in the worker's own list
     VERSION = "version"  # no version is read before it exists; a backward reads its forward's
     UNIT = "unit"  # every parameter lives in exactly one unit
@@ -150,7 +150,7 @@ def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -
                     yield Violation(Law.VERSION, worker, index, entry, reason)
                 done[key] = before + action.op.value
                 where[key] = (index, entry)
-    for key, history in done.items():
+    for key, history in () if schedule.forward_only else done.items():
         if history[-1] not in "BW":
             index, entry = where[key]
             missing = "W" if history[-1] == "I" else "backward"
@@ -205,6 +205,8 @@ def _complete(schedule: Schedule) -> Iterator[Violation]:
 
 def _rounds(schedule: Schedule) -> Iterator[Violation]:
     """S and U once per unit and round on every holder, N once per round on every worker; all or none of each."""
+    if schedule.forward_only:
+        return
     counts: dict[Op, Counter[tuple[int, int, int]]] = defaultdict(Counter)
     for worker, entries in enumerate(schedule.lists):
         for index, entry in enumerate(entries):

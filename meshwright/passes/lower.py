@@ -99,7 +99,7 @@ def lowered_flow(
         done = comm(work, flow=flow)
     else:
         clock = _Clock(Price(work, costs, cluster), flow)
-        done = comm(work, flow=flow, duration=clock.duration, delay=clock.delay if cluster is not None else None)
+        done = comm(work, flow=flow, duration=clock.duration, delay=None if cluster is None or cluster.free else clock.delay)
     if closed and schedule.repeats != 1:
         return Flow.of(replace(done.schedule, repeats=schedule.repeats))
     return done

@@ -38,6 +38,8 @@ class Sync(StrEnum):
 
 def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | None = None) -> Schedule:
     """Add the syncs, the reduction and the updates that a schedule lacks; what it has placed stays as it is."""
+    if schedule.forward_only:
+        return schedule
     placed = {action.op for entries in schedule.lists for action in walk(entries)}
     schedule = replace(schedule, ring=schedule.ring or policy is Sync.RING)
     if Op.U in placed and schedule.ties and not schedule.flush:

@@ -6,9 +6,6 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from meshwright.ir.action import Op, actions
 from meshwright.ir.timeline import Lane, Span, Timeline
 
@@ -91,26 +88,22 @@ def versus(predicted: Timeline, measured: Timeline, *, largest: int = 5) -> Vers
     )
 
 
-def print_versus(console: Console, found: Versus) -> None:
-    """Totals, a line per kind of action, and the spans that were latest."""
-    console.print(
+def versus_text(found: Versus) -> str:
+    """Totals, a line per kind of action, and the spans that were furthest off."""
+    lines = [
         f"predicted {found.predicted_makespan_s:.6g} s   measured {found.measured_makespan_s:.6g} s   ratio {found.ratio:.4f}"
         f"   bubble {found.predicted_bubble:.2%} predicted, {found.measured_bubble:.2%} measured",
-        soft_wrap=True,
-    )
-    table = Table(box=None, pad_edge=False)
-    for name in ("worker", "op", "count", "predicted ms", "measured ms", "ratio"):
-        table.add_column(name, justify="right")
+        f"{'worker':>6}  {'op':>3}  {'spans':>5}  {'predicted ms':>12}  {'measured ms':>11}  {'ratio':>6}",
+    ]
     for row in found.rows:
         ratio = f"{row.measured_s / row.predicted_s:.4f}" if row.predicted_s else "-"
-        table.add_row(
-            str(row.worker), row.op, str(row.spans), f"{row.predicted_s * 1e3:.3f}", f"{row.measured_s * 1e3:.3f}", ratio
-        )
-    console.print(table)
+        times = f"{row.predicted_s * 1e3:>12.3f}  {row.measured_s * 1e3:>11.3f}"
+        lines.append(f"{row.worker:>6}  {row.op:>3}  {row.spans:>5}  {times}  {ratio:>6}")
     for pair in found.largest:
-        console.print(f"worker {pair.worker} {pair.entry} ended {pair.late_s * 1e3:+.3f} ms from its prediction", markup=False)
+        lines.append(f"worker {pair.worker} {pair.entry} ended {pair.late_s * 1e3:+.3f} ms from its prediction")
     if found.unmatched:
-        console.print(f"{found.unmatched} actions are in one of the timelines only")
+        lines.append(f"{found.unmatched} actions are in one of the timelines only")
+    return "\n".join(lines)
 
 
 def _pairs(predicted: Timeline, measured: Timeline) -> tuple[list[tuple[str, Pair]], int]:

@@ -6,15 +6,15 @@ an absolute deadline, so that what happens before them is not added to them. No 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 now = time.monotonic
@@ -27,39 +27,55 @@ class Timing(StrEnum):
     STAMPED = "stamped"  # when the model says, which messages carry: measures the schedule
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+@cache
+def _absolute_sleep() -> Callable[[float], None] | None:
+    """Sleeping to a moment by the system itself, where it can; ctypes is loaded only when something sleeps."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
 
+    class _Timespec(ctypes.Structure):
+        _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
-_CLOCK_MONOTONIC, _TIMER_ABSTIME, _PR_SET_TIMERSLACK = 1, 1, 29
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    nanosleep, byref = ctypes.CDLL(None).clock_nanosleep, ctypes.byref
+
+    def sleep(moment_s: float) -> None:
+        whole = int(moment_s)
+        deadline = byref(_Timespec(whole, int((moment_s - whole) * 1e9)))
+        while nanosleep(_CLOCK_MONOTONIC, _TIMER_ABSTIME, deadline, None) == errno.EINTR:
+            pass
+
+    return sleep
 
 
 def sleep_until(moment_s: float) -> None:
     """Return at a moment of this host's clock; at once if it is over."""
-    if _libc is None:
-        if (left := moment_s - now()) > 0:
-            time.sleep(left)
+    left = moment_s - now()
+    if left <= 0:
         return
-    if moment_s <= now():
-        return
-    whole = int(moment_s)
-    deadline = ctypes.byref(_Timespec(whole, int((moment_s - whole) * 1e9)))
-    while _libc.clock_nanosleep(_CLOCK_MONOTONIC, _TIMER_ABSTIME, deadline, None) == errno.EINTR:
-        pass
+    if (sleep := _absolute_sleep()) is not None:
+        sleep(moment_s)
+    else:
+        time.sleep(left)
 
 
 @contextmanager
 def fine_timers() -> Iterator[None]:
     """Let sleeps of this thread end within a nanosecond of their deadline instead of the usual 50 microseconds."""
-    if _libc is None:
+    if sys.platform != "linux":
         yield
         return
-    _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         yield
     finally:
-        _libc.prctl(_PR_SET_TIMERSLACK, 0, 0, 0, 0)  # 0 is the default again
+        libc.prctl(_PR_SET_TIMERSLACK, 0, 0, 0, 0)  # 0 is the default again
+
+
+_CLOCK_MONOTONIC, _TIMER_ABSTIME, _PR_SET_TIMERSLACK = 1, 1, 29
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.ir.action import COMPUTE, Cell, Op, Transfer, Value, walk
 from meshwright.ir.price import Price
 from meshwright.ir.schedule import Schedule
+from meshwright.runtime.edges import Bare
 from meshwright.runtime.program import Program, Step
 
 WORD = 8
@@ -30,6 +31,7 @@ class Work:
     words: int = 2
     link_waits: tuple[int, ...] = ()
     second: bool = False
+    shape: Bare | None = None
 
 
 def works(program: Program, price: Price) -> dict[int, Work]:
@@ -67,7 +69,8 @@ def _message(step: Step, price: Price, worker: int, brought: set[int]) -> Work:
     busy, latency = price.message_s(value, *ends)
     payload = min(int(price.value_bytes(ends[0], value)), LARGEST)
     waits = (step.slot,) if step.sends and step.slot in brought else ()
-    return Work(busy, waits, latency, 2 + -(-payload // WORD))
+    words = 2 + -(-payload // WORD)
+    return Work(busy, waits, latency, words, shape=Bare(words * WORD))
 
 
 def peer_of(step: Step) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -29,11 +30,15 @@ DTYPES = (
 SHAPED = (Kind.ACT, Kind.GRAD)
 """Kinds whose shape only the sender knows."""
 
-BARE = "bare"
-"""The shape of a message that both ends know beforehand whatever its kind: it needs no header."""
-
 Contract = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 """Shape, dtype and whether it takes a gradient, of each tensor of a bundle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """The shape of a message that both ends know beforehand, whatever its kind: it needs no header."""
+
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -66,7 +71,7 @@ class Edges:
     def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
         """Start to send; `shape` names what the contract depends on."""
         key = (channel, shape)
-        if key not in self.sent and channel.kind in SHAPED and shape is not BARE:
+        if key not in self.sent and channel.kind in SHAPED and not isinstance(shape, Bare):
             self.sent[key] = _contract(bundle)
             self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
         for tensor in bundle.tensors:
@@ -84,9 +89,12 @@ class Edges:
         receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
         return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel)
 
-    def knows(self, channel: Channel, shape: object) -> bool:
-        """Was the contract of this shape agreed before?"""
-        return shape is BARE or (channel, shape) in self.agreed
+    def message_bytes(self, channel: Channel, shape: object) -> int | None:
+        """How large a message of this shape is; None where no contract was agreed yet."""
+        if isinstance(shape, Bare):
+            return shape.nbytes
+        contract = self.agreed.get((channel, shape))
+        return None if contract is None else sum(prod(size) * dtype.itemsize for size, dtype, _ in contract)
 
     def fill(self, channel: Channel, room: Bundle) -> Pending:
         """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""

@@ -21,7 +21,7 @@ from meshwright.ir.cluster import Duplex
 from meshwright.ir.price import Price
 from meshwright.runtime.clock import Clock, Timing
 from meshwright.runtime.durations import Work, peer_of, rounds_before_compute, works
-from meshwright.runtime.edges import BARE, Pending
+from meshwright.runtime.edges import Pending
 from meshwright.runtime.executor import Store
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
@@ -211,7 +211,7 @@ class Emulated:
 
     def shape(self, step: Step) -> object:
         """All messages cross, and both ends know their sizes."""
-        return BARE
+        return self._works[id(step)].shape
 
     # -- times
 

@@ -14,6 +14,16 @@ from meshwright.runtime.edges import SHAPED, Edges, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.trace import Trace
+from meshwright.runtime.transport.base import Channel
+
+DEPTH = 2
+"""Receives of a channel that may be posted and unread, whatever their size ..."""
+
+WINDOW_BYTES = 1 << 16
+"""... and more, where they are small: as many as fit in here."""
+
+LARGEST = 64
+"""... but not more than this."""
 
 
 class Store:
@@ -88,6 +98,7 @@ class Executor:
         self.program, self.edges, self.hands, self.trace = program, edges, hands, trace
         self.at: Step | None = None
         self.done = 0
+        self._early: dict[object, tuple[Step, ...]] = {}
 
     def run(self, first_step: int = 0) -> None:
         """Walk the list once; its first microbatch is the first of step `first_step`."""
@@ -95,8 +106,7 @@ class Executor:
         trace = self.trace
         if trace is not None:
             trace.walk()
-        early = self.edges.posts_early and all(self._agreed(step) for step in self.program.steps)
-        for step in self.program.early if early else self.program.steps:
+        for step in self._steps():
             self.at = step
             if trace is None:
                 self._do(step)
@@ -144,11 +154,22 @@ class Executor:
             for slot in step.signals:
                 store.slots[slot] = hands.turn(step)
 
-    def _agreed(self, step: Step) -> bool:
-        """Can this step be posted without waiting for a header?"""
-        if step.channel is None or step.sends or step.channel.kind not in SHAPED:
-            return True
-        return (shape := self.hands.shape(step)) is None or self.edges.knows(step.channel, shape)
+    def _steps(self) -> tuple[Step, ...]:
+        """The list, with receives moved up where they do not block and every shape of this walk is known."""
+        if not self.edges.posts_early:
+            return self.program.steps
+        shapes = tuple([self.hands.shape(step) if step.receives else None for step in self.program.steps])
+        if shapes not in self._early:
+            depth: dict[Channel, int] = {}
+            for step, shape in zip(self.program.steps, shapes, strict=True):
+                if step.channel is None or not step.receives:
+                    continue
+                size = self.edges.message_bytes(step.channel, shape) if step.channel.kind in SHAPED and shape else 1
+                if size is None:
+                    return self.program.steps
+                depth[step.channel] = min(depth.get(step.channel, LARGEST), max(DEPTH, WINDOW_BYTES // max(size, 1)))
+            self._early = {shapes: self.program.early(depth)}
+        return self._early[shapes]
 
     def _send(self, step: Step) -> None:
         assert step.channel is not None

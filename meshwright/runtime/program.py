@@ -6,9 +6,8 @@ The executor walks the steps and never asks what depends on what.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Kind, Op, Transfer, Value, actions
 from meshwright.ir.effects import rule
@@ -39,9 +38,10 @@ class Step:
     waits: tuple[int, ...] = ()
     signals: tuple[int, ...] = ()
 
-
-DEPTH = 2
-"""Receives of a channel that may be posted and unread."""
+    @property
+    def receives(self) -> bool:
+        """Is this the receiving end of a message?"""
+        return self.channel is not None and not self.sends
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ class Program:
     steps: tuple[Step, ...]
     values: tuple[Value, ...]
 
-    @cached_property
-    def early(self) -> tuple[Step, ...]:
-        """The steps with each receive moved up to where the last but one message of its channel is read.
+    def early(self, depth: Mapping[Channel, int]) -> tuple[Step, ...]:
+        """The steps with each receive moved up to where, `depth` messages before it on its channel, one is read.
 
         What does not block may be posted there: a message that finds its receive posted needs one round trip less.
         """
@@ -65,8 +64,8 @@ class Program:
         for index, step in enumerate(self.steps):
             if step.channel is None or step.sends:
                 continue
-            before = seen[step.channel]
-            place = last_read.get(before[-DEPTH].slot, index) if len(before) >= DEPTH else -1
+            before, ahead = seen[step.channel], depth[step.channel]
+            place = last_read.get(before[-ahead].slot, index) if len(before) >= ahead else -1
             behind[min(place, index)].append(step)
             before.append(step)
         moved = {id(step) for steps in behind.values() for step in steps}

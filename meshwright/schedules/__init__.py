@@ -48,6 +48,13 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     return {key: parameter for key, parameter in parameters(name).items() if key not in GIVEN}
 
 
+def capped(name: str) -> dict[str, object] | None:
+    """The options under which a schedule makes use of its option `memory`: its CAPPED, or any; None if it has no such option."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    found: dict[str, object] = getattr(module, "CAPPED", {})
+    return found if "memory" in options(name) else None
+
+
 def compared(name: str) -> tuple[dict[str, object], ...]:
     """The sets of options worth comparing: a schedule file's COMPARED, or its defaults alone."""
     module = importlib.import_module(f"{__name__}.{name}")
@@ -60,13 +67,13 @@ def build(
     *,
     workers: int,
     microbatches: int,
-    steps: int | None = None,
+    steps: int = 1,
     costs: Sequence[StageCost] | None = None,
     cluster: Cluster | None = None,
     **chosen: object,
 ) -> Schedule:
-    """Build a schedule by name. `steps` is 1, or 4 for schedules without a flush; texts of options are converted."""
-    for what, count in (("workers", workers), ("microbatches", microbatches), ("steps", steps if steps is not None else 1)):
+    """Build a schedule by name, for so many steps; texts of options are converted."""
+    for what, count in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=4")
     known = options(name)
@@ -76,11 +83,11 @@ def build(
         raise MeshwrightError(f"{name} has no option {', '.join(repr(key) for key in unknown)}", fix=listed)
     values = {key: _converted(name, known[key], value) for key, value in chosen.items()}
     takes = parameters(name)
-    given = {"steps": 4 if steps is None else steps, "costs": costs, "cluster": cluster}
+    given = {"steps": steps, "costs": costs, "cluster": cluster}
     extra: dict[str, object] = {key: value for key, value in given.items() if key in takes}
     schedule = builder(name)(workers=workers, microbatches=microbatches, **extra, **values)
     schedule = replace(schedule, options=tuple(sorted(values.items())))
-    return schedule if "steps" in takes else schedule.repeated(steps or 1)
+    return schedule if "steps" in takes else schedule.repeated(steps)
 
 
 def _converted(name: str, parameter: inspect.Parameter, value: object) -> object:

@@ -28,7 +28,7 @@ def build(
     *,
     workers: int,
     microbatches: int,
-    steps: int = 4,
+    steps: int = 1,
     costs: Sequence[StageCost] | None = None,
     rule: Literal["v1", "v2"] = "v2",
     margin: int | None = None,

@@ -10,7 +10,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.schedules._endless import endless
 
 
-def build(*, workers: int, microbatches: int, steps: int = 4) -> Schedule:
+def build(*, workers: int, microbatches: int, steps: int = 1) -> Schedule:
     """`steps` times `microbatches` rounds of one microbatch each."""
     return endless(
         "pipedream",

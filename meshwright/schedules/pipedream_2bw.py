@@ -10,7 +10,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.schedules._endless import endless
 
 
-def build(*, workers: int, microbatches: int, steps: int = 4) -> Schedule:
+def build(*, workers: int, microbatches: int, steps: int = 1) -> Schedule:
     """A round needs at least as many microbatches as there are in flight, or version t - 1 would come too late."""
     if microbatches < workers - 1:
         raise MeshwrightError(

@@ -23,6 +23,7 @@ from meshwright.schedules._halves import Limits, Line, linear, shared
 from meshwright.schedules._words import actions_of
 
 COMPARED: tuple[dict[str, object], ...] = ({"variant": "h1"}, {"variant": "h2"}, {"variant": "auto"})
+CAPPED: dict[str, object] = {"variant": "auto"}
 
 
 def build(

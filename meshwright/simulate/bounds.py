@@ -9,9 +9,10 @@ is the head, round-trip, tail bound of pipeline planning.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from heapq import heappop, heappush
 
-from meshwright.ir.action import Action, Cell, Op, Transfer
+from meshwright.ir.action import Action, Entry, Op
 from meshwright.ir.cluster import Duplex
 from meshwright.ir.price import Price
 from meshwright.simulate.program import Message, Program
@@ -19,16 +20,19 @@ from meshwright.simulate.program import Message, Program
 Job = tuple[float, float, float]
 """(head, length, tail)."""
 
+COMPUTE = "compute"
+
 
 def lower_bound(program: Program, price: Price) -> float:
     """The largest one-machine bound over all workers and links."""
-    machine, heads, lengths, tails = _chains(program, price)
-    jobs: dict[object, list[Job]] = defaultdict(list)
-    for node, where in enumerate(machine):
-        if where is not None:
-            jobs[where].append((heads[node], lengths[node], tails[node]))
-    chain = max((h + n + t for h, n, t in zip(heads, lengths, tails, strict=True)), default=0.0)
-    return max([chain, *(one_machine(each) for each in jobs.values())])
+    found = _chains(program, price)
+    machines = [_machine(program, what) for _, what in program.classes]
+    jobs: dict[Hashable, list[Job]] = defaultdict(list)
+    for places, class_, job in zip(program.places, program.class_of, found, strict=True):
+        # What takes no time makes no machine busier: the longest chain has it already.
+        if job[1] and (where := machines[class_]) is not None:
+            jobs[places[0][0] if where == COMPUTE else where].append(job)
+    return max([max(map(sum, found), default=0.0), *map(one_machine, jobs.values())])
 
 
 def one_machine(jobs: list[Job]) -> float:
@@ -57,43 +61,50 @@ def one_machine(jobs: list[Job]) -> float:
     return best
 
 
-def _chains(program: Program, price: Price) -> tuple[list[object], list[float], list[float], list[float]]:
-    """For each node its machine, the longest chain of inputs before it, its length, and the longest chain after it.
+def _chains(program: Program, price: Price) -> list[Job]:
+    """For each node the longest chain of inputs before it, its length, and the longest chain after it.
 
     Only real dependencies count: what a value needs, never the order of a list.
     """
-    flow, table = program.flow, program.table(price)
-    producer: dict[tuple[int, int], int] = {}
-    before: list[list[int]] = []
-    machine: list[object] = []
-    for places, class_ in zip(program.places, program.class_of, strict=True):
-        what = program.classes[class_][1]
-        node = len(before)
-        needs: list[int] = []
-        for worker, index in places[:1] if isinstance(what, Message) else places:
-            needs += [producer[worker, v] for v in flow.reads[worker][index] if (worker, v) in producer]
-        before.append(needs)
-        for worker, index in places:
-            for value in flow.writes[worker][index]:
-                producer[worker, value] = node
-        machine.append(_machine(program, what, places[0][0]))
+    table = program.table(price)
+    before = _needs(program)
     lengths = [table[class_][0] for class_ in program.class_of]
     latency = [table[class_][1] for class_ in program.class_of]
-    heads = [0.0] * len(before)
-    tails = list(latency)
+    heads: list[float] = []
+    done: list[float] = []
     for node, needs in enumerate(before):
-        heads[node] = max((heads[n] + lengths[n] + latency[n] for n in needs), default=0.0)
+        head = max([done[n] for n in needs]) if needs else 0.0
+        heads.append(head)
+        done.append(head + lengths[node] + latency[node])
+    tails = list(latency)
     for node in range(len(before) - 1, -1, -1):
         behind = lengths[node] + tails[node]
         for need in before[node]:
-            tails[need] = max(tails[need], latency[need] + behind)
-    return machine, heads, lengths, tails
+            if latency[need] + behind > tails[need]:
+                tails[need] = latency[need] + behind
+    return list(zip(heads, lengths, tails, strict=True))
 
 
-def _machine(program: Program, what: object, worker: int) -> object | None:
+def _needs(program: Program) -> list[list[int]]:
+    """For each node those that make what it reads; a message reads at its sender only."""
+    flow = program.flow
+    producer: list[dict[int, int]] = [{} for _ in flow.lists]
+    found: list[list[int]] = []
+    for node, places in enumerate(program.places):
+        needs: list[int] = []
+        for worker, index in places:
+            made = producer[worker]
+            needs += [made[value] for value in flow.reads[worker][index] if value in made]
+        found.append(needs)
+        for worker, index in places:
+            for value in flow.writes[worker][index]:
+                producer[worker][value] = node
+    return found
+
+
+def _machine(program: Program, what: Entry | Message) -> Hashable:
+    """What a class of nodes occupies: a link, `COMPUTE` on its worker, or nothing that only one can have."""
     if isinstance(what, Message):
-        half = program.duplex is Duplex.HALF
-        return (min(what.source, what.target), max(what.source, what.target), half) if half else (what.source, what.target)
-    if isinstance(what, Action) and what.op in (Op.S, Op.N):
-        return None
-    return worker if isinstance(what, Action | Cell) and not isinstance(what, Transfer) else None
+        ends = (what.source, what.target)
+        return ends if program.duplex is Duplex.FULL else tuple(sorted(ends))
+    return None if isinstance(what, Action) and what.op in (Op.S, Op.N) else COMPUTE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.ir.action import Action
+from meshwright.ir.action import Action, Entry
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.effects import collective
 from meshwright.ir.lifetime import lives, parameter_copies
@@ -44,14 +44,10 @@ def timeline(program: Program, price: Price, starts: Sequence[float], ready: Seq
     schedule, flow = program.schedule, program.flow
     spans: list[Span] = []
     times: list[list[tuple[float, float]]] = [[(0.0, 0.0)] * len(entries) for entries in flow.lists]
+    lanes = [_lanes(schedule, what) for _, what in program.classes]
     for places, class_, start, end in zip(program.places, program.class_of, starts, ready, strict=True):
-        what = program.classes[class_][1]
-        for number, (worker, index) in enumerate(places):
+        for (worker, index), lane in zip(places, lanes[class_], strict=True):
             times[worker][index] = (start, end)
-            if isinstance(what, Message):
-                lane = Lane.RECEIVE if number else Lane.SEND
-            else:
-                lane = Lane.COMPUTE if len(places) == 1 and not _is_sync(program, worker, index) else Lane.COLLECTIVE
             spans.append(Span(worker, lane, flow.lists[worker][index], start, end))
     held = [list(lives(flow, price, worker)) for worker in range(schedule.workers)]
     return Timeline(
@@ -65,6 +61,9 @@ def timeline(program: Program, price: Price, starts: Sequence[float], ready: Seq
     )
 
 
-def _is_sync(program: Program, worker: int, index: int) -> bool:
-    entry = program.flow.lists[worker][index]
-    return isinstance(entry, Action) and bool(collective(program.schedule, entry))
+def _lanes(schedule: Schedule, what: Entry | Message) -> tuple[Lane, ...]:
+    """What the places of a node occupy, one after the other."""
+    if isinstance(what, Message):
+        return (Lane.SEND, Lane.RECEIVE)
+    group = collective(schedule, what) if isinstance(what, Action) else ()
+    return (Lane.COLLECTIVE,) * len(group) or (Lane.COMPUTE,)

@@ -69,47 +69,42 @@ class Program:
         elif isinstance(entry, Action) and (entry.op is Op.N or (entry.op is Op.S and not self.schedule.ring)):
             self._add_collective(event, entry)
         else:
-            node = self._node(event, self._class(worker, entry))
-            waits = self.waits[node]
-            if self._compute[worker] >= 0:
-                waits.append(self._compute[worker])
-            waits += self._arrivals(worker, index)
-            self._compute[worker] = node
+            self._compute[worker] = self._node(event, self._class(worker, entry), self._inputs(worker, index))
 
     def _add_message(self, event: tuple[Place, ...], entry: Transfer) -> None:
         (source, index), (target, _) = event
         message = Message(entry.value, source, target)
-        node = self._node(event, self._class_of_message(message))
-        waits = self.waits[node]
-        if self._compute[source] >= 0:
-            waits.append(self._compute[source])
-        waits += self._arrivals(source, index)
         link = (source, target) if self.duplex is Duplex.FULL else (min(source, target), max(source, target))
-        self.link_before[node] = self._link.get(link, -1)
+        before = self._link.get(link, -1)
+        node = self._node(event, self._class_of_message(message), self._inputs(source, index), before)
         self._link[link] = node
-        self._brought[target][self.flow.ids[entry.value]] = node
+        self._brought[target][self.flow.reads[source][index][0]] = node
 
     def _add_collective(self, event: tuple[Place, ...], entry: Action) -> None:
         group = collective(self.schedule, entry)
-        node = self._node(event, self._class(event[0][0], entry))
+        waits: list[int] = []
+        node = self._node(event, self._class(event[0][0], entry), waits)
         for member, index in event:
-            self.waits[node] += [n for n in (self._compute[member], self._collective[member]) if n >= 0]
-            self.waits[node] += self._arrivals(member, index)
+            waits += self._inputs(member, index)
+            if self._collective[member] >= 0:
+                waits.append(self._collective[member])
             self._collective[member] = node
             for value in self.flow.writes[member][index]:
                 self._brought[member][value] = node
         assert len(group) == len(event)
 
-    def _arrivals(self, worker: int, index: int) -> list[int]:
+    def _inputs(self, worker: int, index: int) -> list[int]:
+        """The computation before an entry of a worker, and what brings the values it reads."""
         brought = self._brought[worker]
-        if not brought:
-            return []
-        return [brought[value] for value in self.flow.reads[worker][index] if value in brought]
+        waits = [brought[value] for value in self.flow.reads[worker][index] if value in brought]
+        if self._compute[worker] >= 0:
+            waits.append(self._compute[worker])
+        return waits
 
-    def _node(self, event: tuple[Place, ...], class_: int) -> int:
+    def _node(self, event: tuple[Place, ...], class_: int, waits: list[int], link_before: int = -1) -> int:
         self.places.append(event)
-        self.waits.append([])
-        self.link_before.append(-1)
+        self.waits.append(waits)
+        self.link_before.append(link_before)
         self.class_of.append(class_)
         return len(self.places) - 1
 
@@ -130,8 +125,9 @@ class Program:
         return self._intern(key, (source, message))
 
     def _intern(self, key: Hashable, example: tuple[int, Entry | Message]) -> int:
-        found = self._classes.setdefault(key, len(self.classes))
-        if found == len(self.classes):
+        found = self._classes.get(key)
+        if found is None:
+            found = self._classes[key] = len(self.classes)
             self.classes.append(example)
         return found
 

@@ -6,7 +6,8 @@ A channel is a ring of slots in an anonymous file that both ends map, and two pi
              (K messages ahead at most)        <-- one byte: free --
 
 A reader sleeps in `read`, so nobody spins, and the end of a pipe tells at once that the peer died. Nothing has a name in
-the file system. A send blocks while the ring is full, so a receiver may have at most K receives posted and not waited for.
+the file system. A send blocks while the ring is full; a receiver that posts more than K receives takes the oldest first.
+So send i waits at most until its own receive is posted: never longer than if every send and receive blocked.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ class SharedTransport:
         meet_timeout_s: float = 60.0,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
+        self._slots = slots
         self._ends: dict[Channel, _End] = {}
         mine = own_channels(channels, rank)
         lines = meet(run_id, rank, {other(channel, rank) for channel in mine}, meet_timeout_s)
@@ -163,6 +165,8 @@ class SharedTransport:
         """Remember where the message goes; it is copied out when it is waited for."""
         assert tensor.is_cpu and tensor.is_contiguous(), "bytes are copied as they lie in memory"
         end = self._ends[channel]
+        if len(end.posted) >= self._slots:
+            self.fill(end)
         end.posted.append(tensor)
         return SharedReceipt(self, end, end.done + len(end.posted))
 

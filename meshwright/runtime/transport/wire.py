@@ -1,7 +1,7 @@
 """Messages over torch.distributed: gloo between CPUs, NCCL between GPUs, on any number of hosts.
 
-gloo keeps the messages of one (pair, tag) in order, so the kind is the tag and one group carries all channels. NCCL has
-no tags: there each channel gets a process group of its own, so that neither kinds nor directions wait for each other.
+gloo keeps the messages of one (pair, tag) in order, so the kind is the tag and two groups, one per direction, carry all
+channels. NCCL has no tags: there each channel gets a process group of its own, so that neither kinds nor directions wait for each other.
 """
 
 from __future__ import annotations
@@ -74,15 +74,18 @@ class TorchTransport:
         self._lines: dict[Channel, _Line] = {}
         self._pad = torch.zeros(1, dtype=torch.uint8, device=where)
         mine = set(own_channels(channels, rank))
+        # On gloo a send and the word that a receive is posted would wait for each other's lock: a group per direction.
+        members = dist.get_process_group_ranks(world)
+        ways = (dist.new_group(members), dist.new_group(members)) if tagged and channels else (world, world)
         for channel in channels:
-            line = world if tagged else dist.new_group([channel.source, channel.target])
+            line = ways[channel.source < channel.target] if tagged else dist.new_group([channel.source, channel.target])
             if channel in mine:
                 peer = dist.get_group_rank(line, other(channel, rank))
                 self._lines[channel] = _Line(line, peer, KINDS.index(channel.kind) if tagged else 0)
 
     @property
     def timeout_s(self) -> float | None:
-        """How long a wait may take; None leaves it to the process group."""
+        """How long a wait may take; None leaves it to the process group. With a limit NCCL blocks the host in each wait."""
         return self._timeout_s
 
     @timeout_s.setter

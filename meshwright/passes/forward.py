@@ -1,0 +1,51 @@
+"""A schedule for evaluation: what is left of any schedule when only its forwards run.
+
+    0: F0 F1 F2 B0 F3 B1 ..          0: F0 F1 F2 F3 ..
+    1: F0 F1 B0 F2 B1 F3 ..    ->    1: F0 F1 F2 F3 ..
+    2: F0 B0 F1 B1 F2 B2 ..          2: F0 F1 F2 F3 ..
+
+Placement, replicas, parts and ties stay as they are, so that evaluation runs where training has put the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.ir.action import Cell, Entry, Op, actions
+from meshwright.ir.schedule import Schedule
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule, lowered or not, all with the parameters as they are; a period, so that it repeats.
+
+    Without a flush there is no step to keep: all microbatches of the run become one.
+    """
+    closed = schedule.flush and not schedule.prologue and not schedule.drain
+    lists = schedule.period if closed else schedule.lists
+    channels = (c._replace(producers=tuple(a for a in c.producers if a.op is Op.F)) for c in schedule.channels)
+    return replace(
+        schedule,
+        period=tuple(tuple(_forwards(entries)) for entries in lists),
+        prologue=(),
+        drain=(),
+        repeats=schedule.repeats if closed else 1,
+        microbatches=schedule.microbatches if closed else schedule.microbatches * schedule.steps,
+        recompute=None,
+        turns=(),
+        channels=tuple(channels),
+        flush=True,
+        ring=False,
+        norm=False,
+        lowered=False,
+    )
+
+
+def _forwards(entries: tuple[Entry, ...]) -> Iterator[Entry]:
+    """The forwards of a list; a cell of two stays a cell."""
+    for entry in entries:
+        found = [action._replace(version=0) for action in actions(entry) if action.op is Op.F]
+        if len(found) == 2:
+            yield Cell(*found)
+        else:
+            yield from found

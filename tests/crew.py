@@ -1,0 +1,63 @@
+"""Real processes for tests: forked from a server that has torch loaded, joined by gloo, with a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "meshwright.runtime.transport.choose", "pytest"])
+
+
+def run(function: Callable[..., Any], world: int, *args: Any, deadline_s: float = 20.0) -> list[Any]:
+    """What `function(rank, *args)` returns on each rank: its value, its exception as text, or None if it was killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
+        crew = [
+            CONTEXT.Process(target=_work, args=(pipes[rank][1], folder, rank, world, function, args), daemon=True)
+            for rank in range(world)
+        ]
+        for member, (_, far) in zip(crew, pipes, strict=True):
+            member.start()
+            far.close()
+        try:
+            return _collect([near for near, _ in pipes], deadline_s)
+        finally:
+            for member in crew:
+                member.kill()
+                member.join()
+
+
+def _collect(pipes: list[Connection], deadline_s: float) -> list[Any]:
+    results: list[Any] = ["still running"] * len(pipes)
+    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    end = time.monotonic() + deadline_s
+    while open_pipes and (left := end - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), left):
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            try:
+                results[rank] = pipe.recv()
+            except EOFError:
+                results[rank] = None
+    return results
+
+
+def _work(pipe: Connection, folder: str, rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    try:
+        result = function(rank, *args)
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    pipe.send(result)
+    os._exit(0)  # a broken group must not be taken down politely
