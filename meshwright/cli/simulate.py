@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli import emulate as emulation
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Duplex
+from meshwright.ir.cluster import Cluster, Duplex
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
+from meshwright.passes.lower import lower
 from meshwright.passes.sync import Sync
 from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate as predict
@@ -35,6 +37,11 @@ def simulate(
     overlap: inputs.Overlap = 0.0,
     costs: inputs.Costs = None,
     cluster: inputs.ClusterFile = None,
+    emulate: emulation.Emulate = None,
+    repeat: emulation.Repeat = 5,
+    transport: emulation.Transport = "auto",
+    limit: emulation.Limit = 60.0,
+    trace: emulation.TraceFile = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
@@ -45,11 +52,20 @@ def simulate(
         raise MeshwrightError(
             f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
         )
-    timeline = predict(schedule, flags.stages(schedule), flags.cluster, sync=sync, overlap=overlap)
+    rows, links = flags.stages(schedule), flags.cluster or Cluster()
+    lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if emulate is not None else schedule
+    timeline = predict(lowered, rows, links, sync=sync, overlap=overlap)
+    wish = None if emulate is None else emulation.Wish(emulate, repeat, transport, limit, trace)
+    if wish is None and trace is not None:
+        raise MeshwrightError("--trace is what an emulation measured", fix="--emulate wall")
+    measured = wish.run(lowered, rows, links, overlap, timeline) if wish is not None else None
     if as_json:
-        typer.echo(json.dumps(summary(schedule, timeline)))
-    else:
-        typer.echo(timeline_text(schedule, timeline, colour=inputs.coloured()), color=True)
+        more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
+        typer.echo(json.dumps({**summary(schedule, timeline), **more}))
+        return
+    typer.echo(timeline_text(schedule, timeline, colour=inputs.coloured()), color=True)
+    if wish is not None and measured is not None:
+        typer.echo(emulation.text(wish, measured, timeline))
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

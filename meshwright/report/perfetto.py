@@ -1,4 +1,7 @@
-"""A timeline as a Chrome trace, for ui.perfetto.dev: a process per worker, a thread per lane, arrows for messages."""
+"""A timeline as a Chrome trace, for ui.perfetto.dev: a process per worker, a thread per lane, arrows for messages.
+
+Prediction and measurement of one run go into one file as two processes, with a thread per worker and lane.
+"""
 
 from __future__ import annotations
 
@@ -34,3 +37,25 @@ def to_perfetto(timeline: Timeline) -> str:
             for name, held in (("activations", level.activations), ("bytes", level.bytes)):
                 events.append({"ph": "C", "pid": worker, "name": name, "ts": level.time_s * MICRO, "args": {name: held}})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def both_to_perfetto(predicted: Timeline, measured: Timeline) -> str:
+    """Two timelines over each other; workers stand in the same order in both."""
+    events: list[dict[str, Any]] = []
+    for process, (name, timeline) in enumerate((("predicted", predicted), ("measured", measured))):
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        for worker in range(timeline.workers):
+            for lane in Lane:
+                title = f"worker {worker} {lane.value}"
+                events.append(
+                    {"ph": "M", "pid": process, "tid": _thread(worker, lane), "name": "thread_name", "args": {"name": title}}
+                )
+        for span in timeline.spans:
+            place = {"pid": process, "tid": _thread(span.worker, span.lane), "ts": span.start_s * MICRO}
+            length = (span.end_s - span.start_s) * MICRO
+            events.append({"ph": "X", "name": str(span.entry), "cat": span.lane.value, "dur": length, **place})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _thread(worker: int, lane: Lane) -> int:
+    return worker * len(Lane) + list(Lane).index(lane)

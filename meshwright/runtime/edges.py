@@ -6,6 +6,7 @@ messages of that shape are bare data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -33,18 +34,28 @@ Contract = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 """Shape, dtype and whether it takes a gradient, of each tensor of a bundle."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """The shape of a message that both ends know beforehand, whatever its kind: it needs no header."""
+
+    nbytes: int
+
+
 @dataclass(slots=True)
 class Pending:
-    """A bundle on its way."""
+    """A bundle on its way; `arrived` is called when it has been waited for."""
 
     bundle: Bundle
     receipts: list[Receipt]
     channel: Channel
+    arrived: Callable[[], None] | None = None
 
     def wait(self) -> Bundle:
         """The bundle, when all of it is here."""
         for receipt in self.receipts:
             receipt.wait()
+        if self.arrived is not None:
+            self.arrived()
         return self.bundle
 
 
@@ -60,7 +71,7 @@ class Edges:
     def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
         """Start to send; `shape` names what the contract depends on."""
         key = (channel, shape)
-        if key not in self.sent and channel.kind in SHAPED:
+        if key not in self.sent and channel.kind in SHAPED and not isinstance(shape, Bare):
             self.sent[key] = _contract(bundle)
             self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
         for tensor in bundle.tensors:
@@ -80,6 +91,8 @@ class Edges:
 
     def message_bytes(self, channel: Channel, shape: object) -> int | None:
         """How large a message of this shape is; None where no contract was agreed yet."""
+        if isinstance(shape, Bare):
+            return shape.nbytes
         contract = self.agreed.get((channel, shape))
         return None if contract is None else sum(prod(size) * dtype.itemsize for size, dtype, _ in contract)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,16 +12,18 @@ import torch.distributed as dist
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Timeline
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.compute import Compute, Tally
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.layers import Layers, require_layers
 from meshwright.runtime.mesh import Mesh, sync_groups
+from meshwright.runtime.offsets import common_clock
 from meshwright.runtime.parameters import Parameters, Rules
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
-from meshwright.runtime.trace import Trace
+from meshwright.runtime.trace import Trace, gather
 from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.unit import Optimizer, Scheduler, Unit
 
@@ -58,6 +61,8 @@ class Engine:
         self.parameters = Parameters(self.program, self.mesh, self.units, layers_here, settings.rules, settings.device)
         self.compute = Compute(self.program, self.stages, self.parameters, self._feed, settings.microbatches)
         self.executor = Executor(self.program, Edges(self.transport, settings.device), self.compute, trace)
+        if trace is not None:
+            self._watch(trace)
 
     def run(self, batch: Callable[[int], Given], first_step: int = 0) -> dict[int, Tally]:
         """Walk the schedule once with the batches of its steps."""
@@ -80,6 +85,20 @@ class Engine:
                 device=settings.device,
             )
         return self._batches[step]
+
+    def timeline(self) -> Timeline | None:
+        """What was traced, of all ranks on one clock: on rank 0, None elsewhere; all ranks call this together."""
+        if self.executor.trace is None:
+            raise MeshwrightError("this run was not traced", fix="Engine(..., trace=Trace()) on all ranks")
+        return gather(self.executor.trace, self.schedule, self.mesh)
+
+    def _watch(self, trace: Trace) -> None:
+        """Set the trace's clock, and let it know when syncs have been waited for."""
+        trace.clock = common_clock(self.settings.device)
+        for number, unit in self.units.items():
+            if unit.group is not None:
+                trace.watch(number)
+                unit.landed = partial(trace.landed, number)
 
     def close(self) -> None:
         """Give back channels and groups."""

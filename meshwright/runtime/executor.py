@@ -104,6 +104,8 @@ class Executor:
         """Walk the list once; its first microbatch is the first of step `first_step`."""
         self.hands.begin(first_step)
         trace = self.trace
+        if trace is not None:
+            trace.walk()
         for step in self._steps():
             self.at = step
             if trace is None:
@@ -111,7 +113,8 @@ class Executor:
             else:
                 trace.begin()
                 self._do(step)
-                trace.end(step)
+                if step.channel is None or step.sends:
+                    trace.end(step)
             self.done += 1
         self.edges.transport.flush()
         self.hands.end()
@@ -181,4 +184,6 @@ class Executor:
             return
         known = self.hands.incoming(step)
         posted = self.edges.receive(step.channel, shape) if known is None else self.edges.fill(step.channel, known)
+        if self.trace is not None:
+            self.trace.posted(step, posted)
         self.hands.store.slots[step.slot] = posted

@@ -2,6 +2,7 @@
 
 import torch
 
+import meshwright.runtime.emulate
 import meshwright.runtime.engine
 
 _weight = torch.nn.Parameter(torch.zeros(1))

@@ -112,6 +112,7 @@ class Unit:
         self.spare = [Buffer.like(self.params)]
         self.leaves: dict[int, list[Tensor]] = {}
         self.watch: Callable[[int, list[nn.Parameter], list[Tensor]], None] | None = None
+        self.landed: Callable[[int], None] | None = None
         if versioned:
             self.leaves[0] = self._fresh_leaves()
         else:
@@ -139,14 +140,12 @@ class Unit:
 
     def square(self, round_: int) -> float:
         """The sum of the squares of the mean gradient."""
-        buffer = self.buffer(round_)
-        buffer.finish()
+        buffer = self._finished(round_)
         return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in buffer.views))
 
     def update(self, round_: int, *, in_place: bool = True, scale: float | None = 1.0) -> None:
         """Turn version k into k + 1 with the mean gradient times `scale`; None leaves the parameters as they are."""
-        buffer = self.buffer(round_)
-        buffer.finish()
+        buffer = self._finished(round_)
         if self.watch is not None:
             self.watch(round_, self.params, buffer.views)
         if self.versioned:
@@ -163,6 +162,14 @@ class Unit:
             self.scheduler.step()
         if self.versioned:
             self.leaves[round_ + 1] = self._fresh_leaves()
+
+    def _finished(self, round_: int) -> Buffer:
+        """A round's mean gradient, waited for."""
+        buffer = self.buffer(round_)
+        buffer.finish()
+        if self.landed is not None:
+            self.landed(round_)
+        return buffer
 
     def release(self, round_: int) -> None:
         """The gradients of a round are done with."""
