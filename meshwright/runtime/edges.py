@@ -38,30 +38,39 @@ class Pending:
     bundle: Bundle
     receipts: list[Receipt]
     channel: Channel
+    edges: Edges
 
     def wait(self) -> Bundle:
         """The bundle, when all of it is here."""
+        self.edges.waiting = self.channel
         for receipt in self.receipts:
             receipt.wait()
+        self.edges.waiting = None
         return self.bundle
 
 
 class Edges:
-    """The sending and receiving ends of this rank's channels."""
+    """The sending and receiving ends of this rank's channels.
+
+    `waiting` is the channel that a wait is for, and stays after one that failed: whoever watches reads it.
+    """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
+        self.waiting: Channel | None = None
         self.sent: dict[tuple[Channel, object], Contract] = {}
         self.agreed: dict[tuple[Channel, object], Contract] = {}
 
     def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
         """Start to send; `shape` names what the contract depends on."""
         key = (channel, shape)
+        self.waiting = channel
         if key not in self.sent and channel.kind in SHAPED:
             self.sent[key] = _contract(bundle)
             self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
         for tensor in bundle.tensors:
             self.transport.send(channel, tensor)
+        self.waiting = None
 
     def receive(self, channel: Channel, shape: object) -> Pending:
         """Post the receives of a bundle."""
@@ -69,16 +78,18 @@ class Edges:
         contract = self.agreed.get(key)
         if contract is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+            self.waiting = channel
             self.transport.receive(channel, header).wait()
+            self.waiting = None
             contract = self.agreed[key] = _read(header.tolist())
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in contract)
         receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
-        return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel)
+        return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel, self)
 
     def fill(self, channel: Channel, room: Bundle) -> Pending:
         """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""
         receipts = [self.transport.receive(channel, tensor) for tensor in room.tensors]
-        return Pending(room, receipts, channel)
+        return Pending(room, receipts, channel, self)
 
 
 def _contract(bundle: Bundle) -> Contract:

@@ -13,6 +13,7 @@ from meshwright.ir.action import Op
 from meshwright.runtime.edges import Edges, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
+from meshwright.runtime.status import current
 from meshwright.runtime.trace import Trace
 
 
@@ -91,6 +92,8 @@ class Executor:
 
     def run(self, first_step: int = 0) -> None:
         """Walk the list once; its first microbatch is the first of step `first_step`."""
+        if (status := current()) is not None:
+            status.walker = self
         self.hands.begin(first_step)
         trace = self.trace
         for step in self.program.steps:
