@@ -219,6 +219,8 @@ def _rounds(schedule: Schedule) -> Iterator[Violation]:
     adds = _contributions(schedule) if schedule.ring else set()
     for op in wanted:
         for unit, workers in enumerate(schedule.holders):
+            if unit >= schedule.stages and not schedule.lowered and all(key[1] != unit for key in counts[op]):
+                continue  # a schedule knows its stages; lowering adds what tie groups need
             for worker in workers:
                 for round_ in range(schedule.steps):
                     needed = op is Op.U or not schedule.ring or (worker, unit, round_) in adds

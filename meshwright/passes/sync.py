@@ -13,7 +13,7 @@ by everybody. A schedule with a flush then takes one global reduction (N) before
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 
@@ -21,6 +21,7 @@ from meshwright.ir.action import NONE, Action, Entry, Op, walk
 from meshwright.ir.order import Flow, Place, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.comm import Duration, stuck_error
+from meshwright.passes.ties import synced, tie_updates
 
 Issue = tuple[Action, tuple[int, ...]]
 """A sync and the workers that issue it."""
@@ -39,9 +40,11 @@ def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | 
     """Add the syncs, the reduction and the updates that a schedule lacks; what it has placed stays as it is."""
     placed = {action.op for entries in schedule.lists for action in walk(entries)}
     schedule = replace(schedule, ring=schedule.ring or policy is Sync.RING)
+    if Op.U in placed and schedule.ties and not schedule.flush:
+        schedule = tie_updates(schedule)
     shared = any(len(workers) > 1 for workers in schedule.holders) and not schedule.ring
     if Op.S not in placed and Op.U in placed and shared and not schedule.flush:
-        schedule = schedule.with_lists(tuple(tuple(_synced(entries)) for entries in schedule.lists))
+        schedule = schedule.with_lists(tuple(tuple(synced(entries)) for entries in schedule.lists))
     elif Op.S not in placed:
         bare, ends = _without_ends(schedule)
         schedule = _with_syncs(bare, policy, duration)
@@ -77,14 +80,6 @@ def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> 
         for member in workers:
             lists[member].append(action)
     return schedule.with_lists(tuple(map(tuple, lists)))
-
-
-def _synced(entries: tuple[Entry, ...]) -> Iterator[Entry]:
-    """A list without a flush that has placed its updates: each sync right before its update."""
-    for entry in entries:
-        if isinstance(entry, Action) and entry.op is Op.U:
-            yield entry._replace(op=Op.S)
-        yield entry
 
 
 def _without_ends(schedule: Schedule) -> tuple[Schedule, list[tuple[Entry, ...]]]:

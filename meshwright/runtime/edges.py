@@ -15,6 +15,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.transport.base import Channel, Receipt, Transport
+from meshwright.runtime.transport.wire import TorchTransport
 
 HEADER = 128
 """Numbers in a header: how many tensors, then for each dtype, flag, dimensions and sizes."""
@@ -58,6 +59,7 @@ class Edges:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
         self.waiting: Channel | None = None
+        self.posts_early = isinstance(transport, TorchTransport) and not transport.rendezvous
         self.sent: dict[tuple[Channel, object], Contract] = {}
         self.agreed: dict[tuple[Channel, object], Contract] = {}
 
@@ -85,6 +87,10 @@ class Edges:
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in contract)
         receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
         return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel, self)
+
+    def knows(self, channel: Channel, shape: object) -> bool:
+        """Was the contract of this shape agreed before?"""
+        return (channel, shape) in self.agreed
 
     def fill(self, channel: Channel, room: Bundle) -> Pending:
         """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from meshwright.ir.action import Op
-from meshwright.runtime.edges import Edges, Pending
+from meshwright.runtime.edges import SHAPED, Edges, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.status import current
@@ -96,7 +96,8 @@ class Executor:
             status.walker = self
         self.hands.begin(first_step)
         trace = self.trace
-        for step in self.program.steps:
+        early = self.edges.posts_early and all(self._agreed(step) for step in self.program.steps)
+        for step in self.program.early if early else self.program.steps:
             self.at = step
             if trace is None:
                 self._do(step)
@@ -142,6 +143,12 @@ class Executor:
         if step.signals:
             for slot in step.signals:
                 store.slots[slot] = hands.turn(step)
+
+    def _agreed(self, step: Step) -> bool:
+        """Can this step be posted without waiting for a header?"""
+        if step.channel is None or step.sends or step.channel.kind not in SHAPED:
+            return True
+        return (shape := self.hands.shape(step)) is None or self.edges.knows(step.channel, shape)
 
     def _send(self, step: Step) -> None:
         assert step.channel is not None

@@ -33,7 +33,7 @@ class Slot:
         self.rest: Rest | None = None
 
 
-class Product(Function):
+class _Product(Function):
     """rows @ matrix (+ bias), where the matrix is `weight` or its transpose."""
 
     @staticmethod
@@ -47,7 +47,7 @@ class Product(Function):
         return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         """The input gradient now; the others now or later."""
         if grad is None:
             return None, None, None, None, None
@@ -71,11 +71,11 @@ def _by_column(matrix: Tensor) -> bool:
 
 def _product_rest(x: Tensor, grad: Tensor, by_column: bool, transposed: bool, needs_bias: bool) -> Gradients:
     # torch returns a gradient in the layout of its matrix, and the order of the product decides the last bits.
-    product = grad.t().mm(x).t() if by_column else x.t().mm(grad)
-    return product.t() if transposed else product, grad.sum(0) if needs_bias else None
+    product = grad.t().mm(x) if by_column else x.t().mm(grad)
+    return product if by_column == transposed else product.t(), grad.sum(0) if needs_bias else None
 
 
-class Lookup(Function):
+class _Lookup(Function):
     """Rows of `weight` by index; the row `padding` gets no gradient."""
 
     @staticmethod
@@ -87,7 +87,7 @@ class Lookup(Function):
         return functional.embedding(index, weight, padding)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         """Nothing for the index; the weight now or later."""
         if grad is None:
             return None, None, None, None
@@ -103,7 +103,7 @@ def _lookup_rest(index: Tensor, grad: Tensor, rows: int, padding: int) -> Gradie
     return (torch.ops.aten.embedding_dense_backward(grad, index, rows, padding, False),)
 
 
-class Convolution(Function):
+class _Convolution(Function):
     """A convolution of a batch with zero padding, in one, two or three dimensions."""
 
     @staticmethod
@@ -116,7 +116,7 @@ class Convolution(Function):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         """The input gradient now; the others now or later."""
         if grad is None:
             return None, None, None, None, None
@@ -141,3 +141,9 @@ def _convolution_backward(x: Tensor, grad: Tensor, weight: Tensor, geometry: Geo
         grad, x, weight, sizes, stride, padding, dilation, False, zeros, groups, mask
     )
     return gradients
+
+
+# Function.apply has no types of its own.
+product: Callable[[Slot, Tensor, Tensor, Tensor | None, bool], Tensor] = _Product.apply
+lookup: Callable[[Slot, Tensor, Tensor, int | None], Tensor] = _Lookup.apply
+convolution: Callable[[Slot, Tensor, Tensor, Tensor | None, Geometry], Tensor] = _Convolution.apply

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.runtime.nodes import Convolution, Lookup, Product, Rest, Slot
+from meshwright.runtime.nodes import Rest, Slot, convolution, lookup, product
 
 __all__ = ["Deferred", "Rest", "run"]
 
@@ -48,10 +48,10 @@ def run(rest: Rest) -> None:
             uses[key] -= 1
             if uses[key]:
                 sums[key] = total
-            elif target.grad is None:
-                target.grad = total
-            else:
+            elif target.grad is not None:
                 target.grad.add_(total)
+            else:  # like autograd, in the layout of the parameter
+                target.grad = total if total.stride() == target.stride() else torch.empty_like(target).copy_(total)
 
 
 class Deferred:
@@ -141,11 +141,11 @@ def _linear(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
     if not _ready(x, weight, bias):
         return None
     if x.dim() == 2:
-        return Product.apply(slot, x, weight, bias, True)
+        return product(slot, x, weight, bias, True)
     # As torch does it: rows are flattened, and only contiguous ones get their bias inside the product.
     rows = x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
     fused = bias is None or x.is_contiguous()
-    y = Product.apply(slot, rows, weight, bias if fused else None, True).view(*x.shape[:-1], weight.shape[0])
+    y = product(slot, rows, weight, bias if fused else None, True).view(*x.shape[:-1], weight.shape[0])
     return y if fused else y + bias
 
 
@@ -153,16 +153,16 @@ def _conv1d(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
     weight, bias = module.weight, module.bias
     if not _ready(x, weight, bias):
         return None
-    return Product.apply(slot, x.view(-1, x.shape[-1]), weight, bias, False).view(*x.shape[:-1], module.nf)
+    return product(slot, x.view(-1, x.shape[-1]), weight, bias, False).view(*x.shape[:-1], module.nf)
 
 
 def _embedding(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
     weight = module.weight
-    return Lookup.apply(slot, x, weight, module.padding_idx) if _ready(x, weight, None) else None
+    return lookup(slot, x, weight, module.padding_idx) if _ready(x, weight, None) else None
 
 
 def _convolution(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
     weight, bias = module.weight, module.bias
     if x.dim() != weight.dim() or not _ready(x, weight, bias):  # an input without a batch is left to autograd
         return None
-    return Convolution.apply(slot, x, weight, bias, (module.stride, module.padding, module.dilation, module.groups))
+    return convolution(slot, x, weight, bias, (module.stride, module.padding, module.dilation, module.groups))

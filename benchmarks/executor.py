@@ -1,0 +1,207 @@
+"""The executor against torch.distributed.pipelining, in one interleaved run: CPU per action, and real step time.
+
+    python -m benchmarks.executor --json
+
+Every repeat runs all variants one after another in the same processes; ratios are taken per repeat, and the median is
+reported with a bootstrap interval. CPU time is that of all ranks together, so foreign load hardly touches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from meshwright.ir.plan import Parallel
+from meshwright.runtime.engine import Engine, Settings
+from meshwright.runtime.launch import Workers
+from meshwright.runtime.layers import Layers
+from meshwright.train import models
+from meshwright.train.lists import lists_for
+
+BARS = {
+    "cpu_per_action_ratio_gloo": 0.45,
+    "cpu_per_action_ratio_shm": 0.25,
+    "ratio_real_vs_schedule1f1b": 1.00,
+}
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The cheapest optimizer there is."""
+    return torch.optim.SGD(params, lr=1e-3)
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """The mean over all tokens."""
+    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1))
+
+
+class Ours:
+    """One rank of an onef1b run on our executor."""
+
+    def __init__(self, layers: list[nn.Module], loss: Any, microbatches: int, transport: str) -> None:
+        parallel = Parallel(pp=dist.get_world_size(), microbatches=microbatches, transport=transport)
+        settings = Settings(optimizer=sgd, microbatches=microbatches, loss=loss, transport=transport)
+        self.engine = Engine(lists_for(parallel), Layers.of(layers, parallel.pp), settings)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One training step."""
+        self.engine.run(lambda _: (x, y))
+
+
+class Theirs:
+    """One rank of torch's own 1F1B on the same stages."""
+
+    def __init__(self, layers: list[nn.Module], loss: Any, microbatches: int) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        cut = Layers.of(layers, world)
+        module = nn.Sequential(*cut.of_stage(rank))
+        self.last, self.first = rank == world - 1, rank == 0
+        stage = PipelineStage(module, rank, world, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, microbatches, loss_fn=loss)
+        self.optimizer = sgd(list(module.parameters()))
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One training step."""
+        self.optimizer.zero_grad()
+        if self.first:
+            self.schedule.step(x)
+        elif self.last:
+            self.schedule.step(target=y, losses=[])
+        else:
+            self.schedule.step()
+        self.optimizer.step()
+
+
+def tiny() -> list[nn.Module]:
+    """Four stages with next to no compute."""
+    torch.manual_seed(0)
+    return [nn.Linear(8, 8) for _ in range(4)]
+
+
+def overhead(microbatches: int, steps: int, repeats: int) -> dict[str, list[float]]:
+    """CPU seconds of this rank per repeat and variant."""
+    x, y = torch.randn(microbatches, 8), torch.randn(microbatches, 8)
+    mse = nn.functional.mse_loss
+    variants: dict[str, Any] = {
+        "torch": Theirs(tiny(), mse, microbatches),
+        "gloo": Ours(tiny(), mse, microbatches, "torch"),
+        "shm": Ours(tiny(), mse, microbatches, "shared"),
+    }
+    return _timed(variants, lambda v: v.step(x, y), steps, repeats, time.process_time)
+
+
+def real(microbatches: int, repeats: int) -> dict[str, list[float]]:
+    """Wall seconds of a step of a small GPT per repeat and variant."""
+    torch.set_num_threads(1)
+    x, y = models.text_batch(0, rows=microbatches, length=128)
+
+    def gpt() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return models.gpt(blocks=12, width=256, heads=8, length=128, tied=False)
+
+    variants: dict[str, Any] = {
+        "torch": Theirs(gpt(), cross_entropy, microbatches),
+        "shm": Ours(gpt(), cross_entropy, microbatches, "shared"),
+        "gloo": Ours(gpt(), cross_entropy, microbatches, "torch"),
+    }
+    found = _timed(variants, lambda v: v.step(x, y), 2, repeats, time.perf_counter)
+    if dist.get_rank() == 0:  # the other rank waits at the next barrier and leaves both cores free
+        serial = nn.Sequential(*gpt())
+        optimizer = sgd(list(serial.parameters()))
+
+        def one() -> None:
+            optimizer.zero_grad()
+            for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+                (cross_entropy(serial(a), b) / microbatches).backward()
+            optimizer.step()
+
+        one()
+        found["serial"] = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            one()
+            one()
+            found["serial"].append(time.perf_counter() - start)
+    dist.barrier()
+    return found
+
+
+def _timed(
+    variants: dict[str, Any], do: Callable[[Any], None], steps: int, repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for variant in variants.values():
+        do(variant)
+        do(variant)
+    for _ in range(repeats):
+        for name, variant in variants.items():
+            dist.barrier()
+            start = clock()
+            for _ in range(steps):
+                do(variant)
+            found[name].append(clock() - start)
+    return found
+
+
+def _ratio(top: list[float], bottom: list[float]) -> dict[str, float]:
+    """The median of paired ratios, and a 90 % bootstrap interval."""
+    pairs = [a / b for a, b in zip(top, bottom, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(1000))
+    return {"median": statistics.median(pairs), "low": medians[50], "high": medians[949]}
+
+
+def _sum(ranks: list[dict[str, list[float]]], name: str) -> list[float]:
+    return [sum(values) for values in zip(*(rank[name] for rank in ranks), strict=True)]
+
+
+def main() -> None:
+    """Measure, print, and fail where a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", choices=["overhead", "real"])
+    options = parser.parse_args()
+    result: dict[str, Any] = {}
+    if options.only != "real":
+        microbatches, steps = 16, 20
+        with Workers(4) as pool:
+            ranks = pool.run(overhead, microbatches, steps, options.repeats)
+        actions = 2 * microbatches * 4 * steps
+        cpu = {name: _sum(ranks, name) for name in ("torch", "gloo", "shm")}
+        result["cpu_per_action_us"] = {name: statistics.median(values) / actions * 1e6 for name, values in cpu.items()}
+        for name in ("gloo", "shm"):
+            ratio = _ratio(cpu[name], cpu["torch"])
+            result[f"cpu_per_action_ratio_{name}"] = ratio["median"]
+            result[f"cpu_per_action_ratio_{name}_interval"] = [ratio["low"], ratio["high"]]
+    if options.only != "overhead":
+        with Workers(2) as pool:
+            ranks = pool.run(real, 8, options.repeats)
+        for name in ("shm", "gloo"):
+            ratio = _ratio(ranks[0][name], ranks[0]["torch"])
+            key = "ratio_real_vs_schedule1f1b" + ("" if name == "shm" else "_gloo")
+            result[key] = ratio["median"]
+            result[f"{key}_interval"] = [ratio["low"], ratio["high"]]
+        speed = statistics.median(ranks[0]["serial"]) / statistics.median(ranks[0]["shm"])
+        result["speedup_over_one_thread"] = speed
+        result["torch_speedup_over_one_thread"] = statistics.median(ranks[0]["serial"]) / statistics.median(ranks[0]["torch"])
+    print(json.dumps(result, indent=None if options.json else 2))
+    missed = [name for name, bar in BARS.items() if result.get(name, 0) > bar]
+    if missed:
+        print("missed: " + ", ".join(f"{name} {result[name]:.3f} > {BARS[name]}" for name in missed), file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

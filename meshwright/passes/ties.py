@@ -1,0 +1,60 @@
+"""Updates of tie groups, where a schedule without a flush has placed those of its stages only.
+
+A tie group goes with its first stage: its forwards read the version that the first stage reads, and its update stands
+right behind the first stage's. Its backward comes last in a round, so every gradient of the group is there by then.
+Holders that do not have the first stage get the update at the same point of the linear order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.ir.action import Action, Entry, Op, walk
+from meshwright.ir.order import Flow, sweep
+from meshwright.ir.schedule import Schedule
+
+
+def tie_updates(schedule: Schedule) -> Schedule:
+    """Add the updates of tie groups that are missing."""
+    placed = {action.stage for entries in schedule.lists for action in walk(entries) if action.op is Op.U}
+    missing = [unit for unit in range(schedule.stages, schedule.units) if unit not in placed]
+    if not missing:
+        return schedule
+    whole = schedule.with_lists(tuple(tuple(synced(entries)) for entries in schedule.lists))
+    ring = schedule.ring or any(action.op is Op.S for entries in schedule.lists for action in walk(entries))
+    work = schedule if ring else replace(whole, ties=())
+    sequence = sweep(Flow.of(work)).sequence if not ring else list(_list_after_list(work))
+    lists: list[list[Entry]] = [[] for _ in work.lists]
+    for worker, index in sequence:
+        entry = work.lists[worker][index]
+        if isinstance(entry, Action) and entry.op is Op.S and not ring:
+            continue
+        lists[worker].append(entry)
+        if isinstance(entry, Action) and entry.op is Op.U:
+            for unit in missing:
+                for member in _members(schedule, unit, entry.stage, worker):
+                    lists[member].append(Action(Op.U, unit, version=entry.version))
+    return schedule.with_lists(tuple(map(tuple, lists)))
+
+
+def synced(entries: tuple[Entry, ...]) -> Iterator[Entry]:
+    """A list without a flush that has placed its updates: each sync right before its update."""
+    for entry in entries:
+        if isinstance(entry, Action) and entry.op is Op.U:
+            yield entry._replace(op=Op.S)
+        yield entry
+
+
+def _members(schedule: Schedule, unit: int, updated: int, worker: int) -> list[int]:
+    """Who updates a tie group when `worker` updates one of its stages: itself, and with its first worker those without it."""
+    first = schedule.stages_of(unit)[0]
+    if first != updated:
+        return []
+    having = schedule.holders[first]
+    others = [w for w in schedule.holders[unit] if w not in having]
+    return [worker, *others] if worker == having[0] else [worker]
+
+
+def _list_after_list(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    return ((worker, index) for worker, entries in enumerate(schedule.lists) for index in range(len(entries)))
