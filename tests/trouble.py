@@ -7,15 +7,21 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Kind
 from meshwright.ir.plan import Parallel
 from meshwright.runtime.engine import Engine, Settings
+from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.transport.base import Channel
+from meshwright.runtime.transport.choose import open_transport
 from meshwright.train.lists import lists_for
 from meshwright.train.models import mlp, mlp_batch
 
@@ -63,6 +69,11 @@ def spins() -> None:
         pass
 
 
+def pauses() -> None:
+    """Slow, and in its right."""
+    time.sleep(2)
+
+
 class Once(torch.autograd.Function):
     """Identity whose backward gets into trouble."""
 
@@ -106,14 +117,14 @@ class TroubledSGD(torch.optim.SGD):
 def train(
     trouble: Trouble = nothing, place: str = "forward", *, rank: int = 1, call: int = 3, transport: str = "auto", steps: int = 2
 ) -> list[float]:
-    """1F1B on all ranks; the trouble is in the first layer, the loss or the optimizer of one rank."""
+    """1F1B on all ranks; the trouble is in the first layer, the loss or the optimizer of one rank, or of all (-1)."""
     world = dist.get_world_size()
     schedule = lists_for(Parallel.of({"pp": world, "schedule": "onef1b", "microbatches": 4}))
     torch.manual_seed(0)
     modules: list[nn.Module] = [m.double() for m in mlp(layers=2 * world)]
-    mine = dist.get_rank() == rank
+    mine = rank in (dist.get_rank(), -1)
     if mine and place in ("forward", "backward"):
-        modules[2 * rank] = Troubled(trouble, place, call).double()
+        modules[2 * dist.get_rank()] = Troubled(trouble, place, call).double()
 
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = TroubledSGD(params, lr=0.05)
@@ -134,3 +145,54 @@ def train(
         losses += [float(tally.loss) for tally in tallies.values() if tally.weight]
     engine.close()
     return losses
+
+
+def refuses() -> None:
+    """A mistake that every rank finds before it talks to others."""
+    raise MeshwrightError("7 microbatches are one too many", fix="6")
+
+
+def dead_edge() -> None:
+    """All ranks test their channels, but rank 1 does not come."""
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(600)
+    channels = [Channel(0, 1, Kind.ACT), Channel(1, 0, Kind.GRAD)]
+    open_transport("torch", channels, rank, start_timeout_s=1)
+
+
+def absent_from_a_collective() -> None:
+    """One rank never comes to a barrier, outside any schedule."""
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def waits_with_pid(path: str) -> None:
+    """Stay inside a collective that rank 0 never joins; every rank writes its process number."""
+    Path(path, str(dist.get_rank())).write_text(str(os.getpid()))
+    if dist.get_rank() == 0:
+        time.sleep(600)
+    dist.barrier()
+
+
+def own_cost_s(span_s: float) -> float:
+    """The CPU time that a rank uses while it sleeps."""
+    before = time.process_time()
+    time.sleep(span_s)
+    return time.process_time() - before
+
+
+def unsendable() -> object:
+    """A result that no pipe carries."""
+    return lambda: None
+
+
+def nested() -> None:
+    """Workers inside a worker."""
+    Workers(1)
+
+
+def pid() -> int:
+    """Which process this is."""
+    return os.getpid()

@@ -92,13 +92,15 @@ class Executor:
 
     def run(self, first_step: int = 0) -> None:
         """Walk the list once; its first microbatch is the first of step `first_step`."""
-        if (status := current()) is not None:
-            status.walker = self
+        status = current()
+        seat, names = (None, {}) if status is None else status.seated(self)
         self.hands.begin(first_step)
         trace = self.trace
         early = self.edges.posts_early and all(self._agreed(step) for step in self.program.steps)
         for step in self.program.early if early else self.program.steps:
             self.at = step
+            if seat is not None:
+                seat.value = names[id(step)]
             if trace is None:
                 self._do(step)
             else:

@@ -12,7 +12,8 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -29,6 +30,7 @@ from meshwright.runtime.watch import TICK_S, Patience
 __all__ = ["Attached", "Patience", "RankFailed", "Workers", "attach", "process_group"]
 
 _LAST_WORDS_S = 1.5
+_SEAT_BYTES = 256
 _NAME = "meshwright worker"
 
 
@@ -45,6 +47,7 @@ class Workers:
         self.store: TCPStore | None = None
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
+        self.seats: list[Any] = []
         self._start()
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
@@ -58,7 +61,8 @@ class Workers:
             raise MeshwrightError(
                 f"this work cannot be sent to workers: {error}", fix="a function that can be imported by name, plain arguments"
             ) from error
-        if not self.processes or not all(process.is_alive() for process in self.processes):
+        # A worker at rest writes nothing: a pipe that can be read has been closed by its death.
+        if not self.processes or any(pipe.poll() for pipe in self.pipes):
             self.close()
             self._start()
         self.jobs += 1
@@ -76,7 +80,7 @@ class Workers:
             process.join(timeout=10)
         for pipe in self.pipes:
             pipe.close()
-        self.processes, self.pipes, self.store = [], [], None
+        self.processes, self.pipes, self.seats, self.store = [], [], [], None
 
     def __enter__(self) -> Workers:
         return self
@@ -91,17 +95,21 @@ class Workers:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=ANSWER_S)
         for rank in range(self.count):
             mine, theirs = context.Pipe()
-            given = (theirs, rank, self.store.port, self.patience, dict(os.environ))
+            seat = context.RawArray("c", _SEAT_BYTES)
+            given = (theirs, rank, self.store.port, self.patience, dict(os.environ), seat)
             process = context.Process(target=serve, args=given, daemon=True, name=f"{_NAME} {rank}")
-            process.start()
+            with _importable_main():
+                process.start()
             theirs.close()
             self.pipes.append(mine)
+            self.seats.append(seat)
             self.processes.append(process)
 
     def _do(self, work: bytes, name: str, world: int) -> list[Any]:
         assert self.store is not None, "workers have a store while they live"
         board = Board(PrefixStore(f"{name}/watch", self.store), world)
-        for pipe in self.pipes[:world]:
+        for pipe, seat in zip(self.pipes[:world], self.seats, strict=False):
+            seat.value = b""
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death shows at the other end
                 pipe.send((work, name, world))
         found: dict[int, Any] = {}
@@ -110,12 +118,15 @@ class Workers:
             ready = wait([self.pipes[rank] for rank in silent], timeout=TICK_S)
             for rank in [rank for rank in silent if self.pipes[rank] in ready]:
                 silent.discard(rank)
-                try:
-                    found[rank] = pickle.loads(self.pipes[rank].recv_bytes())
-                except (EOFError, ConnectionResetError):
+                answer = b""
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    answer = self.pipes[rank].recv_bytes()
+                if answer:
+                    found[rank] = pickle.loads(answer)
+                else:
                     self._note_death(rank, board)
             if len(found) < world and (failure := board.failure()) is not None:
-                raise as_error(failure, board.last_words(failure, _LAST_WORDS_S))
+                raise as_error(self._exact(failure), board.last_words(failure, _LAST_WORDS_S))
         return [found[rank] for rank in range(world)]
 
     def _note_death(self, rank: int, board: Board) -> None:
@@ -130,9 +141,31 @@ class Workers:
             )
         if code == LEFT and board.failure() is not None:
             return
-        doing = board.heard(rank) or Doing(rank)
+        doing = replace(board.heard(rank) or Doing(rank), action="", stage=None)
         fix = "see whether the machine ran out of memory: dmesg | tail" if code == -signal.SIGKILL else None
         board.post(Failure.seen(How.DIED, _cause(code), doing, fix=fix))
+
+    def _exact(self, failure: Failure) -> Failure:
+        """What a rank that could not speak for itself was last at; what it said before may be a second old."""
+        if failure.how not in (How.DIED, How.STOPPED) or not (said := self.seats[failure.rank].value):
+            return failure
+        action, stage = said.decode().rsplit(" ", 1)
+        return replace(failure, action=action, stage=int(stage))
+
+
+@contextlib.contextmanager
+def _importable_main() -> Iterator[None]:
+    """Workers import the script that starts them, by its file; what was typed or piped in has a name but no file."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or os.path.exists(path):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
 
 
 def _cause(code: int | None) -> str:
@@ -145,6 +178,5 @@ def _refuse_inside_a_worker() -> None:
     """A script that starts workers as it is imported would do so in every worker; the parent explains it."""
     if MARK in os.environ:
         raise MeshwrightError("a local worker cannot start local workers", fix="start them in the first process")
-    inside = multiprocessing.parent_process() is not None
-    if inside and multiprocessing.current_process().name.startswith(_NAME):
+    if multiprocessing.current_process().name.startswith(_NAME):
         os._exit(UNGUARDED)

@@ -21,6 +21,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Failure
+from meshwright.runtime.status import Seat
 from meshwright.runtime.watch import Patience, Watch
 
 LEFT = 77
@@ -48,7 +49,9 @@ def process_group(rank: int, world: int, store: Store, *, local_rank: int | None
     dist.destroy_process_group()
 
 
-def serve(pipe: Connection, rank: int, port: int, patience: Patience, environment: Mapping[str, str]) -> None:
+def serve(
+    pipe: Connection, rank: int, port: int, patience: Patience, environment: Mapping[str, str], seat: Seat | None = None
+) -> None:
     """Do what comes through the pipe until it is closed."""
     os.environ.update(environment)
     os.environ[MARK] = str(rank)
@@ -63,7 +66,7 @@ def serve(pipe: Connection, rank: int, port: int, patience: Patience, environmen
             return
         board = Board(PrefixStore(f"{name}/watch", watching), world)
         alarms = {pipe.fileno(): leave}
-        watch = Watch(board, rank, patience, ends=leave, alarms=alarms, supervised=True)
+        watch = Watch(board, rank, patience, ends=leave, alarms=alarms, supervised=True, seat=seat)
         try:
             function, args = _unpack(work)
             with process_group(rank, world, PrefixStore(name, store)):

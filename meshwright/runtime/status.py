@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from meshwright.runtime.failure import Doing
-from meshwright.runtime.program import Step
+from meshwright.runtime.program import Program, Step
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.faults import label, other
 
@@ -37,6 +37,7 @@ class Lines(Protocol):
 class Walker(Protocol):
     """What is watched of an executor."""
 
+    program: Program
     at: Step | None
     done: int
 
@@ -45,11 +46,18 @@ class Walker(Protocol):
         """Its channels."""
 
 
+class Seat(Protocol):
+    """Memory that outlives the process: who dies at a step has said where."""
+
+    value: bytes
+
+
 class Status:
     """Made in the thread that works; `look` is called from the one that watches."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, seat: Seat | None = None) -> None:
+        self.rank, self.seat = rank, seat
+        self._names: dict[int, bytes] = {}
         self.walker: Walker | None = None
         self.over = False
         self._thread = threading.get_ident()
@@ -57,6 +65,13 @@ class Status:
         self._mark: object = None
         self._since = time.monotonic()
         self._home, self._born = home(), born(os.getpid())
+
+    def seated(self, walker: Walker) -> tuple[Seat | None, dict[int, bytes]]:
+        """A walk begins: where to write the name of each step, and these names."""
+        if walker is not self.walker and self.seat is not None:
+            self._names = {id(step): f"{name(step)} {stage(step)}".encode() for step in walker.program.steps}
+        self.walker = walker
+        return self.seat, self._names
 
     def look(self, *, last: bool = False) -> Doing:
         """What the thread is doing now."""
@@ -74,8 +89,8 @@ class Status:
         return Doing(
             self.rank,
             self._beat,
-            action="" if step is None else str(step.action if step.channel is None else step.entry),
-            stage=None if step is None else step.action.stage if step.value is None else step.value.stage,
+            action="" if step is None else name(step),
+            stage=None if step is None else stage(step),
             peer=None if channel is None else other(channel, self.rank),
             waits=waits,
             where=where,
@@ -89,6 +104,16 @@ class Status:
         )
 
 
+def name(step: Step) -> str:
+    """A step as text, `2B5`."""
+    return str(step.action if step.channel is None else step.entry)
+
+
+def stage(step: Step) -> int:
+    """The stage that a step belongs to."""
+    return step.action.stage if step.value is None else step.value.stage
+
+
 _CURRENT: ContextVar[Status | None] = ContextVar("status", default=None)
 
 
@@ -97,9 +122,9 @@ def current() -> Status | None:
     return _CURRENT.get()
 
 
-def begin(rank: int) -> Status:
+def begin(rank: int, seat: Seat | None = None) -> Status:
     """A new status for the code that follows in this thread."""
-    status = Status(rank)
+    status = Status(rank, seat)
     _CURRENT.set(status)
     return status
 
@@ -112,7 +137,7 @@ def _read(frame: FrameType | None) -> tuple[str, str]:
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_WAITING):
-            waits = code.co_name
+            waits = code.co_name if code.co_name != "wrapper" else waits or "a collective"  # a logger wraps them all
         elif not code.co_filename.startswith(_NOT_THE_USERS):
             where = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
             break

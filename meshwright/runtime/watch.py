@@ -54,13 +54,13 @@ class Watch:
         ends: Callable[[Failure], None],
         alarms: Mapping[int, Callable[[], None]],
         supervised: bool,
+        seat: statuses.Seat | None = None,
     ) -> None:
         self.board, self.rank, self.patience = board, rank, patience
         self.ends, self.alarms, self.supervised = ends, alarms, supervised
-        self.status = statuses.begin(rank)
+        self.status = statuses.begin(rank, seat)
         self._heard = (-1, -1, time.monotonic())
         self._start = time.monotonic()
-        self._lock = threading.Lock()
         self._bell, self._stop = socket.socketpair()
         self.board.say(self.status.look())
         self._thread = threading.Thread(target=self._run, name="meshwright watch", daemon=True)
