@@ -25,7 +25,7 @@ _OURS = str(Path(__file__).parent.parent) + os.sep
 _NOT_THE_USERS = (_TORCH, _OURS, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen", "<string>")
 # A thread that is inside one of these waits for other ranks: nothing else in them takes long.
 _WAITING = (_TORCH + "distributed" + os.sep, _OURS + "runtime/transport/")
-_WAITING_INNERMOST = _OURS + "runtime/unit.py"  # waits for collectives, and calls optimizers that compute
+_WAITING_INNERMOST = (_OURS + "runtime/unit.py", _OURS + "runtime/serve.py")  # these wait, and call what computes
 
 
 class Lines(Protocol):
@@ -132,7 +132,7 @@ def begin(rank: int, seat: Seat | None = None) -> Status:
 def _read(frame: FrameType | None) -> tuple[str, str]:
     """What a stack waits in, if it does, and the innermost line that is the user's own."""
     waits, where = "", ""
-    if frame is not None and frame.f_code.co_filename == _WAITING_INNERMOST:
+    if frame is not None and frame.f_code.co_filename in _WAITING_INNERMOST:
         waits = "a collective"
     while frame is not None:
         code = frame.f_code
