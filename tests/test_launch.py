@@ -93,6 +93,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert done.stderr.count("Traceback") == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_workers_from_standard_input() -> None:
     lines = [
         "from meshwright.runtime.launch import Workers",
@@ -177,6 +178,7 @@ def test_other_trouble_under_torchrun(what: str, said: str) -> None:
     assert said in done.stderr and "waits for rank 1" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_one_clean_error_under_torchrun() -> None:
     done = under_torchrun("refuses", "forward", "shared")
     assert done.returncode != 0

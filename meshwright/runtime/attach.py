@@ -119,7 +119,9 @@ class _Exit:
             threading.Timer(_LINGER_S, self._stopped).start()
 
     def _stopped(self) -> None:
-        doing = self.board.heard(self.rank)
+        doing: object = "its store is gone too"
+        with contextlib.suppress(RuntimeError):
+            doing = self.board.heard(self.rank)
         self._quit(f"stopped by SIGTERM; {doing}", 128 + signal.SIGTERM)
 
     def leave(self, failure: Failure) -> None:
