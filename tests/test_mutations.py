@@ -635,6 +635,18 @@ def test_what_a_stuck_action_waits_for_is_something_it_needs(case: Case) -> None
                 assert oracle.fact_of(value) in takes, str(result)
 
 
+def test_a_stuck_sync_that_lowering_has_added_is_in_the_picture() -> None:
+    """Worker 0 updates before its last gradient: what waits is a sync, which the lists do not have yet."""
+    schedule = built(Case("cyclic", 2, 2, (("margin", 1),)), "plain")
+    first = schedule.lists[0]
+    late = next(index for index, entry in enumerate(first) if str(entry) == "0B2")
+    assert not agreed(Mutation("move to the end", 0, first[late], with_rows(schedule, w0=_to_the_end(first, late))))
+
+
+def _to_the_end(row: tuple[Entry, ...], index: int) -> tuple[Entry, ...]:
+    return (*row[:index], *row[index + 1 :], row[index])
+
+
 def test_a_crossed_pair_of_syncs_is_not_said_to_wait_for_an_activation() -> None:
     result = check(plus(CHIMERA, "0S 1S", "1S 0S"))
     assert not result.ok and result.action in ("0S", "1S")
