@@ -35,6 +35,7 @@ from meshwright import (
     check,
     lower,
     schedule_from_json,
+    schedule_to_json,
     schedules,
     simulate,
     to_csv,
@@ -241,6 +242,39 @@ def test_an_entry_twice_or_elsewhere_is_refused_at_every_place(case: Case, form:
     for mutate in (duplicates, moves):
         for mutation in mutate(schedule, where):
             refused(mutation)
+
+
+def without_reduction(schedule: Schedule) -> Schedule:
+    """A schedule that has lost its N on every worker at once, so that nobody waits for it."""
+    rows = schedule.lists
+    return schedule.with_lists(tuple(tuple(e for e in row if not (isinstance(e, Action) and e.op is Op.N)) for row in rows))
+
+
+def refused_without_reduction(lowered: Schedule) -> None:
+    again = schedule_from_json(schedule_to_json(lowered))
+    assert check(lowered).ok and again == lowered
+    for schedule in (without_reduction(lowered), without_reduction(again)):
+        result = check(schedule)
+        assert (result.law, result.worker, result.action) == (Law.ONCE, 0, "N"), str(result)
+        assert result.reason == "N is missing on worker 0"
+        assert not oracle.blocking(schedule).legal
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("case", TINY, ids=str)
+def test_a_reduction_that_all_have_lost_is_refused(case: Case, sync: str) -> None:
+    lowered = flat(lower(case.build(), sync=sync))
+    reduces = any(isinstance(entry, Action) and entry.op is Op.N for _, _, entry in places(lowered))
+    assert reduces == lowered.flush
+    if reduces:
+        refused_without_reduction(lowered)
+
+
+@pytest.mark.parametrize("ends", ["N", "0S N", "0S N 0U", "N 0U"])
+def test_a_placed_reduction_that_all_have_lost_is_refused(ends: str) -> None:
+    for case in (Case("onef1b", 1, 2), Case("gpipe", 1, 1)):
+        schedule = case.build()
+        refused_without_reduction(lower(replace(schedule, period=((*schedule.period[0], *map(parse, ends.split())),))))
 
 
 SAMPLED = [Case("chimera", 4, 8, (("mode", "steady"),)), Case("dualpipe", 4, 8), Case("interleaved", 4, 8), Case("zbv", 3, 7)]
