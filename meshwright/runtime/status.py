@@ -57,6 +57,7 @@ class Status:
 
     def __init__(self, rank: int, seat: Seat | None = None) -> None:
         self.rank, self.seat = rank, seat
+        self.seen = Doing(rank)
         self._names: dict[int, bytes] = {}
         self.walker: Walker | None = None
         self.over = False
@@ -86,7 +87,7 @@ class Status:
         if mark != self._mark:
             self._mark, self._since = mark, now
         self._beat += 1
-        return Doing(
+        self.seen = Doing(
             self.rank,
             self._beat,
             action="" if step is None else name(step),
@@ -102,6 +103,7 @@ class Status:
             pid=os.getpid(),
             born=self._born,
         )
+        return self.seen
 
 
 def name(step: Step) -> str:

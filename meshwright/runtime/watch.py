@@ -74,8 +74,10 @@ class Watch:
 
     def fail(self, error: BaseException) -> Failure:
         """Tell the others of an error on this rank; the first failure of the job, which may be another's."""
-        doing = self.status.look(last=True)
+        before, doing = self.status.seen, self.status.look(last=True)
         self.close()
+        if is_secondary(error) and not doing.waits and before.action == doing.action:
+            doing = replace(before, beat=doing.beat, last=True)  # what it waited in, before that failed
         self.board.say(doing)
         mine = Failure.of(error, doing)
         if is_secondary(error) and (found := self._await_cause()) is not None:
