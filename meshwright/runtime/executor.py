@@ -108,13 +108,9 @@ class Executor:
             trace.walk()
         for step in self._steps():
             self.at = step
-            if trace is None:
-                self._do(step)
-            else:
-                trace.begin()
-                self._do(step)
-                if step.channel is None or step.sends:
-                    trace.end(step)
+            self._do(step)
+            if trace is not None and (step.channel is None or step.sends):
+                trace.end(step)
             self.done += 1
         self.edges.transport.flush()
         self.hands.end()
