@@ -1,5 +1,8 @@
 """Meshwright plans, proves, simulates and runs multi-dimensional parallel training of ordinary PyTorch models."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Cell, Op, Transfer, Value
@@ -8,6 +11,7 @@ from meshwright.ir.csv_form import from_csv, to_csv
 from meshwright.ir.effects import effects
 from meshwright.ir.files import schedule_from_json, schedule_to_json
 from meshwright.ir.placement import Placement
+from meshwright.ir.plan import Parallel
 from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
 from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
@@ -17,11 +21,16 @@ from meshwright.passes.lower import lower
 from meshwright.simulate import simulate
 from meshwright.simulate.budget import stage_aware
 
+if TYPE_CHECKING:
+    from meshwright.train.certificate import Certificate
+    from meshwright.train.verify import verify
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Action",
     "Cell",
+    "Certificate",
     "CheckResult",
     "Cluster",
     "Duplex",
@@ -29,6 +38,7 @@ __all__ = [
     "Link",
     "MeshwrightError",
     "Op",
+    "Parallel",
     "Placement",
     "Recompute",
     "Schedule",
@@ -53,4 +63,14 @@ __all__ = [
     "simulate",
     "stage_aware",
     "to_csv",
+    "verify",
 ]
+
+_WITH_TORCH = {"verify": "meshwright.train.verify", "Certificate": "meshwright.train.certificate"}
+"""Names that load torch when they are first asked for; everything else does without it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    return getattr(import_module(_WITH_TORCH[name]), name)

@@ -1,15 +1,67 @@
-"""Local workers that all tests of one process share; they start with the first test that asks for them."""
+"""One pool of local workers per test process, started when a test first asks for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meshwright.runtime.launch import Workers
+if TYPE_CHECKING:
+    from meshwright import Certificate
+    from meshwright.runtime.launch import Workers
+
+RANKS = 8
+
+
+class Pool:
+    """Workers that are started once; a failed piece of work ends them, and the next starts new ones."""
+
+    def __init__(self) -> None:
+        self.workers: Workers | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
+        """What each rank returned."""
+        try:
+            return self.started().run(function, *args, ranks=ranks)
+        except BaseException:
+            self.close()
+            raise
+
+    def verify(self, build: Callable[[], Any], batch: Callable[[int], Any], **more: Any) -> Certificate:
+        """`meshwright.verify` on these workers; degrees and names of the plan are keywords beside its own."""
+        from meshwright import Parallel, verify
+
+        own = {key: more.pop(key) for key in ("steps", "dtype", "seed", "loss", "optimizer") if key in more}
+        try:
+            return verify(build, batch, Parallel.of(more), workers=self.started(), **own)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the workers."""
+        if self.workers is not None:
+            self.workers.close()
+            self.workers = None
+
+    def started(self) -> Workers:
+        """The workers, alive."""
+        from meshwright.runtime.launch import Workers
+
+        self.workers = self.workers or Workers(RANKS)
+        return self.workers
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Workers]:
-    with Workers(8) as pool:
-        yield pool
+def pool() -> Iterator[Pool]:
+    """The one pool."""
+    found = Pool()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def workers(pool: Pool) -> Workers:
+    """The pool's workers themselves, for what takes them as an argument."""
+    return pool.started()

@@ -25,7 +25,6 @@ LEVEL = {
     "train": 6,
     "cli": 7,
 }
-TORCH = {"tensor", "capture", "runtime", "train"}
 FILES = sorted(ROOT.rglob("*.py"))
 TORCH = {"runtime", "train", "capture", "tensor"}
 """The folders that are about torch; all others answer without it."""
@@ -66,8 +65,6 @@ def test_files_are_short_and_say_what_they_are(path: Path) -> None:
 
 def test_nothing_pure_imports_torch_numpy_or_numba() -> None:
     for path in FILES:
-        if layer(path) in TORCH:
-            continue
         heavy = {name.split(".")[0] for name in imported(path)} & {"torch", "numpy", "numba", "ortools"}
         if layer(path) in TORCH:
             heavy -= {"torch"}

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from meshwright import Cluster, Duplex, Link, StageCost, Timeline, check, schedules, simulate
+from meshwright import Cluster, Duplex, Link, StageCost, Timeline, check, lower, schedules, simulate
+from meshwright.ir.action import Kind, Op, Transfer
 from tests.helpers import peaks, run
 
 
@@ -88,10 +89,35 @@ def test_1f1b_is_clearly_worse_when_transfers_matter() -> None:
     assert listed(costs, 64, strict=True).makespan_s * 1.1 < plain.makespan_s
 
 
-def test_channel_order_is_kept_by_the_lowered_lists() -> None:
-    from meshwright import lower
-    from meshwright.ir.action import Kind, Op, Transfer
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+def test_messages_that_wait_unread_under_the_strict_order(stages: int) -> None:
+    """Its channels run two blocks ahead of the stage behind them: a third message waits from 7 microbatches on."""
+    for microbatches in range(1, 13):
+        schedule = schedules.build("listed", workers=stages, microbatches=microbatches)
+        depth = min(2, microbatches) if stages == 2 or microbatches < 7 else 3
+        assert check(schedule).receive_depth == (depth if stages > 1 else 0), microbatches
+        free = schedules.build("listed", workers=stages, microbatches=microbatches, strict=False)
+        assert not free.channels, "messages that take no time need no order of their own"
+        assert check(free).receive_depth == (min(2, microbatches) if stages > 1 else 0), microbatches
 
+
+def test_messages_that_wait_unread_where_costs_decide() -> None:
+    """What waits on a channel is in flight on the stage before it: 4 (S - 1) at most if strict, no more than a memory cap."""
+    dice, cluster = random.Random(5), Cluster(Link(0.0, 1.0), duplex=Duplex.HALF)
+    deepest = 0
+    for _ in range(20):
+        costs, microbatches = instance(dice)
+        stages, memory = len(costs), dice.randint(1, 4)
+        options: tuple[dict[str, object], ...] = ({}, {"strict": False}, {"memory": memory})
+        for given, cap in zip(options, (4 * (stages - 1), microbatches, memory), strict=True):
+            schedule = schedules.build("listed", workers=stages, microbatches=microbatches, costs=costs, cluster=cluster, **given)
+            result = check(lower(schedule, costs=costs, cluster=cluster))
+            assert result.ok and result.receive_depth <= min(cap, max(result.peak_activations)), (given, costs)
+            deepest = max(deepest, result.receive_depth)
+    assert deepest > 3
+
+
+def test_channel_order_is_kept_by_the_lowered_lists() -> None:
     schedule = schedules.build("listed", workers=3, microbatches=5)
     for worker, entries in enumerate(lower(schedule).lists[:-1]):
         carried = [e.value for e in entries if isinstance(e, Transfer) and e.peer == worker + 1]

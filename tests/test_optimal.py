@@ -6,7 +6,7 @@ import pytest
 
 from meshwright import Cluster, Link, Schedule, StageCost, Timeline, schedules, simulate
 from meshwright.ir.action import Op
-from meshwright.schedules import _halves, _words
+from meshwright.schedules import _halves, _windows, _words
 from tests.helpers import run
 from tests.optimum import Proof, optimum
 
@@ -36,7 +36,8 @@ def judged(name: str, d: int, n: int, ratio: Ratio, c: int, cap: int, seconds: f
         known = _halves.bound(_halves.Line.of(costs, n, float(c)), _halves.Limits(each, each))
     else:
         chain = _words.Chain.of(costs, n, float(c))
-        known = _words.bound(chain, _words.caps(cap, chain))
+        each = tuple(_words.caps(cap, chain))
+        known = _windows.bound(chain, each, _words.bound(chain, each), timeline.makespan_s)
     if timeline.makespan_s <= known * (1 + 1e-9):
         return timeline.makespan_s, Proof(True, round(timeline.makespan_s), known), known
     times = {Op.F: f, Op.B: i + w, Op.I: i, Op.W: w}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from meshwright import check, from_csv, lower, schedules, to_csv
+from meshwright import Schedule, check, from_csv, lower, schedules, to_csv
+from meshwright.passes.laws import Law
+from tests.cases import Case
+from tests.mutations import TINY, built, drops, duplicates, handmade, moves, same_place, swaps
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="needs torch")
 
@@ -86,3 +91,45 @@ def test_cells_about_sharding_are_passed_over() -> None:
     first, second = text.splitlines()
     with_cells = f"0UNSHARD,{first},0REDUCE_GRAD,0RESHARD\n1UNSHARD,{second},1RESHARD\n"
     assert from_csv(with_cells).lists == from_csv(text).lists
+
+
+# Its validator sees less
+
+
+def torch_accepts(schedule: Schedule) -> bool:
+    """What torch.distributed.pipelining says of the compute form."""
+    rows = [[torch_schedules._Action.from_str(cell) for cell in line.split(",")] for line in to_csv(schedule).splitlines()]
+    try:
+        torch_schedules._validate_schedule(dict(enumerate(rows)), schedule.workers, schedule.stages, schedule.microbatches)
+    except AssertionError:
+        return False
+    return True
+
+
+IN_CSV = [case for case in TINY if case.name in ("onef1b", "gpipe", "interleaved", "zbv", "hanayo", "zero_bubble", "dualpipev")]
+
+
+@pytest.mark.parametrize("case", IN_CSV, ids=str)
+def test_what_torch_refuses_is_refused_here(case: Case) -> None:
+    schedule = replace(built(case, "plain"), channels=())
+    assert torch_accepts(schedule) and check(schedule).ok
+    mutations = [*drops(schedule), *duplicates(schedule, same_place), *moves(schedule, same_place), *swaps(schedule)]
+    accepted_by_torch_alone = 0
+    for mutation in mutations:
+        ours = check(mutation.schedule).ok
+        theirs = torch_accepts(mutation.schedule)
+        assert theirs or not ours, mutation
+        accepted_by_torch_alone += theirs and not ours
+    assert accepted_by_torch_alone, "torch counts with sets: what comes twice is not seen"
+
+
+def test_torch_accepts_what_comes_twice_and_what_gets_stuck() -> None:
+    twice = handmade("0F0 0F0 0B0", "1F0 1B0")
+    assert torch_accepts(twice)
+    assert check(twice).law == Law.ONCE
+    both_ways = handmade("0F0 0B0 0I0 0W0", "1F0 1B0", microbatches=1)
+    assert not check(both_ways).ok
+    stuck = handmade("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", microbatches=2)
+    assert torch_accepts(stuck)
+    result = check(stuck)
+    assert result.law == Law.DEADLOCK and (result.worker, result.action) == (1, "1F1")

@@ -19,10 +19,10 @@ from torch.distributed.pipelining import (
 
 from meshwright.ir.plan import Parallel
 from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
 from meshwright.train import models
 from meshwright.train.lists import lists_for, stages_of
+from tests.conftest import Pool
 
 THEIRS: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -91,12 +91,12 @@ def both(parallel: Parallel, name: str, stages: int) -> tuple[Gradients, Gradien
 
 @pytest.mark.parametrize("microbatches", [4, 8])
 @pytest.mark.parametrize("name", THEIRS)
-def test_gradients_equal_torchs_to_the_bit(workers: Workers, name: str, microbatches: int) -> None:
+def test_gradients_equal_torchs_to_the_bit(pool: Pool, name: str, microbatches: int) -> None:
     options = {"chunks": 2} if name == "interleaved" else {}
     parallel = Parallel(pp=2, microbatches=microbatches, schedule=name, options=options)
     stages = stages_of(parallel)
     seen: set[str] = set()
-    for mine, reference in workers.run(both, parallel, name, stages, ranks=2):
+    for mine, reference in pool.run(both, parallel, name, stages, ranks=2):
         assert mine.keys() == reference.keys()
         seen |= mine.keys()
         for key, gradient in reference.items():

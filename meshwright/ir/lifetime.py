@@ -4,7 +4,8 @@ Times play no part: a moment is a place in the worker's list, 2 i for the start 
 simulator lays them over a clock, the byte budget counts them in order.
 
     activations   F to B or W; R and I turn one form into another at their start, which is no second copy
-    gradients     one buffer per unit and round, from the first backward to the update; a sum lands in it
+    gradients     one buffer per unit and round, from the first backward to the update; a sum lands in it, and stays
+                  until a ring has handed it on
     parameters    a version until its last reader; an update is in place where nobody later wants the old one
     messages      with the sender until sent, with the receiver from the start of the message
 """
@@ -89,7 +90,10 @@ def _life(flow: Flow, price: Price, worker: int, number: int, made: int, last: d
 
 
 def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple[int, int | None]]]:
-    """For each (unit, round) with gradients here: the entry that makes the first, and the moment of the update."""
+    """For each (unit, round) with gradients here: the entry that makes the first, and the moment of the last use.
+
+    That is the update, or the send behind it that hands a ring's sum on.
+    """
     first: dict[tuple[int, int], int] = {}
     update: dict[tuple[int, int], int] = {}
     values, microbatches = flow.values, flow.schedule.microbatches
@@ -100,6 +104,8 @@ def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple
                 first.setdefault((value.stage, value.mb // microbatches), index)
         if type(entry) is Action and entry.op is Op.U:
             update[entry.stage, entry.version] = 2 * index + 1
+        elif type(entry) is Transfer and entry.sends and entry.value.kind is Kind.SUM:
+            update[entry.value.stage, entry.value.version] = 2 * index + 1
     yield from ((key, (index, update.get(key))) for key, index in first.items())
 
 

@@ -62,9 +62,9 @@ def _proved(schedule: Schedule) -> CheckResult:
     try:
         flow = lowered_flow(schedule, checked=True)
     except StuckError as error:
-        own = schedule.lists[error.worker]
-        index = own.index(error.entry) if error.entry in own else len(own) - 1
-        return _broken(schedule, Violation(Law.DEADLOCK, error.worker, index, error.entry, error.what))
+        drawn = schedule if error.entry in schedule.lists[error.worker] else error.schedule
+        index = drawn.lists[error.worker].index(error.entry)
+        return _broken(drawn, Violation(Law.DEADLOCK, error.worker, index, error.entry, error.what))
     except MeshwrightError as error:
         return _broken(schedule, Violation(Law.CHANNEL, 0, 0, None, error.what))
     events, blocked = rendezvous(flow.schedule)

@@ -152,11 +152,11 @@ def _with_channels(flow: Flow) -> Flow:
 
 
 class StuckError(MeshwrightError):
-    """A schedule whose lists wait for each other; `entry` on `worker` is one that waits."""
+    """A schedule whose lists wait for each other; `entry` on `worker` is one that waits, in lists that lowering has added to."""
 
-    def __init__(self, what: str, worker: int, entry: Entry) -> None:
+    def __init__(self, what: str, worker: int, entry: Entry, schedule: Schedule) -> None:
         super().__init__(what, fix="meshwright check shows the place on a grid")
-        self.worker, self.entry = worker, entry
+        self.worker, self.entry, self.schedule = worker, entry, schedule
 
 
 def stuck_error(schedule: Schedule, flow: Flow, order: Sweep) -> StuckError:
@@ -165,4 +165,4 @@ def stuck_error(schedule: Schedule, flow: Flow, order: Sweep) -> StuckError:
     worker, index = min(stuck.items(), key=lambda item: (item[1], item[0]))
     entry = schedule.lists[worker][index]
     reason = f"waits for {flow.values[order.missing[worker]]}" if worker in order.missing else "waits for its partners"
-    return StuckError(f"{schedule.name} cannot run: worker {worker} stops at {entry}, which {reason}", worker, entry)
+    return StuckError(f"{schedule.name} cannot run: worker {worker} stops at {entry}, which {reason}", worker, entry, schedule)

@@ -52,11 +52,11 @@ def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | 
         schedule = _with_syncs(bare, policy, duration)
         if ends:
             schedule = schedule.with_lists(tuple((*a, *b) for a, b in zip(schedule.lists, ends, strict=True)))
+    norm = Op.U not in placed and Op.N not in placed and schedule.flush
     if Op.U not in placed:
-        norm = schedule.flush and Op.N not in placed
         whole = tuple((*entries, *_end(schedule, w, norm)) for w, entries in enumerate(schedule.lists))
-        schedule = replace(schedule.with_lists(whole), norm=norm or schedule.norm)
-    return schedule
+        schedule = schedule.with_lists(whole)
+    return replace(schedule, norm=schedule.norm or norm or Op.N in placed)
 
 
 def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> Schedule:

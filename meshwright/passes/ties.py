@@ -21,15 +21,9 @@ def tie_updates(schedule: Schedule) -> Schedule:
     missing = [unit for unit in range(schedule.stages, schedule.units) if unit not in placed]
     if not missing:
         return schedule
-    whole = schedule.with_lists(tuple(tuple(synced(entries)) for entries in schedule.lists))
-    ring = schedule.ring or any(action.op is Op.S for entries in schedule.lists for action in walk(entries))
-    work = schedule if ring else replace(whole, ties=())
-    sequence = sweep(Flow.of(work)).sequence if not ring else list(_list_after_list(work))
-    lists: list[list[Entry]] = [[] for _ in work.lists]
-    for worker, index in sequence:
-        entry = work.lists[worker][index]
-        if isinstance(entry, Action) and entry.op is Op.S and not ring:
-            continue
+    alone = all(set(schedule.holders[unit]) == set(schedule.holders[schedule.stages_of(unit)[0]]) for unit in missing)
+    lists: list[list[Entry]] = [[] for _ in schedule.lists]
+    for worker, entry in _list_after_list(schedule) if alone else _in_order(schedule):
         lists[worker].append(entry)
         if isinstance(entry, Action) and entry.op is Op.U:
             for unit in missing:
@@ -56,5 +50,15 @@ def _members(schedule: Schedule, unit: int, updated: int, worker: int) -> list[i
     return [worker, *others] if worker == having[0] else [worker]
 
 
-def _list_after_list(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    return ((worker, index) for worker, entries in enumerate(schedule.lists) for index in range(len(entries)))
+def _list_after_list(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
+    return ((worker, entry) for worker, entries in enumerate(schedule.lists) for entry in entries)
+
+
+def _in_order(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
+    """Everything in the linear order that the schedule has without its ties, each update with a sync before it."""
+    bare = replace(schedule, ties=(), ring=False)
+    work = bare.with_lists(tuple(tuple(synced(entries)) for entries in bare.lists))
+    for worker, index in sweep(Flow.of(work)).sequence:
+        entry = work.lists[worker][index]
+        if not isinstance(entry, Action) or entry.op is not Op.S:
+            yield worker, entry

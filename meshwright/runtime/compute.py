@@ -64,7 +64,10 @@ class Compute:
         received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
         bundles = []
         for index in range(len(saved) or 1):
-            call = self._call(step, rows.cut(index, len(saved) or 1), rows, received)
+            part = rows.cut(index, len(saved) or 1)
+            if part.start == part.stop:  # half of a single row: its gradient will not be sent either
+                continue
+            call = self._call(step, part, rows, received)
             bundle, record = stage.forward(call)
             if saved:
                 self.store.slots[saved[index]] = record
@@ -82,6 +85,7 @@ class Compute:
         inline = Kind.KEPT in step.reads
         record: Record | None = self.store.pop(step.reads[Kind.KEPT if inline else Kind.SAVED][0])
         if record is None:
+            self.parameters.aim(step)  # without rows too this may be the last reader of a version
             return
         gradients = self._gather(step.reads[Kind.GRAD]).tensors if Kind.GRAD in step.reads else ()
         if inline:

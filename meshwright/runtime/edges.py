@@ -49,12 +49,15 @@ class Pending:
     bundle: Bundle
     receipts: list[Receipt]
     channel: Channel
+    edges: Edges
     arrived: tuple[Callable[[Any, float], None], Any, float] | None = None
 
     def wait(self) -> Bundle:
         """The bundle, when all of it is here."""
+        self.edges.waiting = self.channel
         for receipt in self.receipts:
             receipt.wait()
+        self.edges.waiting = None
         if self.arrived is not None:
             note, what, begin = self.arrived
             note(what, begin)
@@ -62,10 +65,14 @@ class Pending:
 
 
 class Edges:
-    """The sending and receiving ends of this rank's channels."""
+    """The sending and receiving ends of this rank's channels.
+
+    `waiting` is the channel that a wait is for, and stays after one that failed: whoever watches reads it.
+    """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
+        self.waiting: Channel | None = None
         self.posts_early = isinstance(transport, TorchTransport) and not transport.rendezvous
         self.sent: dict[tuple[Channel, object], Contract] = {}
         self.agreed: dict[tuple[Channel, object], Contract] = {}
@@ -73,11 +80,13 @@ class Edges:
     def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
         """Start to send; `shape` names what the contract depends on."""
         key = (channel, shape)
+        self.waiting = channel
         if key not in self.sent and channel.kind in SHAPED and not isinstance(shape, Bare):
             self.sent[key] = _contract(bundle)
             self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
         for tensor in bundle.tensors:
             self.transport.send(channel, tensor)
+        self.waiting = None
 
     def receive(self, channel: Channel, shape: object) -> Pending:
         """Post the receives of a bundle."""
@@ -85,11 +94,13 @@ class Edges:
         contract = self.agreed.get(key)
         if contract is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+            self.waiting = channel
             self.transport.receive(channel, header).wait()
+            self.waiting = None
             contract = self.agreed[key] = _read(header.tolist())
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in contract)
         receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
-        return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel)
+        return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel, self)
 
     def message_bytes(self, channel: Channel, shape: object) -> int | None:
         """How large a message of this shape is; None where no contract was agreed yet."""
@@ -101,7 +112,7 @@ class Edges:
     def fill(self, channel: Channel, room: Bundle) -> Pending:
         """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""
         receipts = [self.transport.receive(channel, tensor) for tensor in room.tensors]
-        return Pending(room, receipts, channel)
+        return Pending(room, receipts, channel, self)
 
 
 def _contract(bundle: Bundle) -> Contract:

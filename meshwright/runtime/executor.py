@@ -13,6 +13,7 @@ from meshwright.ir.action import Op
 from meshwright.runtime.edges import SHAPED, Edges, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
+from meshwright.runtime.status import current
 from meshwright.runtime.trace import Trace
 from meshwright.runtime.transport.base import Channel
 
@@ -102,12 +103,16 @@ class Executor:
 
     def run(self, first_step: int = 0) -> None:
         """Walk the list once; its first microbatch is the first of step `first_step`."""
+        status = current()
+        seat, names = (None, {}) if status is None else status.seated(self)
         self.hands.begin(first_step)
         trace = self.trace
         if trace is not None:
             trace.walk()
         for step in self._steps():
             self.at = step
+            if seat is not None:
+                seat.value = names[id(step)]
             self._do(step)
             if trace is not None and (step.channel is None or step.sends):
                 trace.end(step)

@@ -1,100 +1,86 @@
-"""Workers: ranks under torchrun, or local processes that are started once and then given work.
+"""Workers: local processes that are started once and then given work, or ranks that torchrun has started (`attach`).
 
 Local workers come out of a server that has torch loaded, so that starting them costs milliseconds. Each piece of work
-runs in a process group of its own, of as many ranks as it asks for.
+runs in a process group of its own, of as many ranks as it asks for. After a failure the next piece gets fresh processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
-import traceback
+import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime import device as devices
+from meshwright.runtime.attach import Attached, attach
+from meshwright.runtime.board import Board
+from meshwright.runtime.failure import Doing, Failure, How, RankFailed, as_error
+from meshwright.runtime.serve import ANSWER_S, LEFT, MARK, UNGUARDED, process_group, serve
+from meshwright.runtime.watch import TICK_S, Patience
 
-TIMEOUT = timedelta(minutes=5)
-"""How long a collective waits before it gives up; failures are noticed long before."""
+__all__ = ["Attached", "Patience", "RankFailed", "Workers", "attach", "process_group"]
 
-
-@contextmanager
-def process_group(rank: int, world: int, store: Store) -> Iterator[None]:
-    """A process group over a store, taken down at the end."""
-    device = devices.choose(rank)
-    dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+_LAST_WORDS_S = 1.5
+_SEAT_BYTES = 256
+_NAME = "meshwright worker"
 
 
 class Workers:
-    """Local processes, one per rank; `run` gives all of them the same function and returns what each returned."""
+    """Local processes, one per rank; `run` gives all of them the same function and returns what each returned.
 
-    def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["meshwright.runtime.preload"])
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    `timeout_s`: how long a run may stand still, with at least one rank inside a schedule or a collective.
+    """
+
+    def __init__(self, count: int, *, timeout_s: float = Patience.timeout_s) -> None:
+        _refuse_inside_a_worker()
         self.count, self.jobs = count, 0
+        self.patience = Patience(timeout_s=timeout_s)
+        self.store: TCPStore | None = None
         self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(count):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.store.port), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.processes.append(process)
+        self.processes: list[BaseProcess] = []
+        self.seats: list[Any] = []
+        self._start()
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
         """Call `function(*args)` on the first `ranks` workers, each inside the process group; the first error is raised."""
         world = self.count if ranks is None else ranks
         if world > self.count:
             raise MeshwrightError(f"there are {self.count} local workers, {world} are needed", fix=f"Workers({world})")
-        self.jobs += 1
-        work = pickle.dumps((function, args, world, f"job{self.jobs}"))
-        for pipe in self.pipes[:world]:
-            pipe.send_bytes(work)
-        found: dict[int, Any] = {}
-        while len(found) < world:
-            ready = wait([pipe for rank, pipe in enumerate(self.pipes[:world]) if rank not in found])
-            for rank in [rank for rank, pipe in enumerate(self.pipes[:world]) if pipe in ready]:
-                found[rank] = self._answer(rank)
-        return [found[rank] for rank in range(world)]
-
-    def _answer(self, rank: int) -> Any:
         try:
-            error, result = pickle.loads(self.pipes[rank].recv_bytes())
-        except (EOFError, ConnectionResetError):
-            self.processes[rank].join(timeout=5)
-            code = self.processes[rank].exitcode
+            work = pickle.dumps((function, args))
+        except Exception as error:  # pickle raises whatever an object's own methods raise
+            raise MeshwrightError(
+                f"this work cannot be sent to workers: {error}", fix="a function that can be imported by name, plain arguments"
+            ) from error
+        # A worker at rest writes nothing: a pipe that can be read has been closed by its death.
+        if not self.processes or any(pipe.poll() for pipe in self.pipes):
             self.close()
-            raise MeshwrightError(f"rank {rank} died (exit code {code})") from None
-        if error is None:
-            return result
-        self.close()
-        if isinstance(error, MeshwrightError):
-            raise error
-        raise MeshwrightError(f"rank {rank} failed:\n{error}")
+            self._start()
+        self.jobs += 1
+        try:
+            return self._do(work, f"job{self.jobs}", world)
+        except BaseException:
+            self.close()  # some of them are still at it
+            raise
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; the next run starts new ones."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join(timeout=5)
+            process.join(timeout=10)
         for pipe in self.pipes:
             pipe.close()
+        self.processes, self.pipes, self.seats, self.store = [], [], [], None
 
     def __enter__(self) -> Workers:
         return self
@@ -102,22 +88,95 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["meshwright.runtime.preload"])
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=ANSWER_S)
+        for rank in range(self.count):
+            mine, theirs = context.Pipe()
+            seat = context.RawArray("c", _SEAT_BYTES)
+            given = (theirs, rank, self.store.port, self.patience, dict(os.environ), seat)
+            process = context.Process(target=serve, args=given, daemon=True, name=f"{_NAME} {rank}")
+            with _importable_main():
+                process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.seats.append(seat)
+            self.processes.append(process)
 
-def _serve(pipe: Connection, rank: int, port: int) -> None:
-    """A local worker's life: wait for work, do it, answer."""
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    while True:
-        try:
-            function, args, world, name = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+    def _do(self, work: bytes, name: str, world: int) -> list[Any]:
+        assert self.store is not None, "workers have a store while they live"
+        board = Board(PrefixStore(f"{name}/watch", self.store), world)
+        for pipe, seat in zip(self.pipes[:world], self.seats, strict=False):
+            seat.value = b""
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death shows at the other end
+                pipe.send((work, name, world))
+        found: dict[int, Any] = {}
+        silent = set(range(world))
+        while len(found) < world:
+            ready = wait([self.pipes[rank] for rank in silent], timeout=TICK_S)
+            for rank in [rank for rank in silent if self.pipes[rank] in ready]:
+                silent.discard(rank)
+                answer = b""
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    answer = self.pipes[rank].recv_bytes()
+                if answer:
+                    found[rank] = pickle.loads(answer)
+                else:
+                    self._note_death(rank, board)
+            if len(found) < world and (failure := board.failure()) is not None:
+                raise as_error(self._exact(failure), board.last_words(failure, _LAST_WORDS_S))
+        return [found[rank] for rank in range(world)]
+
+    def _note_death(self, rank: int, board: Board) -> None:
+        """A worker that ended without an answer: it has told why, or it could not."""
+        self.processes[rank].join(timeout=10)
+        code = self.processes[rank].exitcode
+        if code == UNGUARDED:
+            raise MeshwrightError(
+                f"{getattr(sys.modules['__main__'], '__file__', 'the script')} starts workers when it is imported, "
+                "and workers import it to find its functions",
+                fix="put what starts them under `if __name__ == '__main__':`",
+            )
+        if code == LEFT and board.failure() is not None:
             return
-        error: Any = None
-        result: Any = None
-        try:
-            with process_group(rank, world, PrefixStore(name, store)):
-                result = function(*args)
-        except MeshwrightError as found:
-            error = found
-        except Exception:
-            error = traceback.format_exc()
-        pipe.send_bytes(pickle.dumps((error, result)))
+        doing = replace(board.heard(rank) or Doing(rank), action="", stage=None)
+        fix = "see whether the machine ran out of memory: dmesg | tail" if code == -signal.SIGKILL else None
+        board.post(Failure.seen(How.DIED, _cause(code), doing, fix=fix))
+
+    def _exact(self, failure: Failure) -> Failure:
+        """What a rank that could not speak for itself was last at; what it said before may be a second old."""
+        if failure.how not in (How.DIED, How.STOPPED) or not (said := self.seats[failure.rank].value):
+            return failure
+        action, stage = said.decode().rsplit(" ", 1)
+        return replace(failure, action=action, stage=int(stage))
+
+
+@contextlib.contextmanager
+def _importable_main() -> Iterator[None]:
+    """Workers import the script that starts them, by its file; what was typed or piped in has a name but no file."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or os.path.exists(path):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"
+
+
+def _refuse_inside_a_worker() -> None:
+    """A script that starts workers as it is imported would do so in every worker; the parent explains it."""
+    if MARK in os.environ:
+        raise MeshwrightError("a local worker cannot start local workers", fix="start them in the first process")
+    if multiprocessing.current_process().name.startswith(_NAME):
+        os._exit(UNGUARDED)

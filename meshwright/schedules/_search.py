@@ -8,7 +8,7 @@ neighbours: a pure vector of warm-ups is up to six percent off the optimum, care
     3  small changes to the limits of the best of those
     4  swaps of a neighbouring F and B on the critical path, with a memory of recent swaps
 
-It stops as soon as the lower bound is met.
+It stops as soon as the lower bound is met, or, tried before and between the slow steps, nothing shorter can exist (`_windows`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshwright.schedules import _windows
 from meshwright.schedules._words import INFINITE, Chain, Run, Words, bound, in_time, run, vectors, word
 
 FLIP = str.maketrans("FB", "BF")
@@ -55,7 +56,11 @@ def search(chain: Chain, cap: Sequence[int], also: Sequence[Words] = ()) -> Word
                     makespan, best = time, words
     pool = _different(pool, 8)
     first = pool[:4]
+    goal = _windows.raised(chain, cap, goal, makespan)
+    listed = makespan
     makespan, best = _varied(chain, cap, pool, makespan, best, goal, tries=min(300, 200_000 // size))
+    if makespan < listed:
+        goal = _windows.raised(chain, cap, goal, makespan)
     swaps = min(800, 300_000 // size)
     others = [_listed(chain, *start[1:])[0] for start in [*first, *pool]]
     for words in [best, pure, *others, None]:
@@ -64,6 +69,7 @@ def search(chain: Chain, cap: Sequence[int], also: Sequence[Words] = ()) -> Word
         time, polished = polish(words or best, chain, cap, goal, swaps if words else 4 * swaps)
         if time < makespan:
             makespan, best = time, polished
+            goal = _windows.raised(chain, cap, goal, makespan)
     return best
 
 

@@ -12,15 +12,17 @@ Times = Sequence[tuple[float, float]]
 
 
 def memory(found: Iterable[Life], times: Times) -> tuple[Level, ...]:
-    """Levels of bytes and activations of one worker. At one time what ends goes first; what takes no time goes by the list."""
-    changes: list[tuple[float, bool, int, int, float, float]] = []
+    """Levels of bytes and activations of one worker.
+
+    At one time the entries that took time end first, then all else goes by the list: an entry that takes no time has its
+    inputs and its outputs at once, like any other. So peaks are those of the list, however little its entries take.
+    """
+    changes: list[tuple[float, bool, int, bool, float, float]] = []
     for life in found:
         if life.bytes or life.activations:
-            made = _time(times, life.made)
-            changes.append((made, True, life.made, 1, life.bytes, life.activations))
+            changes.append((*_when(times, life.made), True, life.bytes, life.activations))
             if life.ended is not None:
-                ended = _time(times, life.ended)
-                changes.append((ended, ended == made, life.ended, 0, -life.bytes, -life.activations))
+                changes.append((*_when(times, life.ended), False, -life.bytes, -life.activations))
     changes.sort()
     size = count = 0.0
     levels: list[Level] = []
@@ -30,5 +32,9 @@ def memory(found: Iterable[Life], times: Times) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-def _time(times: Times, moment: int) -> float:
-    return 0.0 if moment == BEFORE else times[moment // 2][moment % 2]
+def _when(times: Times, moment: int) -> tuple[float, bool, int]:
+    """The time of a moment, and its place among those of the same time."""
+    if moment == BEFORE:
+        return 0.0, False, moment
+    start, end = times[moment // 2]
+    return (end, end == start, moment) if moment % 2 else (start, True, moment)

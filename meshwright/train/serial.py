@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from meshwright.ir.action import Kind, Op, walk
 from meshwright.ir.effects import rule
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
-from meshwright.runtime.batch import Batch, Given, Loss, Objective, Rows
+from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.stage import Stage
 from meshwright.runtime.unit import Optimizer
@@ -25,10 +26,13 @@ from meshwright.runtime.unit import Optimizer
 Versions = dict[tuple[int, int], dict[int, int]]
 """For (stage, microbatch) the version of each unit that its forward reads."""
 
+Weights = dict[nn.Parameter, Tensor]
+"""A tensor for each parameter: values of a version, leaves of a graph, or gradients."""
+
 
 @dataclass
 class Trace:
-    """What a run leaves to compare: the loss of each step, the mean gradients of each round, the weights at the end."""
+    """What a run leaves to compare: the loss of each step, the mean gradients of each update, the weights at the end."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -59,97 +63,95 @@ class Serial:
     loss: Loss | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        self.objective = Objective(self.loss)
+        self.units = {unit: [p for p in self.layers.unit(unit) if p.requires_grad] for unit in range(self.schedule.units)}
+        self.params = [p for params in self.units.values() for p in params]
+        self.reads = {} if self.schedule.flush else versions_read(self.schedule)
+        self.history: list[Weights] = [{p: p.detach().clone() for p in self.params}]
+        last = Stage(self.layers.of_stage(self.layers.stages - 1), 0, torch.device("cpu"), is_last=True)
+        self.takes_target = last.takes_target
+
     def run(self, batch: Callable[[int], Given], steps: int) -> Trace:
         """Train for some steps."""
-        self.objective, trace = Objective(self.loss), Trace()
-        units = {unit: [p for p in self.layers.unit(unit) if p.requires_grad] for unit in range(self.schedule.units)}
-        optimizers = {unit: self.optimizer(params) for unit, params in units.items() if params}
-        history = [{p: p.detach().clone() for params in units.values() for p in params}]
-        reads = versions_read(self.schedule) if not self.schedule.flush else {}
-        per_round = self.schedule.microbatches
-        sums, weights = [0.0] * steps, [0.0] * steps
-        for round_ in range(steps * self.microbatches // per_round):
-            total: dict[nn.Parameter, Tensor] = {}
-            weight = 0.0
-            for copy in range(self.copies):
-                added: dict[nn.Parameter, Tensor] = {}
-                for mb in range(round_ * per_round, (round_ + 1) * per_round):
-                    step, local = divmod(mb, self.microbatches)
-                    data = Batch(batch(step), microbatches=self.microbatches, copy=copy, copies=self.copies)
-                    if data.rows(local).start == data.rows(local).stop:
-                        continue
-                    current = self._weights(history, reads, units, mb, round_)
-                    loss = self._microbatch(data, step, local, current, added)
-                    counted = self.objective.weight(data.targets(data.rows(local)), data.rows(local))
-                    sums[step] += loss
-                    weights[step] += counted
-                    weight += counted
-                for p, g in added.items():
-                    total[p] = total[p] + g if p in total else g
-            for p in history[0]:
-                p.grad = total[p] / weight if p in total else torch.zeros_like(p)
-            trace.gradients.append({self.layers.names[p]: p.grad.clone() for p in history[0] if p.grad is not None})
-            for optimizer in optimizers.values():
+        trace = Trace()
+        optimizers = [self.optimizer(params) for params in self.units.values() if params]
+        sums = {(step, copy): [0.0, 0.0] for step in range(steps) for copy in range(self.copies)}
+        for round_ in range(steps * self.microbatches // self.schedule.microbatches):
+            self._gradients(batch, round_, sums)
+            trace.gradients.append({self.layers.names[p]: p.grad.clone() for p in self.params if p.grad is not None})
+            for optimizer in optimizers:
                 optimizer.step()
-            history.append({p: p.detach().clone() for p in history[0]})
-            if self.schedule.flush:
-                history = [history[-1]]
-        trace.losses = [s / w if w else float("nan") for s, w in zip(sums, weights, strict=True)]
-        trace.weights = {self.layers.names[p]: p.detach().clone() for p in history[0]}
+            newest = {p: p.detach().clone() for p in self.params}
+            self.history = [newest] if self.schedule.flush else [*self.history, newest]
+        for step in range(steps):
+            mine = [sums[step, copy] for copy in range(self.copies)]
+            weight = sum(w for _, w in mine)
+            trace.losses.append(sum(s for s, _ in mine) / weight if weight else float("nan"))
+        trace.weights = {name: p.detach().clone() for p, name in self.layers.names.items()}
         return trace
 
-    def _weights(
-        self,
-        history: list[dict[nn.Parameter, Tensor]],
-        reads: Versions,
-        units: dict[int, list[nn.Parameter]],
-        mb: int,
-        round_: int,
-    ) -> list[dict[nn.Parameter, Tensor]]:
+    def _gradients(self, batch: Callable[[int], Given], round_: int, sums: dict[tuple[int, int], list[float]]) -> None:
+        """The mean gradient of a round: sums over microbatches, then over copies, divided once."""
+        total: Weights = {}
+        weight, count = 0.0, self.schedule.microbatches
+        for copy in range(self.copies):
+            added: Weights = {}
+            for mb in range(round_ * count, (round_ + 1) * count):
+                step, local = divmod(mb, self.microbatches)
+                data = Batch(batch(step), microbatches=self.microbatches, copy=copy, copies=self.copies)
+                rows = data.rows(local)
+                if rows.start == rows.stop:
+                    continue
+                sums[step, copy][0] += self._microbatch(data, step, local, self._weights(mb), added)
+                counted = self.objective.weight(data.targets(rows), rows)
+                sums[step, copy][1] += counted
+                weight += counted
+            for p, gradient in added.items():
+                total[p] = total[p] + gradient if p in total else gradient
+        for p in self.params:
+            p.grad = total[p] / (weight or 1.0) if p in total else torch.zeros_like(p)
+
+    def _weights(self, mb: int) -> list[Weights]:
         """For each stage its parameters as leaves, of the versions that it reads."""
         leaves: dict[tuple[nn.Parameter, int], Tensor] = {}
 
         def at(p: nn.Parameter, version: int) -> Tensor:
             if (p, version) not in leaves:
-                leaves[p, version] = history[version][p].clone().requires_grad_()
+                leaves[p, version] = self.history[version][p].clone().requires_grad_()
             return leaves[p, version]
 
         found = []
         for stage in range(self.schedule.stages):
-            versions = reads.get((stage, mb), {})
-            found.append({p: at(p, versions.get(u, 0)) for u in self.schedule.units_of[stage] for p in units[u]})
+            versions = self.reads.get((stage, mb), {})
+            found.append({p: at(p, versions.get(u, 0)) for u in self.schedule.units_of[stage] for p in self.units[u]})
         return found
 
-    def _microbatch(
-        self,
-        data: Batch,
-        step: int,
-        local: int,
-        weights: list[dict[nn.Parameter, Tensor]],
-        added: dict[nn.Parameter, Tensor],
-    ) -> float:
+    def _microbatch(self, data: Batch, step: int, local: int, weights: list[Weights], added: Weights) -> float:
         """One forward and backward through all layers; gradients are added up."""
         rows, number = data.rows(local), data.copy * self.microbatches + local
-        args, named = data.inputs(rows)
-        target = data.targets(rows)
-        values: tuple[Tensor, ...] = args
-        device = torch.device("cpu")
-        probe = Stage(self.layers.of_stage(self.layers.stages - 1), 0, device, is_last=True, objective=self.objective)
+        values, named = data.inputs(rows)
+        target, count = data.targets(rows), len(self.layers.modules)
         for stage in range(self.layers.stages):
             for offset, layer in enumerate(self.layers.of_stage(stage)):
                 index = self.layers.starts[stage] + offset
-                devices.seed(device, devices.stream(self.seed, step, number, index))
-                if probe.takes_target and index == len(self.layers.modules) - 1 and target is not None:
+                devices.seed(torch.device("cpu"), devices.stream(self.seed, step, number, index))
+                if self.takes_target and index == count - 1 and target is not None:
                     values = (*values, target)
                 own = {n: weights[stage].get(p, p) for n, p in layer.named_parameters(remove_duplicate=False)}
-                output = functional_call(layer, own, values, named)
-                values, named = (output,) if isinstance(output, Tensor) else tuple(output), {}
-        loss = self.objective(values[0], target, Rows(rows.start, rows.stop))
+                values, named = _values(functional_call(layer, own, values, named)), {}
+        loss = self.objective(values[0], target, rows)
         loss.backward()
-        seen: set[int] = set()
-        for held in weights:
-            for p, at in held.items():
-                if id(at) not in seen and at.grad is not None:
-                    seen.add(id(at))
-                    added[p] = added[p] + at.grad if p in added else at.grad.clone()
+        leaves = {id(at): (p, at) for held in weights for p, at in held.items()}
+        for p, at in leaves.values():
+            if at.grad is not None:
+                added[p] = added[p] + at.grad if p in added else at.grad.clone()
         return float(loss.detach())
+
+
+def _values(output: Any) -> tuple[Tensor, ...]:
+    """What a layer returned, as the next one takes it; a model that has its loss gives that alone."""
+    if isinstance(output, Tensor):
+        return (output,)
+    loss = getattr(output, "loss", None)
+    return (loss,) if isinstance(loss, Tensor) else tuple(output)

@@ -1,7 +1,8 @@
 """Messages over torch.distributed: gloo between CPUs, NCCL between GPUs, on any number of hosts.
 
 gloo keeps the messages of one (pair, tag) in order, so the kind is the tag and two groups, one per direction, carry all
-channels. NCCL has no tags: there each channel gets a process group of its own, so that neither kinds nor directions wait for each other.
+channels. NCCL has no tags: there each channel gets a process group of its own, so that neither kinds nor directions wait
+for each other.
 """
 
 from __future__ import annotations

@@ -1,0 +1,152 @@
+"""`meshwright verify`: does a plan train a model as one process does?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli import inputs
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan import Parallel
+from meshwright.passes.sync import Sync
+
+if TYPE_CHECKING:
+    from meshwright.train.certificate import Certificate
+
+PRESETS = ("mlp", "gpt")
+"""Small models that come with their data."""
+
+Maker = Callable[..., Any]
+
+
+def verify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:function.")],
+    schedule: Annotated[str, typer.Option(help="A schedule by name.", rich_help_panel=inputs.SIZES)] = "onef1b",
+    pp: Annotated[int, typer.Option(help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)] = 2,
+    microbatches: inputs.Microbatches = 4,
+    dp: Annotated[int, typer.Option(help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)] = 1,
+    option: inputs.Option = None,
+    steps: Annotated[int, typer.Option(help="Steps to train.", rich_help_panel=inputs.SIZES)] = 5,
+    width: Annotated[
+        str, typer.Option(metavar="3,2,1", help="Workers that share each stage.", rich_help_panel=inputs.SIZES)
+    ] = "",
+    sync: Annotated[Sync, typer.Option(help="When gradients are added up.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
+    recompute: Annotated[
+        str | None, typer.Option(metavar="none|inline|early|0.5,1", help="All stages alike, or a share for each.")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")] = None,
+    dtype: Annotated[str, typer.Option(help="float64 or float32; both runs compute in it.")] = "float64",
+    seed: Annotated[int, typer.Option(help="Where the weights and dropout start.")] = 0,
+    transport: Annotated[str, typer.Option(help="auto, torch, shared or strict.")] = "auto",
+    as_json: inputs.Json = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The certificate; certificate.json unless --json.")
+    ] = None,
+) -> None:
+    """Train a few steps on local workers and in one process, and compare losses, gradients and weights.
+
+    Exit code 0: they agree. 2: the model or the plan cannot be used. 3: they do not agree.
+    """
+    parallel = Parallel(
+        pp=pp,
+        dp=dp,
+        schedule=schedule,
+        microbatches=microbatches,
+        options=inputs.pairs(option),
+        sync=sync.value,
+        recompute=_recompute(recompute),
+        width=tuple(_numbers("--width", width, int)) if width else (),
+        transport=transport,
+    )
+    build, data = _model(model, batch, parallel)
+    from meshwright.train.verify import verify as compare
+
+    certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed)
+    _report(certificate, output, as_json=as_json)
+    raise typer.Exit(0 if certificate.passed else 3)
+
+
+def _report(certificate: Certificate, output: Path | None, *, as_json: bool) -> None:
+    """Write the certificate, and print it or what it says."""
+    path = output or (None if as_json else Path("certificate.json"))
+    if path is not None:
+        inputs.write(path, certificate.to_json() + "\n")
+    if as_json:
+        typer.echo(certificate.to_json())
+    else:
+        _print(certificate, path)
+
+
+def _print(certificate: Certificate, path: Path | None) -> None:
+    """What was compared, how far apart it is, and what else is wrong."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    verdict = "passed" if certificate.passed else "NOT PASSED"
+    console.print(
+        f"{certificate.schedule}  {certificate.steps} steps, {certificate.updates} updates, {certificate.dtype}: {verdict}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in ("compared", "largest relative error", "bar"):
+        table.add_column(column, justify="left" if column == "compared" else "right")
+    for what in ("loss", "gradient", "weight"):
+        table.add_row(what, f"{getattr(certificate, f'{what}_error'):.2e}", f"{certificate.tolerance:.0e}")
+    table.add_row("copies, bit by bit", "equal" if certificate.replicas_equal else "unequal", "equal")
+    console.print(table)
+    if not certificate.max_relative_error <= certificate.tolerance:
+        console.print(f"worst: {certificate.worst}")
+    for problem in certificate.problems:
+        console.print(f"problem: {problem}")
+    console.print(f"certificate: {path}")
+
+
+def _model(model: str, batch: str | None, parallel: Parallel) -> tuple[Maker, Maker]:
+    """What makes the model, and what makes its batches; a preset is as deep as the plan has stages."""
+    if model not in PRESETS and ":" not in model:
+        raise MeshwrightError(f"there is no model '{model}'", fix=f"{', '.join(PRESETS)}, or package.module:function")
+    if model in PRESETS:
+        if batch is not None:
+            raise MeshwrightError(f"{model} comes with its data, --batch is for an own model")
+        from meshwright.train import lists, models
+
+        stages, rows = lists.stages_of(parallel), max(32, 2 * parallel.microbatches * parallel.dp)
+        if model == "mlp":
+            return partial(models.mlp, layers=max(16, stages)), partial(models.mlp_batch, rows=rows)
+        return partial(models.gpt, blocks=max(8, stages - 2)), partial(models.text_batch, rows=rows)
+    if batch is None:
+        raise MeshwrightError(f"{model} needs data to train on", fix="--batch package.module:function")
+    sys.path.insert(0, str(Path.cwd()))
+    return _function(model), _function(batch)
+
+
+def _function(name: str) -> Maker:
+    """A function by module and name."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise MeshwrightError(f"cannot import {name}: {error}", fix="package.module:function, seen from here") from error
+    if not callable(found):
+        raise MeshwrightError(f"{name} is no function but {type(found).__name__}")
+    maker: Maker = found
+    return maker
+
+
+def _recompute(text: str | None) -> str | list[float] | None:
+    if text is None or not text[:1].isdigit():
+        return text
+    return _numbers("--recompute", text, float)
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise MeshwrightError(f"{flag} takes numbers with commas between them, got {text!r}", fix=f"{flag} 1,1") from None

@@ -1,0 +1,153 @@
+"""What a rank does and what went wrong first: plain data that crosses processes as JSON, and the text that users read.
+
+rank 1 failed in 1B0 (stage 1): ValueError: bad weights
+  rank 0: 0B0, waits for rank 1 (grad 1->0), 1.2 s
+  rank 2: finished
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What one rank is doing. `peer` and `waits` say whom it waits for and in what; `where` is the user's line it is in.
+
+    `over`: it has finished. `last`: it has learnt of a failure and says nothing more.
+    """
+
+    rank: int
+    beat: int = 0
+    action: str = ""
+    stage: int | None = None
+    peer: int | None = None
+    waits: str = ""
+    where: str = ""
+    done: int = 0
+    still_s: float = 0.0
+    over: bool = False
+    last: bool = False
+    home: str = ""
+    pid: int = 0
+    born: int = 0
+
+    @property
+    def inside(self) -> bool:
+        """Whether others may depend on what it does: it walks a schedule, or it waits for them."""
+        return not self.over and bool(self.action or self.waits)
+
+    def __str__(self) -> str:
+        if self.over:
+            return f"rank {self.rank}: finished"
+        parts = [self.action or "outside a schedule"]
+        if self.waits:
+            whom = "other ranks" if self.peer is None else f"rank {self.peer}"
+            parts.append(f"waits for {whom} ({self.waits})")
+        elif self.where:
+            parts.append(f"at {self.where}")
+        return f"rank {self.rank}: {', '.join(parts)}, {self.still_s:.1f} s"
+
+    def to_json(self) -> str:
+        """The form that goes through a store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Doing:
+        """Back from it."""
+        return cls(**json.loads(text))
+
+
+class How(StrEnum):
+    """In what way a rank failed."""
+
+    RAISED = "failed"
+    DIED = "died"
+    STOPPED = "was stopped"
+    HUNG = "hangs"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first thing that went wrong, and where. A `clean` one is a user's mistake found outside any action."""
+
+    rank: int
+    how: How
+    what: str
+    action: str = ""
+    stage: int | None = None
+    fix: str | None = None
+    detail: str = ""
+    clean: bool = False
+    noticed_by: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, doing: Doing) -> Failure:
+        """What an exception on a rank means."""
+        ours = isinstance(error, MeshwrightError)
+        what = error.what if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}".rstrip(": ")
+        return cls(
+            doing.rank,
+            How.RAISED,
+            what,
+            doing.action,
+            doing.stage,
+            fix=error.fix if isinstance(error, MeshwrightError) else None,
+            detail="" if ours else "".join(traceback.format_exception(error)),
+            clean=ours and not doing.action,
+        )
+
+    @classmethod
+    def seen(cls, how: How, what: str, doing: Doing, **more: Any) -> Failure:
+        """What others noticed about a rank that cannot speak for itself."""
+        return cls(doing.rank, how, what, doing.action, doing.stage, **more)
+
+    def __str__(self) -> str:
+        if self.clean:
+            return self.what
+        place = f" in {self.action}" if self.action else ""
+        if self.action and self.stage is not None:
+            place += f" (stage {self.stage})"
+        return f"rank {self.rank} {self.how.value}{place}: {self.what}"
+
+    def to_json(self) -> str:
+        """The form that goes through a store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Failure:
+        """Back from it."""
+        found = json.loads(text)
+        return cls(**{**found, "how": How(found["how"])})
+
+
+class RankFailed(MeshwrightError):
+    """A run that ended because of one rank: its failure, and what the others were doing then."""
+
+    def __init__(self, failure: Failure, others: Sequence[Doing] = ()) -> None:
+        super().__init__(describe(failure, others), fix=failure.fix)
+        self.failure, self.others = failure, tuple(others)
+        self.rank, self.stage, self.action = failure.rank, failure.stage, failure.action
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankFailed, (self.failure, self.others)
+
+
+def as_error(failure: Failure, others: Sequence[Doing] = ()) -> MeshwrightError:
+    """The exception for a failure; a user's mistake comes out as it was raised."""
+    return MeshwrightError(failure.what, fix=failure.fix) if failure.clean else RankFailed(failure, others)
+
+
+def describe(failure: Failure, others: Sequence[Doing]) -> str:
+    """The failure, a line for every other rank, and the traceback if there is one."""
+    lines = [str(failure), *(f"  {doing}" for doing in others if doing.rank != failure.rank)]
+    if failure.detail:
+        lines.append(failure.detail.rstrip())
+    return "\n".join(lines)

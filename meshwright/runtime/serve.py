@@ -1,0 +1,112 @@
+"""The life of a local worker: wait for work, do it, answer; end with the parent, and at once where another rank failed."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime import device as devices
+from meshwright.runtime.board import Board
+from meshwright.runtime.failure import Failure
+from meshwright.runtime.status import Seat
+from meshwright.runtime.watch import Patience, Watch
+
+LEFT = 77
+"""The exit code of a worker that ends because it knows of a failure."""
+
+UNGUARDED = 78
+"""The exit code of a worker whose import of the user's script came to start workers."""
+
+MARK = "MESHWRIGHT_WORKER"
+"""Set in the environment of a worker that has begun to serve."""
+
+ANSWER_S = timedelta(seconds=60)
+"""How long a store may take to answer a watcher."""
+
+FOREVER = timedelta(days=7)
+"""The limit of torch's own waits: whether a wait is too long is decided by those who see all ranks."""
+
+
+@contextmanager
+def process_group(rank: int, world: int, store: Store, *, local_rank: int | None = None) -> Iterator[None]:
+    """A process group over a store, taken down at the end; after an error others may never come to that, so it is left."""
+    device = devices.choose(rank if local_rank is None else local_rank)
+    dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world, timeout=FOREVER)
+    if store.add("joined", 1) == world:
+        store.set("all joined", "yes")
+    yield
+    store.wait(["all joined"])  # who closes its connections while others still make theirs would fail them
+    dist.destroy_process_group()
+
+
+def serve(
+    pipe: Connection, rank: int, port: int, patience: Patience, environment: Mapping[str, str], seat: Seat | None = None
+) -> None:
+    """Do what comes through the pipe until it is closed."""
+    os.environ.update(environment)
+    os.environ[MARK] = str(rank)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and decides
+    faulthandler.enable()
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    watching = TCPStore("127.0.0.1", port, is_master=False, timeout=ANSWER_S)
+    while True:
+        try:
+            work, name, world = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        board = Board(PrefixStore(f"{name}/watch", watching), world)
+        alarms = {pipe.fileno(): leave}
+        watch = Watch(board, rank, patience, ends=leave, alarms=alarms, supervised=True, seat=seat)
+        try:
+            function, args = _unpack(work)
+            with process_group(rank, world, PrefixStore(name, store)):
+                result = function(*args)
+            answer = _pack(result)
+        except BaseException as error:
+            watch.fail(error)
+            leave()
+        watch.finish()
+        pipe.send_bytes(answer)
+
+
+def leave(_: Failure | None = None) -> NoReturn:
+    """End this process, from any thread, without asking those that are stuck; the parent tells the user why."""
+    flush()
+    os._exit(LEFT)
+
+
+def flush() -> None:
+    """Write out what was printed, unless a stuck thread holds the stream."""
+    thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
+    thread.start()
+    thread.join(timeout=0.2)
+
+
+def _unpack(work: bytes) -> tuple[Any, Any]:
+    try:
+        return pickle.loads(work)
+    except (AttributeError, ImportError) as error:
+        raise MeshwrightError(
+            f"a worker cannot find what it is to run: {error}",
+            fix="define it in a file that can be imported; an interactive session or `python -c` is none",
+        ) from error
+
+
+def _pack(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:  # pickle raises whatever an object's own methods raise
+        raise MeshwrightError(f"what a worker returned cannot be sent: {error}", fix="return plain data or tensors") from error

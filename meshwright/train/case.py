@@ -1,0 +1,109 @@
+"""What `verify` compares, in a form that workers can be sent, and what is refused before any of them is started."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan import Parallel
+from meshwright.ir.schedule import Schedule
+from meshwright.runtime.batch import Batch, Given, Loss
+from meshwright.runtime.layers import Layers, require_layers
+from meshwright.runtime.transport.choose import parse_name
+from meshwright.runtime.unit import Optimizer
+from meshwright.train.lists import lists_for, stages_of
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
+"""The largest relative error that passes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is verified; everything in it can be sent to a worker."""
+
+    build: Callable[[], Any]
+    batch: Callable[[int], Given]
+    parallel: Parallel
+    steps: int
+    dtype: str
+    seed: int
+    loss: Loss | None
+    optimizer: Optimizer
+
+    def layers(self, stages: int) -> Layers:
+        """The model, built from the seed in the dtype."""
+        torch.manual_seed(self.seed)
+        layers = Layers.of(self.build(), stages)
+        for module in layers.modules:
+            module.to(getattr(torch, self.dtype))
+        return layers
+
+    def data(self, step: int) -> Given:
+        """A batch in the dtype."""
+        given = self.batch(step)
+        dtype = getattr(torch, self.dtype)
+
+        def cast(t: Tensor) -> Tensor:
+            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+
+        if isinstance(given, Tensor):
+            return (cast(given),)
+        if isinstance(given, Mapping):
+            return {name: cast(t) for name, t in given.items()}
+        if isinstance(given, tuple | list):
+            return tuple(cast(t) for t in given)
+        raise MeshwrightError(f"batch(step) returned {type(given).__name__}", fix="a tuple or a mapping of tensors")
+
+
+def prepare(case: Case) -> tuple[Layers, Schedule]:
+    """The model cut into stages and the proved lists; everything that a user can mend is said here."""
+    if case.dtype not in TOLERANCE:
+        raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
+    if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
+        raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
+    parse_name(case.parallel.transport)
+    _refuse_local(case)
+    stages = stages_of(case.parallel)
+    layers = case.layers(stages)
+    if not any(p.requires_grad for p in layers.names):
+        raise MeshwrightError(
+            "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
+        )
+    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
+    for stage, how in enumerate(schedule.recompute or ()):
+        require_layers(layers.of_stage(stage), how.share, stage)
+    if schedule.ring and case.parallel.dp > 1:
+        raise MeshwrightError(f"{schedule.name} adds up along a ring inside one copy, dp is {case.parallel.dp}", fix="dp=1")
+    _refuse_rows(case)
+    return layers, schedule
+
+
+def _refuse_local(case: Case) -> None:
+    """Workers import functions by name; a lambda has none."""
+    for what in ("build", "batch", "loss", "optimizer"):
+        try:
+            pickle.dumps(getattr(case, what))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise MeshwrightError(
+                f"{what} cannot be sent to workers, which import it by name: {error}",
+                fix="a function at the top level of a module, or functools.partial of one",
+            ) from error
+
+
+def _refuse_rows(case: Case) -> None:
+    """Every microbatch of the first batch has a row; later batches may be shorter."""
+    parallel = case.parallel
+    cuts = parallel.microbatches * parallel.dp
+    rows = Batch(case.data(0), microbatches=parallel.microbatches, copies=parallel.dp).size
+    if rows < cuts:
+        copies = f" on each of {parallel.dp} copies" if parallel.dp > 1 else ""
+        raise MeshwrightError(
+            f"a batch of {rows} rows cannot be cut into {parallel.microbatches} microbatches{copies}",
+            fix=f"batches of at least {cuts} rows, or fewer microbatches",
+        )
