@@ -23,7 +23,7 @@ class Pool:
     def run(self, function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
         """What each rank returned."""
         try:
-            return self._started().run(function, *args, ranks=ranks)
+            return self.started().run(function, *args, ranks=ranks)
         except BaseException:
             self.close()
             raise
@@ -34,7 +34,7 @@ class Pool:
 
         own = {key: more.pop(key) for key in ("steps", "dtype", "seed", "loss", "optimizer") if key in more}
         try:
-            return verify(build, batch, Parallel.of(more), workers=self._started(), **own)
+            return verify(build, batch, Parallel.of(more), workers=self.started(), **own)
         except BaseException:
             self.close()
             raise
@@ -45,7 +45,8 @@ class Pool:
             self.workers.close()
             self.workers = None
 
-    def _started(self) -> Workers:
+    def started(self) -> Workers:
+        """The workers, alive."""
         from meshwright.runtime.launch import Workers
 
         self.workers = self.workers or Workers(RANKS)
@@ -58,3 +59,9 @@ def pool() -> Iterator[Pool]:
     found = Pool()
     yield found
     found.close()
+
+
+@pytest.fixture
+def workers(pool: Pool) -> Workers:
+    """The pool's workers themselves, for what takes them as an argument."""
+    return pool.started()

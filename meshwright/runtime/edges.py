@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +44,13 @@ class Bare:
 
 @dataclass(slots=True)
 class Pending:
-    """A bundle on its way; `arrived` is called when it has been waited for."""
+    """A bundle on its way; `arrived` is a function to call with two arguments when it has been waited for."""
 
     bundle: Bundle
     receipts: list[Receipt]
     channel: Channel
     edges: Edges
-    arrived: Callable[[], None] | None = None
+    arrived: tuple[Callable[[Any, float], None], Any, float] | None = None
 
     def wait(self) -> Bundle:
         """The bundle, when all of it is here."""
@@ -58,7 +59,8 @@ class Pending:
             receipt.wait()
         self.edges.waiting = None
         if self.arrived is not None:
-            self.arrived()
+            note, what, begin = self.arrived
+            note(what, begin)
         return self.bundle
 
 

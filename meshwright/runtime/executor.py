@@ -113,13 +113,9 @@ class Executor:
             self.at = step
             if seat is not None:
                 seat.value = names[id(step)]
-            if trace is None:
-                self._do(step)
-            else:
-                trace.begin()
-                self._do(step)
-                if step.channel is None or step.sends:
-                    trace.end(step)
+            self._do(step)
+            if trace is not None and (step.channel is None or step.sends):
+                trace.end(step)
             self.done += 1
         self.edges.transport.flush()
         self.hands.end()

@@ -11,7 +11,6 @@ Times are those of the host. On a GPU that is when work was launched, not when i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch.distributed as dist
 
@@ -24,8 +23,8 @@ from meshwright.runtime.edges import Pending
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.program import Step
 
-Record = tuple[int, Step, float, float]
-"""Walk, step, begin, end."""
+Record = tuple[Step, float, float]
+"""Step, begin, end."""
 
 
 class Trace:
@@ -34,35 +33,38 @@ class Trace:
     def __init__(self) -> None:
         self.clock = Clock()
         self.records: list[Record] = []
-        self._walk = -1
+        self._walks: list[int] = []  # where each begins in the records
         self._begin = 0.0
         self._watched: set[int] = set()
-        self._launched: dict[tuple[int, int], tuple[int, Step, float]] = {}
+        self._launched: dict[tuple[int, int], tuple[Step, float]] = {}
 
     def clear(self) -> None:
         """Forget what was recorded; walks are counted from 0 again."""
         self.records.clear()
         self._launched.clear()
-        self._walk = -1
+        self._walks.clear()
 
     def walk(self) -> None:
         """A walk through the list starts."""
-        self._walk += 1
+        self._walks.append(len(self.records))
+        self._begin = now()
 
     def begin(self) -> None:
-        """A step starts, or has what it waited for."""
+        """The step that is under way begins here: it has what it waited for."""
         self._begin = now()
 
     def end(self, step: Step) -> None:
-        """It ends; a sync that somebody will wait for stays open."""
-        if step.action.op is Op.S and step.action.stage in self._watched:
-            self._launched[step.action.stage, step.round] = self._walk, step, self._begin
+        """A step ends and the next one begins; a sync that somebody will wait for stays open."""
+        begin, self._begin = self._begin, now()
+        if self._watched and step.action.op is Op.S and step.action.stage in self._watched:
+            self._launched[step.action.stage, step.round] = step, begin
         else:
-            self.records.append((self._walk, step, self._begin, now()))
+            self.records.append((step, begin, self._begin))
 
     def posted(self, step: Step, pending: Pending) -> None:
         """A receive was posted; its record comes when it has been waited for."""
-        pending.arrived = partial(self._close, self._walk, step, self._begin)
+        pending.arrived = self._close, step, self._begin
+        self._begin = now()
 
     def watch(self, unit: int) -> None:
         """Somebody will say when the syncs of this unit have been waited for."""
@@ -73,23 +75,25 @@ class Trace:
         if (found := self._launched.pop((unit, round_), None)) is not None:
             self._close(*found)
 
-    def _close(self, walk: int, step: Step, begin: float) -> None:
+    def _close(self, step: Step, begin: float) -> None:
         self._begin = now()
-        self.records.append((walk, step, begin, self._begin))
+        self.records.append((step, begin, self._begin))
 
     def spans(self, schedule: Schedule, mesh: Mesh) -> list[Span]:
         """The records as spans on the common clock; walks follow each other like rounds, copies are further workers."""
         found: list[Span] = []
-        cell: tuple[int, Entry | None] = (-1, None)
-        at = 0
-        for walk, step, begin, end in self.records:
-            start, stop = begin + self.clock.offset_s, end + self.clock.offset_s
-            if isinstance(step.entry, Cell) and (walk, step.entry) == cell:
-                found[at] = found[at]._replace(end_s=stop)
-                continue
-            if isinstance(step.entry, Cell):
-                cell, at = (walk, step.entry), len(found)
-            found.append(Span(mesh.rank, _lane(schedule, step), _placed(step.entry, schedule, mesh, walk), start, stop))
+        ends = [*self._walks[1:], len(self.records)]
+        for walk, (first, last) in enumerate(zip(self._walks, ends, strict=True)):
+            cells: dict[Entry, int] = {}
+            for step, begin, end in self.records[first:last]:
+                start, stop = begin + self.clock.offset_s, end + self.clock.offset_s
+                if step.entry in cells:
+                    at = cells[step.entry]
+                    found[at] = found[at]._replace(end_s=stop)
+                    continue
+                if isinstance(step.entry, Cell):
+                    cells[step.entry] = len(found)
+                found.append(Span(mesh.rank, _lane(schedule, step), _placed(step.entry, schedule, mesh, walk), start, stop))
         return found
 
 
