@@ -22,6 +22,7 @@ from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.choose import open_transport
+from meshwright.runtime.transport.wire import TorchTransport
 from meshwright.train.lists import lists_for
 from meshwright.train.models import mlp, mlp_batch
 
@@ -153,11 +154,12 @@ def refuses() -> None:
 
 
 def dead_edge() -> None:
-    """All ranks test their channels, but rank 1 does not come."""
+    """All ranks make their channels, but rank 1 does not come to test them."""
     rank = dist.get_rank()
-    if rank == 1:
-        time.sleep(600)
     channels = [Channel(0, 1, Kind.ACT), Channel(1, 0, Kind.GRAD)]
+    if rank == 1:
+        TorchTransport(channels, rank)
+        time.sleep(600)
     open_transport("torch", channels, rank, start_timeout_s=1)
 
 
