@@ -39,6 +39,9 @@ from meshwright.runtime.transport.ping import Timed
 LEAD_S = 0.1
 """How far ahead the common start is."""
 
+REST_S = 0.01
+"""How long a worker stays out of the others' way after its end."""
+
 QUIET = 0.1
 """A run counts as undisturbed while others use less than this share of the host's CPUs."""
 
@@ -160,10 +163,14 @@ class Session:
         dist.all_reduce(moment, dist.ReduceOp.MAX)
         start = moment.item() + LEAD_S
         self.hands.start(start)
+        self.clock.sleep_until(start - LEAD_S / 10)
+        cpu, busy = process_time(), busy_s()
         self.clock.sleep_until(start)
-        begun, cpu, busy = self.clock.now(), process_time(), busy_s()
+        begun = self.clock.now()
         for walk in range(self.job.walks):
             self.executor.run(walk)
+        # Workers often end at one moment: what comes after it must not take the cores from those who still have to wake.
+        self.clock.sleep_until(self.hands.ended_s + REST_S)
         spent, busy = process_time() - cpu, busy_s() - busy
         spans = () if self.trace is None else tuple(self.trace.spans(self.job.schedule, self.mesh))
         return Report(start, begun, self.hands.ended_s, self.hands.free_s, spent, busy, spans)
@@ -197,7 +204,7 @@ def _run(ranks: Sequence[Report]) -> Run:
         modelled_s=max(report.modelled_s for report in ranks) - start,
         late_s=late if late > LEAD_S / 10 else 0.0,
         cpu_s=own,
-        foreign_ratio=max(0.0, busy - own) / (makespan * (cpu_count() or 1)),
+        foreign_ratio=max(0.0, busy - own) / ((makespan + LEAD_S / 10 + REST_S) * (cpu_count() or 1)),
     )
 
 
