@@ -1,4 +1,6 @@
-"""The executor against torch.distributed.pipelining, in one interleaved run: CPU per action, and real step time.
+"""The executor against torch.distributed.pipelining and against the simulator's ideal.
+
+CPU per action with next to no compute, the step time of a small GPT, and the wall time of emulated devices.
 
     python -m benchmarks.executor --json
 
@@ -22,18 +24,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from meshwright import even_costs, lower, schedules, simulate
 from meshwright.ir.plan import Parallel
+from meshwright.runtime.emulate import Job, emulate
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
 from meshwright.train import models
 from meshwright.train.lists import lists_for
 
-BARS = {
+AT_MOST = {
     "cpu_per_action_ratio_gloo": 0.45,
     "cpu_per_action_ratio_shm": 0.25,
-    "ratio_real_vs_schedule1f1b": 1.00,
+    "onef1b_wall_over_ideal_gloo": 1.10,
+    "onef1b_wall_over_ideal_shm": 1.07,
+    "zbv_wall_over_ideal": 1.15,
+    "interleaved_wall_over_ideal": 1.15,
+    "zbv_over_1f1b_wall": 0.85,
 }
+AT_LEAST = {"speedup_over_one_thread": 1.75}
+LEVEL = "ratio_real_vs_schedule1f1b"
+"""At most 1.00 within the paired noise: the lower end of its interval."""
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -137,6 +148,38 @@ def real(microbatches: int, repeats: int) -> dict[str, list[float]]:
     return found
 
 
+def emulated(repeats: int) -> dict[str, Any]:
+    """Wall times of emulated devices, 8 workers and 16 microbatches, against each schedule's own ideal."""
+
+    def job(name: str, op_s: float, transport: str = "shared", **options: object) -> tuple[Job, float]:
+        schedule = schedules.build(name, workers=8, microbatches=16, **options)
+        costs = even_costs(stages=schedule.stages, workers=8, forward_s=op_s, backward_s=2 * op_s)
+        lowered = lower(schedule, costs=costs)
+        return Job(lowered, costs, transport=transport), simulate(lowered, costs).makespan_s
+
+    jobs = {
+        "onef1b_wall_over_ideal_gloo": job("onef1b", 0.005, "torch"),
+        "onef1b_wall_over_ideal_shm": job("onef1b", 0.005),
+        "zbv_wall_over_ideal": job("zbv", 0.010),
+        "interleaved_wall_over_ideal": job("interleaved", 0.010, chunks=2),
+        "onef1b_10ms": job("onef1b", 0.010),
+    }
+    measured = dict(zip(jobs, emulate([job for job, _ in jobs.values()], repeat=repeats), strict=True))
+    times = {name: [run.makespan_s for run in found.runs] for name, found in measured.items()}
+    result: dict[str, Any] = {}
+    for name, (_, ideal) in jobs.items():
+        if name.endswith(("gloo", "shm", "ideal")):
+            _report(result, name, _ratio(times[name], [ideal] * repeats))
+    _report(result, "zbv_over_1f1b_wall", _ratio(times["zbv_wall_over_ideal"], times["onef1b_10ms"]))
+    result["foreign_cpu"] = statistics.median(run.foreign_ratio for found in measured.values() for run in found.runs)
+    return result
+
+
+def _report(result: dict[str, Any], name: str, ratio: dict[str, float]) -> None:
+    result[name] = ratio["median"]
+    result[f"{name}_interval"] = [ratio["low"], ratio["high"]]
+
+
 def _timed(
     variants: dict[str, Any], do: Callable[[Any], None], steps: int, repeats: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
@@ -171,36 +214,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--only", choices=["overhead", "real"])
+    parser.add_argument("--only", choices=["overhead", "real", "emulated"])
     options = parser.parse_args()
     result: dict[str, Any] = {}
-    if options.only != "real":
-        microbatches, steps = 16, 20
-        with Workers(4) as pool:
-            ranks = pool.run(overhead, microbatches, steps, options.repeats)
-        actions = 2 * microbatches * 4 * steps
-        cpu = {name: _sum(ranks, name) for name in ("torch", "gloo", "shm")}
-        result["cpu_per_action_us"] = {name: statistics.median(values) / actions * 1e6 for name, values in cpu.items()}
-        for name in ("gloo", "shm"):
-            ratio = _ratio(cpu[name], cpu["torch"])
-            result[f"cpu_per_action_ratio_{name}"] = ratio["median"]
-            result[f"cpu_per_action_ratio_{name}_interval"] = [ratio["low"], ratio["high"]]
-    if options.only != "overhead":
-        with Workers(2) as pool:
-            ranks = pool.run(real, 8, options.repeats)
-        for name in ("shm", "gloo"):
-            ratio = _ratio(ranks[0][name], ranks[0]["torch"])
-            key = "ratio_real_vs_schedule1f1b" + ("" if name == "shm" else "_gloo")
-            result[key] = ratio["median"]
-            result[f"{key}_interval"] = [ratio["low"], ratio["high"]]
-        speed = statistics.median(ranks[0]["serial"]) / statistics.median(ranks[0]["shm"])
-        result["speedup_over_one_thread"] = speed
-        result["torch_speedup_over_one_thread"] = statistics.median(ranks[0]["serial"]) / statistics.median(ranks[0]["torch"])
+    if options.only in (None, "overhead"):
+        result |= _overhead(options.repeats)
+    if options.only in (None, "real"):
+        result |= _real(options.repeats)
+    if options.only in (None, "emulated"):
+        result |= emulated(options.repeats)
     print(json.dumps(result, indent=None if options.json else 2))
-    missed = [name for name, bar in BARS.items() if result.get(name, 0) > bar]
+    missed = [f"{name} {result[name]:.3f} > {bar}" for name, bar in AT_MOST.items() if result.get(name, 0) > bar]
+    missed += [f"{name} {result[name]:.3f} < {bar}" for name, bar in AT_LEAST.items() if result.get(name, bar) < bar]
+    if result.get(f"{LEVEL}_interval", [0])[0] > 1.0:
+        missed.append(f"{LEVEL} {result[LEVEL]:.3f} > 1")
     if missed:
-        print("missed: " + ", ".join(f"{name} {result[name]:.3f} > {BARS[name]}" for name in missed), file=sys.stderr)
+        print("missed: " + ", ".join(missed), file=sys.stderr)
         sys.exit(1)
+
+
+def _overhead(repeats: int) -> dict[str, Any]:
+    microbatches, steps = 16, 20
+    with Workers(4) as pool:
+        ranks = pool.run(overhead, microbatches, steps, repeats)
+    actions = 2 * microbatches * 4 * steps
+    cpu = {name: _sum(ranks, name) for name in ("torch", "gloo", "shm")}
+    result: dict[str, Any] = {
+        "cpu_per_action_us": {name: statistics.median(values) / actions * 1e6 for name, values in cpu.items()}
+    }
+    for name in ("gloo", "shm"):
+        _report(result, f"cpu_per_action_ratio_{name}", _ratio(cpu[name], cpu["torch"]))
+    return result
+
+
+def _real(repeats: int) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    with Workers(2) as pool:
+        ranks = pool.run(real, 8, repeats)
+    for name in ("shm", "gloo"):
+        _report(result, LEVEL + ("" if name == "shm" else "_gloo"), _ratio(ranks[0][name], ranks[0]["torch"]))
+    one = statistics.median(ranks[0]["serial"])
+    result["speedup_over_one_thread"] = one / statistics.median(ranks[0]["shm"])
+    result["torch_speedup_over_one_thread"] = one / statistics.median(ranks[0]["torch"])
+    return result
 
 
 if __name__ == "__main__":
