@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from meshwright import MeshwrightError, check, lower, schedule_from_json, schedule_to_json, schedules
+from meshwright import (
+    Action,
+    MeshwrightError,
+    Op,
+    Placement,
+    check,
+    lower,
+    schedule_from_json,
+    schedule_to_json,
+    schedules,
+)
+from meshwright.ir.action import Cell, Transfer
+from meshwright.ir.schedule import Recompute
+from meshwright.passes.widen import widen
+
+ONEF1B = schedules.build("onef1b", workers=4, microbatches=8)
 
 LONG = {"schema": 1, "kind": "schedule", "name": "x", "microbatches": 1, "placement": [[[[0]]]], "period": ["0F0 0B0"]}
 
@@ -35,3 +52,70 @@ def test_a_large_schedule_is_still_read() -> None:
 def test_many_repeats_are_still_read_and_proved() -> None:
     schedule = schedule_from_json(json.dumps({**LONG, "repeats": 1000}))
     assert check(schedule).ok and lower(schedule).steps == 1000
+
+
+def line(*teams: tuple[tuple[int, ...], ...]) -> Placement:
+    return Placement((teams,))
+
+
+MALFORMED: dict[str, dict[str, Any]] = {
+    "microbatches .* at least 1, got 0": {"microbatches": 0},
+    "microbatches .* got 8.0": {"microbatches": 8.0},
+    "repeats .* got -1": {"repeats": -1},
+    "parts .* at least 1, got 0": {"parts": 0},
+    "no Placement but NoneType": {"placement": None},
+    "every replica needs the same stages": {"placement": Placement(())},
+    r"at least one, got \[0\]": {"placement": Placement(((),))},
+    "teams of a placement are tuples": {"placement": Placement((((0, 1, 2, 3),),))},  # type: ignore[arg-type]
+    "stage 1 of replica 0 has no team": {"placement": line(((0,),), (), ((2,),), ((3,),))},
+    "stage 1 of replica 0 has a team without workers": {"placement": line(((0,),), ((),), ((2,),), ((3,),))},
+    r"different workers, got \(1, 1\)": {"placement": line(((0,),), ((1, 1),), ((2,),), ((3,),))},
+    r"at least 0, got \(-1,\)": {"placement": line(((0,),), ((-1,),), ((2,),), ((3,),))},
+    "whole number of rows": {"placement": replace(ONEF1B.placement, rows=-1)},
+    "one tuple of entries per worker": {"period": ("0F0",) * 4},
+    "'0F0' in the period of worker 0 is no entry": {"period": (("0F0",),) * 4},
+    "in the drain of worker 0 is no entry": {"drain": ((Action("F", 0, 0),),) * 4},  # type: ignore[arg-type]
+    r"Cell\(.* is no entry": {"period": ((Cell(Action(Op.F, 0, 0), None),),) * 4},  # type: ignore[arg-type]
+    r"Transfer\(.* is no entry": {"period": ((Transfer(True, None, 1),),) * 4},  # type: ignore[arg-type]
+    "4 workers, there are 1 lists": {"prologue": ((),)},
+    "stage 0 recomputes a share of 2.0": {"recompute": (Recompute(2.0),) * 4},
+    "share of nan": {"recompute": (Recompute(float("nan")),) * 4},
+    "one Recompute": {"recompute": (1.0,) * 4},
+    "ties are tuples": {"ties": (0,)},
+    "turns are pairs": {"turns": ((Action(Op.F, 0, 0),),)},
+    "a channel joins": {"channels": ("0F0",)},
+}
+
+
+@pytest.mark.parametrize("reason", MALFORMED)
+def test_check_says_what_is_malformed(reason: str) -> None:
+    schedule = replace(ONEF1B, **MALFORMED[reason])
+    result = check(schedule)
+    assert not result.ok and result.law == "placement" and result.reason and "None" not in str(result)[:20]
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(result.reason)
+    with pytest.raises(MeshwrightError, match=reason):
+        lower(schedule)
+
+
+@pytest.mark.parametrize("width", [[0, 1, 1, 1], [1, -1, 1, 1], [1, 1.5, 1, 1], [1, True, 1, 1], [1, 1, 1, float("nan")]])
+def test_a_width_is_at_least_one_worker(width: list[int]) -> None:
+    with pytest.raises(MeshwrightError, match="whole number of at least one worker"):
+        widen(ONEF1B, width)
+
+
+@pytest.mark.parametrize("share", [2.0, -0.5, float("nan"), float("inf"), "1"])
+def test_a_share_of_recompute_is_between_nothing_and_all(share: float) -> None:
+    with pytest.raises(MeshwrightError, match="not between 0 and 1"):
+        lower(ONEF1B, recompute=[Recompute(share)] * 4)
+
+
+def test_a_turn_needs_both_its_ends() -> None:
+    """Whether its writer or its reader is missing; beyond the end of the run both may be."""
+    here, nowhere, later = Action(Op.F, 0, 1), Action(Op.F, 0, 1, replica=3), Action(Op.F, 0, 8)
+    for turn in ((here, nowhere), (nowhere, here)):
+        result = check(replace(ONEF1B, turns=(turn,)))
+        assert not result.ok and result.reason and "0F1@3, which nobody runs" in result.reason
+    assert check(replace(ONEF1B, turns=((here, later),))).ok
+    for steps in (1, 2, 3, 5):
+        assert check(schedules.build("cyclic", workers=4, microbatches=4, steps=steps)).ok
