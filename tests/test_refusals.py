@@ -14,6 +14,7 @@ from meshwright import (
     Op,
     Placement,
     check,
+    even_costs,
     lower,
     schedule_from_json,
     schedule_to_json,
@@ -22,6 +23,7 @@ from meshwright import (
 from meshwright.ir.action import Cell, Transfer
 from meshwright.ir.schedule import Recompute
 from meshwright.passes.widen import widen
+from meshwright.simulate.budget import stage_aware
 
 ONEF1B = schedules.build("onef1b", workers=4, microbatches=8)
 
@@ -119,3 +121,31 @@ def test_a_turn_needs_both_its_ends() -> None:
     assert check(replace(ONEF1B, turns=((here, later),))).ok
     for steps in (1, 2, 3, 5):
         assert check(schedules.build("cyclic", workers=4, microbatches=4, steps=steps)).ok
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("onef1b", {"warmup": 4, "memory": 4}, "memory=4 .* warmup=4"),
+        ("listed", {"strict": True, "memory": 4}, "strict=true .* memory=4"),
+        ("zero_bubble", {"variant": "h1", "rest": 0.5}, "rest belongs to variant=auto, got variant=h1"),
+        ("zero_bubble", {"variant": "h2", "span": True}, "span belongs to variant=auto, got variant=h2"),
+        ("zero_bubble", {"rest": float("nan")}, "rest belongs to variant=auto"),
+    ],
+)
+def test_an_option_without_effect_is_refused(name: str, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(MeshwrightError, match=reason) as found:
+        schedules.build(name, workers=4, microbatches=8, **options)
+    assert found.value.fix
+
+
+def test_options_that_go_together_still_do() -> None:
+    for name, options in (("listed", {"memory": 4}), ("listed", {"strict": False, "memory": 4}), ("onef1b", {"memory": 4})):
+        assert check(schedules.build(name, workers=4, microbatches=8, **options)).ok
+    plain, strict = (schedules.build("listed", workers=4, microbatches=8, **o) for o in ({}, {"strict": True}))
+    assert plain.channels and plain.lists == strict.lists
+
+
+def test_a_budget_is_a_number() -> None:
+    with pytest.raises(MeshwrightError, match="budget is not a number"):
+        stage_aware(ONEF1B, even_costs(stages=4, workers=4), budget_bytes=float("nan"))
