@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from meshwright import (
     MeshwrightError,
     Op,
     Placement,
+    Schedule,
     check,
     even_costs,
     lower,
@@ -20,7 +22,10 @@ from meshwright import (
     schedule_to_json,
     schedules,
 )
-from meshwright.ir.action import Cell, Transfer
+from meshwright.cli.compare import compare
+from meshwright.cli.inputs import CostFlags
+from meshwright.ir.action import Cell, Transfer, parse
+from meshwright.ir.csv_form import to_csv
 from meshwright.ir.schedule import Recompute
 from meshwright.passes.widen import widen
 from meshwright.simulate.budget import stage_aware
@@ -149,3 +154,39 @@ def test_options_that_go_together_still_do() -> None:
 def test_a_budget_is_a_number() -> None:
     with pytest.raises(MeshwrightError, match="budget is not a number"):
         stage_aware(ONEF1B, even_costs(stages=4, workers=4), budget_bytes=float("nan"))
+
+
+@pytest.mark.parametrize("text", ["[0F0|0F1]", "[0F1|0I0]", "[0B0|0F1]"])
+def test_csv_refuses_cells_that_it_could_not_read_back(text: str) -> None:
+    cell = parse(text)
+    with pytest.raises(MeshwrightError, match="cannot express a cell other than"):
+        to_csv(Schedule("cells", Placement.line(1), 2, ((cell,),)))
+
+
+@pytest.mark.parametrize("schema", [0, -1, "1", True, None, 1.0])
+def test_what_is_no_schema_number_is_not_a_newer_one(schema: object) -> None:
+    with pytest.raises(MeshwrightError, match="is no schema number") as found:
+        schedule_from_json(json.dumps({**LONG, "schema": schema}))
+    assert found.value.fix == '"schema": 1'
+
+
+def test_a_key_that_comes_twice_is_refused() -> None:
+    text = json.dumps(LONG)
+    for more, key in (('"name": "y"', "name"), ('"options": {"a": 1, "a": 2}', "a")):
+        with pytest.raises(MeshwrightError, match=f"has the key '{key}' twice"):
+            schedule_from_json(text[:-1] + f", {more}}}")
+
+
+@pytest.mark.parametrize("split", ["nan:1", "1:nan", "inf:1", "0:0", "-1:2"])
+def test_a_split_is_a_ratio_of_numbers(split: str) -> None:
+    with pytest.raises(MeshwrightError, match="--split must be a ratio of positive numbers") as found:
+        CostFlags(split=split).even(stages=4, workers=4)
+    assert found.value.fix == "--split 1:1"
+
+
+def test_compare_refuses_a_cost_file_that_fits_no_schedule_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps([{"forward_s": 1.0}] * 3))
+    with pytest.raises(MeshwrightError, match="fits no schedule: 4 workers have 4 stages or a multiple, which 3 rows") as found:
+        compare(workers=4, microbatches=8, costs=file)
+    assert found.value.fix == "one row per stage: 4" and "\n" not in found.value.what
