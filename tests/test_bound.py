@@ -10,8 +10,21 @@ from typing import NamedTuple
 
 import pytest
 
-from meshwright import Action, Cluster, Duplex, Link, MeshwrightError, Op, Schedule, StageCost, even_costs, schedules, simulate
-from meshwright.ir.action import Entry
+from meshwright import (
+    Action,
+    Cluster,
+    Duplex,
+    Link,
+    MeshwrightError,
+    Op,
+    Schedule,
+    StageCost,
+    check,
+    even_costs,
+    schedules,
+    simulate,
+)
+from meshwright.ir.action import Cell, Entry, actions
 from tests.random_schedules import Case, build, label, named, random_case
 from tests.reference import CLOSE, seeded
 
@@ -243,3 +256,40 @@ def test_named_schedules_keep_their_bound(name: str, options: dict[str, object])
         timeline = simulate(schedule, costs, Cluster(Link(send)))
         busiest = max(timeline.busy_s(worker) for worker in range(timeline.workers))
         assert busiest - CLOSE <= timeline.lower_bound_s <= timeline.makespan_s + CLOSE
+
+
+def opened(schedule: Schedule) -> Schedule:
+    """The same lists with every cell's actions one after the other."""
+    return replace(schedule, period=tuple(tuple(a for entry in entries for a in actions(entry)) for entries in schedule.lists))
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize(("workers", "microbatches"), [(2, 4), (2, 6), (4, 8), (4, 12), (6, 12), (8, 16), (8, 20)])
+def test_the_bound_does_not_take_cells_for_dependencies(name: str, workers: int, microbatches: int) -> None:
+    """Which actions share a cell is the schedule's choice: opened, the same lists may end sooner, but never below the bound."""
+    schedule = schedules.build(name, workers=workers, microbatches=microbatches)
+    assert any(isinstance(entry, Cell) for entries in schedule.lists for entry in entries)
+    apart = opened(schedule)
+    assert check(apart).ok
+    for forward, backward, send in ((1.0, 2.0, 0.0), (1.0, 1.0, 0.0), (2.0, 1.0, 0.0), (1.0, 3.0, 0.25)):
+        costs = even_costs(stages=schedule.stages, workers=workers, forward_s=forward, backward_s=backward)
+        for overlap in (0.0, 0.5, 1.0):
+            paired, alone = (simulate(s, costs, Cluster(Link(send)), overlap=overlap) for s in (schedule, apart))
+            assert paired.lower_bound_s <= min(paired.makespan_s, alone.makespan_s) + CLOSE
+            assert paired.lower_bound_s >= (1 - overlap / 2) * max(alone.busy_s(w) for w in range(workers)) - CLOSE
+            if not overlap:
+                assert paired.lower_bound_s == pytest.approx(alone.lower_bound_s)
+
+
+def test_the_bound_holds_for_any_pairing() -> None:
+    """With full overlap two forwards in one cell take the time of one: no pairing of these lists ends below the bound."""
+    costs = even_costs(stages=1, workers=1, forward_s=1.0, backward_s=1.0)
+    plain = schedules.build("gpipe", workers=1, microbatches=2)
+    f0, f1, b0, b1 = plain.lists[0]
+    assert all(isinstance(action, Action) for action in (f0, f1, b0, b1))
+    crossed = replace(plain, period=((f0, Cell(f1, b0), b1),))  # type: ignore[arg-type]
+    alike = replace(plain, period=((Cell(f0, f1), Cell(b0, b1)),))  # type: ignore[arg-type]
+    assert check(crossed).ok and check(alike).ok
+    best = simulate(alike, costs, overlap=1.0).makespan_s
+    assert best == 2.0 < simulate(crossed, costs, overlap=1.0).makespan_s
+    assert simulate(crossed, costs, overlap=1.0).lower_bound_s == best

@@ -240,3 +240,14 @@ def test_eager_sync_hides_what_lazy_sync_shows() -> None:
     lazy, opt, eager = (run("chimera", 8, 8, sync_cost=3.0, policy=p).makespan_s for p in ("lazy", "eager-opt", "eager"))
     assert eager <= opt < lazy
     assert lazy == 36 + 2 * 3
+
+
+@pytest.mark.parametrize(("options", "stages"), [({}, {5, 6, 7}), ({"pairs": 2}, {3, 4, 7}), ({"split": True}, set())])
+def test_eager_opt_syncs_early_where_a_bubble_is_left(options: dict[str, object], stages: set[int]) -> None:
+    """Above D/2 with one pair and whole backwards; elsewhere, or nowhere, with more pairs or split backwards."""
+    early: set[int] = set()
+    for entries in lower(schedules.build("chimera", workers=8, microbatches=8, **options), sync="eager-opt").lists:
+        ops = [entry for entry in entries if isinstance(entry, Action)]
+        last = max(i for i, action in enumerate(ops) if action.op in (Op.B, Op.W))
+        early |= {action.stage for action in ops[:last] if action.op is Op.S}
+    assert early == stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -189,3 +190,14 @@ def test_any_length_runs_from_one_period() -> None:
     ten = schedules.build("cyclic", workers=3, microbatches=3, steps=10)
     assert two.period == ten.period and two.prologue == ten.prologue and two.drain == ten.drain
     assert two.repeated(8) == ten
+
+
+def test_unequal_stages_stall_once_in_the_round_behind_the_fill() -> None:
+    """Leads are whole actions: what they are too long by is made up for once, in round 1, and never again."""
+    for rng in (Random(seed) for seed in range(10)):
+        n = rng.choice((2, 3, 4))
+        costs = [StageCost(f, f, f) for f in (rng.uniform(0.5, 2.0) for _ in range(n))]
+        timeline = simulate(schedules.build("cyclic", workers=n, microbatches=n, steps=5, costs=costs), costs)
+        for spans in timeline.compute:
+            late = [b.entry for a, b in itertools.pairwise(spans) if b.start_s > a.end_s + 1e-9]
+            assert len(late) <= 1 and all(isinstance(e, Action) and e.mb // n == 1 for e in late)

@@ -67,6 +67,7 @@ def compare(
         for name in schedules.names()
         for options in option_sets(name, None if flags.file else memory)
     ]
+    _refuse_misfit(rows, flags, workers)
     rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
     if as_json:
         typer.echo(json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]}))
@@ -74,6 +75,17 @@ def compare(
         _print(rows, memory)
     if not any(r.feasible for r in rows):
         raise typer.Exit(3)
+
+
+def _refuse_misfit(rows: list[Row], flags: inputs.CostFlags, workers: int) -> None:
+    """A cost file that is for no schedule's stages is one mistake, not one refusal per schedule."""
+    if flags.file is None or any(not r.refused for r in rows) or all(inputs.MISFIT not in str(r.refused) for r in rows):
+        return
+    given = f"{len(costs_from_json(inputs.read(flags.file)))} {inputs.MISFIT}"
+    raise MeshwrightError(
+        f"--costs {flags.file} fits no schedule: {workers} workers have {workers} stages or a multiple, which {given}",
+        fix=f"one row per stage: {workers}",
+    )
 
 
 def option_sets(name: str, memory: float | None) -> list[dict[str, object]]:

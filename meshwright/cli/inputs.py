@@ -20,6 +20,8 @@ from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
 
 SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
+MISFIT = "rows of costs do not divide"
+"""How a schedule says that a cost file is not for as many stages as it has."""
 ENDLESS_STEPS = 4
 """How many steps of a schedule without a flush are run unless asked: enough to see past its fill."""
 
@@ -78,7 +80,7 @@ class CostFlags:
         rows = costs_from_json(read(self.file))
         parts, left = divmod(schedule.stages, len(rows))
         if left:
-            raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} rows of costs do not divide")
+            raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} {MISFIT}")
         return tuple(row.scaled(1 / parts) for row in rows for _ in range(parts))
 
     def refuse_ring(self, ring: bool) -> None:
@@ -120,7 +122,7 @@ class CostFlags:
             first, second = (float(part) for part in self.split.split(":"))
         except ValueError:
             raise MeshwrightError(f"--split must be a ratio I:W, got {self.split!r}", fix="--split 1:1") from None
-        if min(first, second) < 0 or first + second <= 0:
+        if not (0 <= first < float("inf") and 0 <= second < float("inf") and first + second > 0):
             raise MeshwrightError(f"--split must be a ratio of positive numbers, got {self.split!r}", fix="--split 1:1")
         return first, second
 

@@ -21,6 +21,7 @@ from meshwright.ir.schedule import Schedule
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 """Cells about sharded parameters, which torch adds to every lowered schedule and nothing here needs."""
 _CELL = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+ODD_CELL = "a cell other than a forward with a whole backward behind it"
 _COMPUTE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _TRANSFER = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})")
 
@@ -111,6 +112,10 @@ def _cell(entry: Entry) -> str:
             return f"{entry.stage}{entry.op.value}{entry.mb}" if entry.op in COMPUTE else ""
 
 
+def _pair(cell: Cell) -> tuple[Op, Op]:
+    return cell.first.op, cell.second.op
+
+
 def _refuse(schedule: Schedule) -> None:
     placement = schedule.placement
     problems: Sequence[tuple[bool, str]] = (
@@ -121,6 +126,7 @@ def _refuse(schedule: Schedule) -> None:
         (schedule.steps > 1, "several steps"),
         (bool(schedule.ties), "ties"),
         (bool(schedule.turns), "turns"),
+        (any(isinstance(e, Cell) and _pair(e) != (Op.F, Op.B) for entries in schedule.lists for e in entries), ODD_CELL),
         (any(how.share for how in schedule.recompute or ()), "recompute"),
     )
     for present, what in problems:

@@ -19,6 +19,8 @@ from meshwright.ir.reading import Reader, count, flag, number, parsed, positive,
 from meshwright.ir.schedule import ChannelOrder, Lists, Recompute, Schedule
 
 SCHEMA = 1
+LARGEST = 5_000_000
+"""No schedule file unrolls to more: 64 workers with 4096 microbatches, lowered, have a third of it."""
 _KEYS = frozenset(
     [
         "schema",
@@ -80,7 +82,7 @@ def schedule_from_json(text: str) -> Schedule:
     read = Reader(parsed(text, "a schedule file"), "a schedule file", kind="schedule", schema=SCHEMA, keys=_KEYS)
     placement = Placement(read("placement", _teams), read("rows", count, 0))
     workers, stages = placement.workers, placement.stages
-    return Schedule(
+    schedule = Schedule(
         name=read("name", reading.text),
         placement=placement,
         microbatches=read("microbatches", positive),
@@ -99,6 +101,20 @@ def schedule_from_json(text: str) -> Schedule:
         norm=read("norm", flag, False),
         lowered=read("lowered", flag, False),
     )
+    _refuse_large(schedule)
+    return schedule
+
+
+def _refuse_large(schedule: Schedule) -> None:
+    """A short file may stand for more than fits into memory: periods, turns, parts and workers are all unrolled."""
+    once, often = (sum(map(len, lists)) for lists in ((*schedule.prologue, *schedule.drain), schedule.period))
+    lists = (once + schedule.repeats * (often + len(schedule.turns))) * schedule.parts
+    if (size := schedule.workers + lists + schedule.parts) > LARGEST:
+        raise MeshwrightError(
+            f"{schedule.name} unrolls to {size} entries ({schedule.workers} workers, {often} entries in a period, "
+            f"{schedule.repeats} repeats, {schedule.parts} parts), at most {LARGEST} are read",
+            fix="fewer repeats: one period stands for training of any length",
+        )
 
 
 def _recompute(value: Any, stages: int) -> tuple[Recompute, ...] | None:

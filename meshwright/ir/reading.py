@@ -16,11 +16,21 @@ LARGEST = 1_000_000_000
 def parsed(text: str, what: str) -> Any:
     """The JSON in a text, or an error that says what was expected there."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, what))
     except (ValueError, RecursionError) as error:
         raise MeshwrightError(
             f"this is not {what}: it is not JSON ({error})", fix=f"see the documentation for the form of {what}"
         ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
+    """An object whose keys are all different: JSON alone would silently take the last of two."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise MeshwrightError(f"{what} has the key '{key[:80]}' twice", fix="give it once")
+        found[key] = value
+    return found
 
 
 class Reader:
@@ -34,7 +44,9 @@ class Reader:
             raise MeshwrightError(f"this is not {what}: its kind is {data.get('kind')!r}", fix=f'"kind": "{kind}"')
         if "schema" in data or kind is not None:
             found = data.get("schema")
-            if type(found) is not int or not 1 <= found <= schema:
+            if type(found) is not int or found < 1:
+                raise MeshwrightError(f"{what} has schema {_shown(found)}, which is no schema number", fix=f'"schema": {schema}')
+            if found > schema:
                 raise MeshwrightError(f"{what} has schema {found!r}, this version reads up to {schema}", fix="update meshwright")
         if unknown := sorted(map(str, set(data) - keys)):
             raise MeshwrightError(f"{what} has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(sorted(keys))}")

@@ -21,6 +21,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.passes.comm import StuckError
 from meshwright.passes.laws import Law, Violation, border, structure
 from meshwright.passes.lower import lowered_flow
+from meshwright.passes.wellformed import faults
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class CheckResult:
         if self.ok:
             peaks = " ".join(map(str, self.peak_activations))
             return f"ok: no deadlock, every value in place; live activations {peaks}; {self.receive_depth} receives ahead at most"
+        if self.worker is None:
+            return f"{self.law}: {self.reason}"
         return f"{self.law}: worker {self.worker}, {self.action}: {self.reason}\n{self.picture}".rstrip()
 
 
@@ -48,6 +51,8 @@ def check(schedule: Schedule) -> CheckResult:
     """Prove a schedule, lowered or not, with its period repeated; never raises for anything that a schedule can contain."""
     if not isinstance(schedule, Schedule):
         return CheckResult(False, Law.PLACEMENT.value, reason=f"this is no schedule but {type(schedule).__name__}")
+    for fault in faults(schedule):  # with no lists to draw
+        return CheckResult(False, Law.PLACEMENT.value, reason=fault)
     result = _proved(schedule)
     if result.ok and schedule.period and not schedule.repeats:
         again = _proved(schedule.repeated(2))

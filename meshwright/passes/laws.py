@@ -11,6 +11,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.effects import ACTIVATIONS, rule
 from meshwright.ir.schedule import Lists, Schedule
+from meshwright.passes.wellformed import faults
 
 
 class Law(StrEnum):
@@ -51,6 +52,9 @@ Key = tuple[int, int, int, int]
 
 def structure(schedule: Schedule) -> Iterator[Violation]:
     """All laws that need no run, in the order in which they are easiest to understand."""
+    for fault in faults(schedule):
+        yield Violation(Law.PLACEMENT, 0, 0, None, fault)
+        return
     yield from _units(schedule)
     yield from _shape(schedule)
     for worker, entries in enumerate(schedule.lists):
@@ -59,6 +63,7 @@ def structure(schedule: Schedule) -> Iterator[Violation]:
         yield from _microbatches(schedule, worker, entries)
     yield from _complete(schedule)
     yield from _rounds(schedule)
+    yield from _turns(schedule)
 
 
 def refuse_broken(schedule: Schedule) -> None:
@@ -122,7 +127,9 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
                     yield Violation(Law.PLACEMENT, worker, index, entry, f"{action} belongs on worker {where}")
             elif action.op is Op.G:
                 yield Violation(Law.PLACEMENT, worker, index, entry, "parameters are whole here, nothing is gathered")
-            elif action.op is not Op.N and (action.stage >= schedule.units or worker not in schedule.holders[action.stage]):
+            elif action.op is not Op.N and (
+                not 0 <= action.stage < schedule.units or worker not in schedule.holders[action.stage]
+            ):
                 yield Violation(Law.PLACEMENT, worker, index, entry, f"worker {worker} does not hold unit {action.stage}")
 
 
@@ -235,6 +242,19 @@ def _rounds(schedule: Schedule) -> Iterator[Violation]:
                 if not counts[Op.N][worker, NONE, round_]:
                     missing = Action(Op.N, NONE, version=round_)
                     yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
+
+
+def _turns(schedule: Schedule) -> Iterator[Violation]:
+    """Both ends of a turn are there, but for those of rounds that this run does not reach: a turn ends with its run."""
+    if not schedule.turns:
+        return
+    given = (schedule.lists, schedule.prologue, schedule.period, schedule.drain)
+    there = {action for lists in given for entries in lists for action in walk(entries)}
+    for turn in schedule.turns:
+        for action in turn:
+            round_ = action.mb // schedule.microbatches if action.op in COMPUTE else action.version
+            if action not in there and round_ < schedule.steps:
+                yield Violation(Law.READ, 0, 0, action, f"the turn from {turn[0]} to {turn[1]} names {action}, which nobody runs")
 
 
 def _contributions(schedule: Schedule) -> set[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Entry, Op, Transfer, walk
 from meshwright.ir.schedule import Recompute, Schedule
+from meshwright.passes.wellformed import recompute_faults
 
 
 class Mode(StrEnum):
@@ -34,6 +35,8 @@ def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> 
         )
     if len(chosen) != schedule.stages:
         raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, recompute names {len(chosen)}")
+    for fault in recompute_faults(chosen):
+        raise MeshwrightError(f"{schedule.name}: {fault}", fix="Recompute(1.0) for all of a stage, Recompute(0.0) for nothing")
     early = {stage for stage, how in enumerate(chosen) if how.early and how.share > 0}
 
     def placed(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:

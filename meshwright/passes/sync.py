@@ -2,7 +2,8 @@
 
 lazy       every sync after all compute of the step
 eager      a unit's sync as soon as the last of its holders has its last gradient
-eager-opt  eager only where each holder still has a bubble to hide it in (Chimera: exactly the stages above D/2)
+eager-opt  eager only where each holder still has a bubble to hide it in (Chimera with one pair and whole backwards:
+           exactly the stages above D/2; with more pairs or split backwards other stages, or none)
 ring       no collective: running sums go from worker to worker in microbatch order, the total is handed back round
            (at the end of a step with a flush; without one as gradients come)
 

@@ -21,6 +21,11 @@ def widen(schedule: Schedule, width: Sequence[int]) -> Schedule:
         )
     if len(width) != schedule.stages:
         raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, width names {len(width)}")
+    for stage, count in enumerate(width):
+        if type(count) is not int or count < 1:
+            raise MeshwrightError(
+                f"stage {stage} of {schedule.name} needs a whole number of at least one worker, got {count!r}", fix="width 1"
+            )
     ends = [0, *accumulate(width)]
     teams = tuple((tuple(range(first, last)),) for first, last in pairwise(ends))
 

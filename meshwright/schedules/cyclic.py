@@ -8,7 +8,8 @@ Worker i of round t (1-based) reads version t of stage j where it is there in ti
 v2 has margin 0, v1 always reads t - 1. A worker updates its one copy right before the forward that wants the new version.
 
 The stagger is data: `turn` hands stage j on from F(m) to B(m - (K - j)) to F(m + 1). Stages of unequal cost keep only the
-turns that delay the first round's starts, by the lead that lets the v2 mask hold without a stall.
+turns that delay the first round's starts, by the lead that lets the v2 mask hold. Leads are rounded up to whole actions, so
+that round 1 stalls once on a worker (mostly for less than a third of a round), and later rounds do not.
 """
 
 from __future__ import annotations

@@ -31,13 +31,17 @@ def build(
     microbatches: int,
     costs: Sequence[StageCost] | None = None,
     cluster: Cluster | None = None,
-    strict: bool = True,
+    strict: bool | None = None,
     memory: int | None = None,
 ) -> Schedule:
-    """Stages and channels in SPP's order, or what follows from it under costs and a cap."""
+    """Stages and channels in SPP's order, strict unless said otherwise, or what follows from it under costs and a cap."""
+    if memory is not None and strict:
+        raise MeshwrightError(
+            f"listed: strict=true keeps its lists as they are, which takes no memory={memory}", fix=f"memory={memory} alone"
+        )
     if memory is not None and memory < 1:
         raise MeshwrightError(f"listed needs memory for at least one activation, got memory={memory}", fix=f"memory={workers}")
-    if memory is None and strict:
+    if memory is None and strict is not False:
         words = [word(2 * (2 * workers - 2 - k), microbatches) for k in range(2 * workers - 1)]
         return _schedule(workers, microbatches, words)
     chain = _chain(rows_for(costs, workers), microbatches, cluster or Cluster())

@@ -30,6 +30,10 @@ def build(
     memory: int | None = None,
 ) -> Schedule:
     """`warmup` times the usual forwards before the first backward; or as many as pay, with at most `memory` alive."""
+    if memory is not None and warmup > 1:
+        raise MeshwrightError(
+            f"onef1b: memory={memory} finds the forwards ahead by itself, warmup={warmup} gives them", fix="one of the two"
+        )
     if memory is None:
         lists = tuple(one_f_one_b(stage, microbatches, warmup * (workers - 1 - stage)) for stage in range(workers))
     else:

@@ -39,8 +39,9 @@ def build(
 ) -> Schedule:
     """The closed forms, or the best that a short search finds under a memory cap."""
     if variant != "auto":
-        if memory is not None:
-            raise MeshwrightError(f"zero_bubble: memory belongs to variant=auto, got variant={variant}", fix="variant=auto")
+        for option, given in (("memory", memory is not None), ("rest", rest != 1.0), ("span", span)):
+            if given:
+                raise MeshwrightError(f"zero_bubble: {option} belongs to variant=auto, got variant={variant}", fix="variant=auto")
         words = linear(workers, microbatches, workers if variant == "h1" else 2 * workers - 1)
     else:
         memory = workers if memory is None else memory

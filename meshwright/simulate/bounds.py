@@ -4,6 +4,9 @@ Every worker (and every half-duplex link) is taken as one machine with heads and
 the longest chain of inputs in front of it, and the longest chain behind it follows. The preemptive schedule that always
 runs the released operation with the longest tail is the best any order can do on that machine. On a chain of stages this
 is the head, round-trip, tail bound of pipeline planning.
+
+Which actions a schedule pairs in cells is its choice, so cells are opened first. What a cell hides of its actions makes no
+chain shorter, since it ends with the longer one, but every worker's work: by half of `overlap` at most, however it pairs.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Hashable
 from heapq import heappop, heappush
 
-from meshwright.ir.action import Action, Entry, Op
+from meshwright.ir.action import Action, Cell, Entry, Op, Transfer, actions
 from meshwright.ir.cluster import Duplex
+from meshwright.ir.order import Flow
 from meshwright.ir.price import Price
 from meshwright.simulate.program import Message, Program
 
@@ -25,14 +29,32 @@ COMPUTE = "compute"
 
 def lower_bound(program: Program, price: Price) -> float:
     """The largest one-machine bound over all workers and links."""
+    cells = any(isinstance(what, Cell) for _, what in program.classes)
+    share = 1.0
+    if cells:
+        program, share = _opened(program), 1.0 - price.overlap / 2
     found = _chains(program, price)
     machines = [_machine(program, what) for _, what in program.classes]
     jobs: dict[Hashable, list[Job]] = defaultdict(list)
     for places, class_, job in zip(program.places, program.class_of, found, strict=True):
         # What takes no time makes no machine busier: the longest chain has it already.
         if job[1] and (where := machines[class_]) is not None:
-            jobs[places[0][0] if where == COMPUTE else where].append(job)
+            if where == COMPUTE:
+                head, length, tail = job
+                jobs[places[0][0]].append(job if share == 1.0 else (head, share * length, tail))
+            else:
+                jobs[where].append(job)
     return max([max(map(sum, found), default=0.0), *map(one_machine, jobs.values())])
+
+
+def _opened(program: Program) -> Program:
+    """The same schedule with the actions of its cells one after the other."""
+    schedule = program.schedule
+    lists = tuple(
+        tuple(e for entry in entries for e in ((entry,) if isinstance(entry, Transfer) else actions(entry)))
+        for entries in schedule.lists
+    )
+    return Program(Flow.of(schedule.with_lists(lists)), program.duplex)
 
 
 def one_machine(jobs: list[Job]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, isnan
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -35,6 +35,8 @@ def stage_aware(
     All stages of a worker drop the same share; a stage on several workers drops what the tightest of them needs. Recompute
     takes as long as the forward, where costs do not say otherwise.
     """
+    if isnan(budget_bytes):
+        raise MeshwrightError("the budget is not a number", fix="budget_bytes=16e9")
     rows = [cost if cost.recompute_s else replace(cost, recompute_s=cost.forward_s) for cost in costs]
 
     def choice(shares: Sequence[float]) -> tuple[Recompute, ...]:
