@@ -76,7 +76,7 @@ class Point:
     def defined(self) -> bool:
         """Is this a run that should work?"""
         schedule = self.schedule
-        if schedule is None or (schedule.ring and self.dp > 1) or (schedule.recompute is not None and self.recompute != "none"):
+        if schedule is None or (schedule.recompute is not None and self.recompute != "none"):
             return False
         # With halves each draws its own rows: no stream of one process is like it.
         return not (self.dropout and schedule.parts > 1)

@@ -23,7 +23,7 @@ def holds(pool: Pool, point: Point) -> None:
     assert found.tolerance == {"float64": 1e-9, "float32": 1e-5}[point.dtype]
     if point.variant[0] in ASYNCHRONOUS and point.model != "tied":  # a tie is added up by its holders first, then between them
         assert found.max_relative_error == 0.0, found.worst
-        assert point.dtype != "float64" or found.loss_error == 0.0
+        assert point.dtype != "float64" or found.loss_error <= 1e-15  # ranks add up their losses in another order
 
 
 @pytest.mark.parametrize("point", COVER, ids=str)

@@ -58,8 +58,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"pp": 6, "recompute": (0.5,) * 6}, {}, "a share 0.5 of it cannot be recomputed"),
     ({"schedule": "shifted", "recompute": "inline"}, {}, "has settled its recompute itself"),
     ({"transport": "pigeon"}, {}, "'pigeon' is not a transport"),
-    ({"dp": 2, "sync": "ring"}, {}, "along a ring inside one copy"),
-    ({"dp": 2, "schedule": "cyclic"}, {}, "along a ring inside one copy"),
     ({}, {"dtype": "int8"}, "there is no tolerance for 'int8'"),
     ({}, {"steps": 0}, "steps must be a whole number"),
     ({}, {"build": lambda: models.mlp()}, "build cannot be sent to workers"),

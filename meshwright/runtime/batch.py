@@ -93,20 +93,24 @@ class Objective:
         self.loss, self.ignored = loss, ignored
 
     def weight(self, target: Tensor | None, rows: Rows) -> float:
-        """What the loss of these rows counts."""
-        if self.loss is None and target is not None and not target.is_floating_point():
+        """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
+        if target is not None and not target.is_floating_point():
             return float((target != self.ignored).sum())
         return float(rows.stop - rows.start)
 
     def __call__(self, output: Tensor, target: Tensor | None, rows: Rows) -> Tensor:
-        """The sum over these rows."""
-        count = rows.stop - rows.start
+        """The sum over these rows; where nothing counts there is nothing to learn, and a mean would be no number."""
+        count = self.weight(target, rows)
+        if not count:
+            return torch.zeros((), dtype=torch.float32, device=output.device)
+        if output.dtype in (torch.bfloat16, torch.float16):
+            output = output.float()  # a sum over rows leaves their range
         if self.loss is not None:
             if target is None:
                 raise MeshwrightError("a loss function needs a target, the batch has none", fix="batch(step) -> (inputs, target)")
             return self.loss(output, target) * count
         if output.dim() == 0:
-            return output * self.weight(target, rows)
+            return output * count
         if target is None:
             raise MeshwrightError(
                 f"the last stage gives {tuple(output.shape)} and the batch has no target to compare it with",
@@ -115,4 +119,4 @@ class Objective:
         if not target.is_floating_point():
             classes = output.reshape(-1, output.shape[-1])
             return torch.nn.functional.cross_entropy(classes, target.reshape(-1), ignore_index=self.ignored, reduction="sum")
-        return torch.nn.functional.mse_loss(output, target) * count
+        return torch.nn.functional.mse_loss(output, target.to(output.dtype)) * count

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.action import NONE, Kind, Value
 from meshwright.runtime.batch import Batch, Rows
 from meshwright.runtime.executor import Store
@@ -73,7 +74,7 @@ class Compute:
                 self.store.slots[saved[index]] = record
             if stage.is_last:
                 tally = self.tallies.setdefault((self.base + action.mb) // self.microbatches, Tally())
-                tally.loss = tally.loss + bundle.tensors[0]
+                tally.loss = tally.loss + bundle.tensors[0].double()
                 tally.weight += call.weight
             bundles.append(bundle)
         if Kind.ACT in step.writes:
@@ -204,12 +205,23 @@ class Compute:
         else:
             tensors = received.tensors
             if rows != whole:
+                self._check_rows(received, whole)
                 tensors = tuple(t[rows.start - whole.start : rows.stop - whole.start] for t in tensors)
             inputs = tuple([leaf(t, flag) for t, flag in zip(tensors, received.flags, strict=True)])
         key = Key((self.base + step.action.mb) // self.microbatches, batch.copy * batch.microbatches + local)
         target, stage = batch.targets(rows), self.stages[step.action.stage]
         weight = stage.objective.weight(target, rows)
         return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step))
+
+    def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
+        """Only what has a row per row of the batch can be cut by rows."""
+        for tensor in bundle.tensors:
+            if not tensor.dim() or tensor.shape[0] != rows.stop - rows.start:
+                raise MeshwrightError(
+                    f"a tensor of shape {tuple(tensor.shape)} crosses stages and is to be cut by rows, "
+                    f"but its first dimension is not the {rows.stop - rows.start} rows of the microbatch",
+                    fix="rows first in everything that crosses, or a plan without width and halves",
+                )
 
     def _gather(self, slots: tuple[int, ...]) -> Bundle:
         """The pieces of a bundle put together; pieces without rows were never sent."""
@@ -218,6 +230,8 @@ class Compute:
 
     def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: Rows) -> None:
         """Put a bundle into its slots, cut into pieces where the next team is another."""
+        if not self.narrow:
+            self._check_rows(bundle, own)
         for slot in slots:
             if self.narrow:
                 self.store.slots[slot] = bundle

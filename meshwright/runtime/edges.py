@@ -84,6 +84,12 @@ class Edges:
         if key not in self.sent and channel.kind in SHAPED and not isinstance(shape, Bare):
             self.sent[key] = _contract(bundle)
             self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
+        elif channel.kind in SHAPED and not isinstance(shape, Bare) and not _fits(self.sent[key], bundle):
+            raise MeshwrightError(
+                f"what rank {channel.source} sends to {channel.target} ({channel.kind.value}) has other shapes than before, "
+                f"for a batch of the same shape: {_shapes(bundle)} after {[size for size, _, _ in self.sent[key]]}",
+                fix="let shapes follow from the shapes of the batch alone",
+            )
         for tensor in bundle.tensors:
             self.transport.send(channel, tensor)
         self.waiting = None
@@ -113,6 +119,16 @@ class Edges:
         """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""
         receipts = [self.transport.receive(channel, tensor) for tensor in room.tensors]
         return Pending(room, receipts, channel, self)
+
+
+def _fits(contract: Contract, bundle: Bundle) -> bool:
+    return len(contract) == len(bundle.tensors) and all(
+        size == t.shape and dtype is t.dtype for (size, dtype, _), t in zip(contract, bundle.tensors, strict=True)
+    )
+
+
+def _shapes(bundle: Bundle) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in bundle.tensors]
 
 
 def _contract(bundle: Bundle) -> Contract:

@@ -122,7 +122,8 @@ class Engine:
         )
 
     def _unit(self, unit: int) -> Unit:
-        ranks = self.mesh.holders(self.schedule, unit)
+        ring = self.schedule.ring  # adds up inside a copy by messages, and only its total between copies
+        ranks = self.mesh.siblings(self.mesh.worker) if ring else self.mesh.holders(self.schedule, unit)
         return Unit(
             self.layers.unit(unit),
             optimizer=self.settings.optimizer,
@@ -156,7 +157,5 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
         raise MeshwrightError(f"the model ties stages {layers.ties}, the schedule was lowered for ties {schedule.ties}")
     if not schedule.lowered:
         raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
-    if schedule.ring and settings.copies > 1:
-        raise MeshwrightError("a ring adds up inside one copy; it cannot have more", fix="dp=1, or sync='eager'")
     if not schedule.norm and settings.rules.skip_nonfinite:
         raise MeshwrightError(f"{schedule.name} has no flush: a step cannot be skipped as a whole", fix="skip_nonfinite=False")

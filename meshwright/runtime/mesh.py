@@ -31,6 +31,10 @@ class Mesh:
         """The rank of a worker of the same copy."""
         return worker + self.workers * self.copy
 
+    def siblings(self, worker: int) -> tuple[int, ...]:
+        """The ranks that are this worker in their copies."""
+        return tuple(worker + self.workers * j for j in range(self.copies))
+
     def holders(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
         """Every rank that holds a unit's parameters, over all copies."""
         return tuple(w + self.workers * j for j in range(self.copies) for w in schedule.holders[unit])
@@ -39,6 +43,8 @@ class Mesh:
 def sync_groups(mesh: Mesh, schedule: Schedule) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """One group per set of ranks that add up together; a set of one needs none."""
     wanted = {mesh.holders(schedule, unit) for unit in range(schedule.units)}
+    if schedule.ring:
+        wanted |= {mesh.siblings(worker) for worker in range(mesh.workers)}
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for ranks in sorted(wanted):
         if len(ranks) > 1:

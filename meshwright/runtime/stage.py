@@ -9,7 +9,8 @@ With recompute the first layers run without a graph and only their input is kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import Parameter as Argument
 from inspect import signature
@@ -84,7 +85,9 @@ class Stage:
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
-        self.takes_target = self.is_last and _takes_target(self.layers[-1])
+        # What changes its input in place must not change what is kept for the backward, nor the batch.
+        self.takes_target = takes_target(self.layers[-1])
+        self.copies = self.first_layer == 0 or any(getattr(m, "inplace", False) for at in self.layers for m in at.modules())
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -94,15 +97,16 @@ class Stage:
             with torch.no_grad():
                 values = self._layers(range(count), call, values)
             if count < len(self.layers):
-                record.middle = values = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in values)
+                record.middle = values = tuple(t.detach().requires_grad_(_learns(t)) for t in values)
         if count < len(self.layers):
             record.outputs = values = self._layers(range(count, len(self.layers)), call, values)
-        record.flags = tuple(t.is_floating_point() if count == len(self.layers) else t.requires_grad for t in values)
+        record.flags = tuple(_learns(t) if count == len(self.layers) else t.requires_grad for t in values)
         return Bundle(tuple(t.detach().contiguous() for t in values), record.flags), record
 
     def recompute(self, record: Record) -> None:
-        """Run the first layers again, now with a graph."""
-        head = self._layers(range(self.recomputed), record.call, record.call.inputs)
+        """Run the first layers again, now with a graph; what they count of the data they have counted before."""
+        with _uncounted(self.layers[: self.recomputed]):
+            head = self._layers(range(self.recomputed), record.call, record.call.inputs)
         if self.recomputed == len(self.layers):
             record.outputs = head
         else:
@@ -113,7 +117,7 @@ class Stage:
         if not weights and self.deferred is not None:
             self.deferred.begin()
         outputs = tuple(t for t, flag in zip(record.outputs, record.flags, strict=True) if flag)
-        _backward(outputs, (None,) if self.is_last else gradients)
+        _backward(outputs, (None,) * len(outputs) if self.is_last else gradients)
         if record.middle:
             leaves = [t for t in record.middle if t.requires_grad]
             flagged = [t for t, leaf in zip(record.head, record.middle, strict=True) if leaf.requires_grad]
@@ -132,11 +136,13 @@ class Stage:
 
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         named = call.named if which.start == 0 else {}
+        if self.copies:
+            values = tuple([t.clone() for t in values])
+            named = {name: t.clone() for name, t in named.items()}
         for index in which:
             layer, number = self.layers[index], self.first_layer + index
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
-            if self.takes_target and index == len(self.layers) - 1:
-                assert call.target is not None
+            if self.is_last and index == len(self.layers) - 1 and call.target is not None and self.takes_target(len(values)):
                 values = (*values, call.target)
             if call.weights is None:
                 output = layer(*values, **named)
@@ -178,8 +184,38 @@ def _tensors(output: Any, layer: int) -> tuple[Tensor, ...]:
     )
 
 
-def _takes_target(layer: nn.Module) -> bool:
-    """Does a last layer compute the loss itself: has it a second argument that must be given, or one named as targets are?"""
+def takes_target(layer: nn.Module) -> Callable[[int], bool]:
+    """Does a last layer compute the loss itself? Asked with how many values it is given.
+
+    It does where its next argument is named as targets are, or where it needs one more than is given.
+    """
     forward: Callable[..., Any] = layer.forward
     arguments = [a for a in signature(forward).parameters.values() if a.kind is Argument.POSITIONAL_OR_KEYWORD]
-    return len(arguments) > 1 and (arguments[1].default is Argument.empty or arguments[1].name in TARGETS)
+    needed = sum(a.default is Argument.empty for a in arguments)
+    names = [a.name for a in arguments]
+    return lambda given: (names[given : given + 1] != [] and names[given] in TARGETS) or needed == given + 1
+
+
+def _learns(tensor: Tensor) -> bool:
+    """Can a gradient flow through it?"""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Layers that keep statistics of what they saw."""
+
+
+@contextmanager
+def _uncounted(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let statistics stand still: a momentum of zero, and the counter set back."""
+    norms = [m for layer in layers for m in layer.modules() if isinstance(m, NORMS) and m.track_running_stats]
+    before = [(m, m.momentum, None if m.num_batches_tracked is None else m.num_batches_tracked.clone()) for m in norms]
+    try:
+        for m in norms:
+            m.momentum = 0.0
+        yield
+    finally:
+        for m, momentum, count in before:
+            m.momentum = momentum
+            if count is not None and m.num_batches_tracked is not None:
+                m.num_batches_tracked.copy_(count)

@@ -78,8 +78,6 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
-    if schedule.ring and case.parallel.dp > 1:
-        raise MeshwrightError(f"{schedule.name} adds up along a ring inside one copy, dp is {case.parallel.dp}", fix="dp=1")
     _refuse_rows(case)
     return layers, schedule
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind, Op, walk
 from meshwright.ir.effects import rule
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers
-from meshwright.runtime.stage import Stage
+from meshwright.runtime.stage import takes_target
 from meshwright.runtime.unit import Optimizer
 
 Versions = dict[tuple[int, int], dict[int, int]]
@@ -68,9 +69,8 @@ class Serial:
         self.units = {unit: [p for p in self.layers.unit(unit) if p.requires_grad] for unit in range(self.schedule.units)}
         self.params = [p for params in self.units.values() for p in params]
         self.reads = {} if self.schedule.flush else versions_read(self.schedule)
+        self.takes_target = takes_target(self.layers.modules[-1])
         self.history: list[Weights] = [{p: p.detach().clone() for p in self.params}]
-        last = Stage(self.layers.of_stage(self.layers.stages - 1), 0, torch.device("cpu"), is_last=True)
-        self.takes_target = last.takes_target
 
     def run(self, batch: Callable[[int], Given], steps: int) -> Trace:
         """Train for some steps."""
@@ -94,6 +94,8 @@ class Serial:
     def _gradients(self, batch: Callable[[int], Given], round_: int, sums: dict[tuple[int, int], list[float]]) -> None:
         """The mean gradient of a round: sums over microbatches, then over copies, divided once."""
         total: Weights = {}
+        for p in self.params:
+            p.grad = None
         weight, count = 0.0, self.schedule.microbatches
         for copy in range(self.copies):
             added: Weights = {}
@@ -109,6 +111,11 @@ class Serial:
                 weight += counted
             for p, gradient in added.items():
                 total[p] = total[p] + gradient if p in total else gradient
+        if stray := [self.layers.names[p] for p in self.params if p.grad is not None]:
+            raise MeshwrightError(
+                f"a layer uses {stray[0]} of another one without having it as its own: the tie cannot be seen",
+                fix="register the shared parameter in both: second.weight = first.weight",
+            )
         for p in self.params:
             p.grad = total[p] / (weight or 1.0) if p in total else torch.zeros_like(p)
 
@@ -131,17 +138,19 @@ class Serial:
         """One forward and backward through all layers; gradients are added up."""
         rows, number = data.rows(local), data.copy * self.microbatches + local
         values, named = data.inputs(rows)
+        values, named = tuple(t.clone() for t in values), {name: t.clone() for name, t in named.items()}
         target, count = data.targets(rows), len(self.layers.modules)
         for stage in range(self.layers.stages):
             for offset, layer in enumerate(self.layers.of_stage(stage)):
                 index = self.layers.starts[stage] + offset
                 devices.seed(torch.device("cpu"), devices.stream(self.seed, step, number, index))
-                if self.takes_target and index == count - 1 and target is not None:
+                if index == count - 1 and target is not None and self.takes_target(len(values)):
                     values = (*values, target)
                 own = {n: weights[stage].get(p, p) for n, p in layer.named_parameters(remove_duplicate=False)}
                 values, named = _values(functional_call(layer, own, values, named)), {}
         loss = self.objective(values[0], target, rows)
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         leaves = {id(at): (p, at) for held in weights for p, at in held.items()}
         for p, at in leaves.values():
             if at.grad is not None:

@@ -1,0 +1,223 @@
+"""Ordinary models with odd habits: they train like in one process, or are refused with what to do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright import MeshwrightError, Parallel
+from meshwright.runtime.engine import Engine, Settings
+from meshwright.train.lists import lists_for
+from tests.conftest import Pool
+from tests.training import Recipe, agree
+
+VOCABULARY = 11
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens %= VOCABULARY  # in place, on what it was given
+        return self.table(tokens)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(self.line(x))
+
+
+class Real(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x.abs())
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.line(x), x
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.line(x + other)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x).transpose(0, 1)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return mean_of_tokens(self.out(x), labels)
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.line(x).repeat(self.calls, 1)
+
+
+class Borrowing(nn.Module):
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.kept = nn.Linear(8, 8), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.own(x), self.kept[0].weight)
+
+
+def mean_of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=-100)
+
+
+def words() -> list[nn.Module]:
+    return [Embedded(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, VOCABULARY)]
+
+
+def losing() -> list[nn.Module]:
+    return [Embedded(), nn.Linear(8, 8), nn.Tanh(), OwnLoss()]
+
+
+def layers(kind: str) -> list[nn.Module]:
+    line = nn.Linear(8, 8)
+    return {
+        "complex": [nn.Linear(8, 8), Complex(), Real(), nn.Linear(8, 8)],
+        "in place": [line, nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)],
+        "two": [nn.Linear(8, 8), nn.Tanh(), Two(), Sum()],
+        "turned": [nn.Linear(8, 8), Turned(), nn.Tanh(), Turned()],
+        "changing": [nn.Linear(8, 8), Changing(), nn.Tanh(), nn.Linear(8, 8)],
+        "borrowing": [line, nn.Tanh(), nn.Tanh(), Borrowing(line)],
+    }[kind]
+
+
+def tokens(step: int, *, all_ignored: bool = False) -> tuple[Tensor, Tensor]:
+    """Uneven numbers of labels that count; on request none at all in the first microbatch."""
+    random = torch.Generator().manual_seed(step)
+    x = torch.randint(0, 1000, (8, 5), generator=random)
+    y = torch.randint(0, VOCABULARY, (8, 5), generator=random)
+    y[torch.rand(8, 5, generator=random) < 0.5] = -100
+    y[:2, 1:] = -100
+    if all_ignored:
+        y[:2] = -100
+    return x, y
+
+
+def vectors(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(8, 8, generator=random, dtype=torch.float64), torch.randn(8, 8, generator=random, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("recompute", ["none", "early"])
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_an_own_loss_over_tokens_is_the_same_for_any_number_of_microbatches(
+    pool: Pool, microbatches: int, recompute: str
+) -> None:
+    agree(pool, Recipe(words, tokens, loss=mean_of_tokens), pp=2, microbatches=microbatches, dp=1, recompute=recompute)
+
+
+def test_a_microbatch_in_which_nothing_counts(pool: Pool) -> None:
+    agree(pool, Recipe(words, partial(tokens, all_ignored=True), loss=mean_of_tokens), pp=2, microbatches=4)
+    found = pool.verify(losing, partial(tokens, all_ignored=True), pp=2, microbatches=4, steps=2)
+    assert found.passed and all(loss == loss for loss in found.losses)
+
+
+@pytest.mark.parametrize("recompute", ["none", "inline", "early"])
+@pytest.mark.parametrize("kind", ["complex", "in place", "two"])
+def test_odd_layers_train_as_in_one_process(pool: Pool, kind: str, recompute: str) -> None:
+    found = pool.verify(partial(layers, kind), vectors, pp=2, microbatches=4, recompute=recompute, steps=2)
+    assert found.passed, found.worst
+
+
+def test_half_precision_does_not_lose_the_loss(pool: Pool) -> None:
+    found = pool.verify(words, tokens, pp=2, microbatches=8, dtype="bfloat16", steps=1)
+    assert found.loss_error < 1e-2 and found.losses[0] < 100
+
+
+def test_what_has_no_rows_cannot_be_cut_by_rows(pool: Pool) -> None:
+    with pytest.raises(MeshwrightError, match="rows first"):
+        pool.verify(partial(layers, "turned"), tokens_of_vectors, pp=2, microbatches=2, width=(1, 2), steps=1)
+
+
+def tokens_of_vectors(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 3, 8, dtype=torch.float64)
+    return x, x
+
+
+def test_shapes_follow_from_the_batch_alone(pool: Pool) -> None:
+    with pytest.raises(MeshwrightError, match="other shapes than before"):
+        pool.run(train, "changing", ranks=2)
+
+
+def train(kind: str) -> None:
+    from meshwright.runtime.layers import Layers
+    from meshwright.train.verify import momentum
+
+    plan = Parallel(pp=2, microbatches=4, transport="torch")
+    engine = Engine(
+        lists_for(plan), Layers.of([m.double() for m in layers(kind)], 2), Settings(optimizer=momentum, microbatches=4)
+    )
+    engine.run(vectors)
+
+
+def test_a_tie_that_cannot_be_seen_is_refused(pool: Pool) -> None:
+    with pytest.raises(MeshwrightError, match="without having it as its own"):
+        pool.verify(partial(layers, "borrowing"), vectors, pp=2, microbatches=4, steps=1)
+
+
+def normed() -> list[nn.Module]:
+    return [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8)]
+
+
+def statistics(recompute: str) -> dict[str, Any]:
+    from meshwright.runtime.layers import Layers
+    from meshwright.train.verify import momentum
+
+    torch.manual_seed(0)
+    model = Layers.of([m.double() for m in normed()], 2)
+    plan = Parallel(pp=2, microbatches=4, recompute=recompute)
+    engine = Engine(lists_for(plan), model, Settings(optimizer=momentum, microbatches=4))
+    engine.run(vectors)
+    engine.close()
+    return dict(model.modules[1].state_dict())
+
+
+@pytest.mark.parametrize("recompute", ["inline", "early"])
+def test_statistics_are_counted_once_under_recompute(pool: Pool, recompute: str) -> None:
+    kept, again = pool.run(statistics, "none", ranks=2)[0], pool.run(statistics, recompute, ranks=2)[0]
+    assert kept["num_batches_tracked"] == again["num_batches_tracked"] == 4
+    assert torch.equal(kept["running_mean"], again["running_mean"])
