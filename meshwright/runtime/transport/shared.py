@@ -28,8 +28,11 @@ from meshwright.runtime.transport.base import Channel, own_channels
 from meshwright.runtime.transport.faults import PeerLost, PeerSilent, label, other, wrong_message
 from meshwright.runtime.transport.meeting import give, meet, take
 
-SLOTS = 4
+SLOTS = 6
 """How many messages of a channel may be on their way."""
+
+ACKS_TOGETHER = 2
+"""How many taken messages are acknowledged by one write: half the wake-ups of a sender, which has slots to spare for it."""
 
 _HEADER = 8
 _ACKS = 64  # as many as there are, up to this
@@ -84,13 +87,14 @@ class _Ring:
 class _End:
     """What one rank holds of a channel: the ring, the pipe it reads and the pipe it writes."""
 
-    __slots__ = ("channel", "done", "free", "posted", "reads", "ring", "writes")
+    __slots__ = ("channel", "done", "free", "owed", "posted", "reads", "ring", "writes")
 
     def __init__(self, channel: Channel, ring: _Ring, reads: int, writes: int, free: int) -> None:
         self.channel, self.ring, self.reads, self.writes = channel, ring, reads, writes
         self.free = free  # slots that a sender may fill
         self.posted: deque[Tensor] = deque()
         self.done = 0  # messages that a receiver has taken
+        self.owed = 0  # ... and not yet acknowledged
 
     def close(self) -> None:
         os.close(self.reads)
@@ -165,7 +169,8 @@ class SharedTransport:
         """Remember where the message goes; it is copied out when it is waited for."""
         assert tensor.is_cpu and tensor.is_contiguous(), "bytes are copied as they lie in memory"
         end = self._ends[channel]
-        if len(end.posted) >= self._slots:
+        # With so many posted a sender never finds the ring full for longer than if every send and receive blocked.
+        if len(end.posted) > max(0, self._slots - 1 - ACKS_TOGETHER):
             self.fill(end)
         end.posted.append(tensor)
         return SharedReceipt(self, end, end.done + len(end.posted))
@@ -179,8 +184,11 @@ class SharedTransport:
         _copy(tensor.data_ptr(), end.ring.next(nbytes), nbytes)
         end.done += 1
         # A sender may have closed after its last message, which is whole: its loss shows at the next one, if there is one.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(end.writes, b"\0")
+        end.owed += 1
+        if end.owed >= ACKS_TOGETHER or end.owed >= self._slots:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(end.writes, bytes(end.owed))
+            end.owed = 0
 
     def flush(self) -> None:
         """Nothing to wait for: what was sent has been copied."""
