@@ -1,0 +1,56 @@
+"""What `verify` and `simulate` are given and cannot use: refused with what is wrong, before a worker starts."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+from meshwright import MeshwrightError, Parallel, verify
+from meshwright.train import models
+from meshwright.train import verify as module
+
+BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
+
+
+@pytest.fixture(autouse=True)
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts workers here fails."""
+    monkeypatch.setattr(module, "Workers", lambda count: pytest.fail("workers were started"))
+
+
+def refused(text: str, parallel: Any = None, **more: Any) -> None:
+    """This plan, or these arguments, are refused with a text."""
+    with pytest.raises(MeshwrightError, match=text):
+        verify(**{"build": BUILD, "batch": DATA, "parallel": {"pp": 2} if parallel is None else parallel, **more})
+
+
+@pytest.mark.parametrize("recompute", [[2, 3], [nan, 1], [inf, 0], [2, -1], [True, 1], ["1", 0], 0.5, 1, True, {0: 1.0}, {1.0}])
+def test_shares_are_between_0_and_1(recompute: Any) -> None:
+    refused("a share of its layers between 0 and 1", {"pp": 2, "recompute": recompute})
+
+
+@pytest.mark.parametrize("width", [3, (2, 1.0), (True, 1), "21", {2: 1}])
+def test_a_width_that_is_none(width: Any) -> None:
+    refused("width names workers per stage", {"pp": 2, "width": width})
+
+
+@pytest.mark.parametrize("options", [3, "chunks=2", {1: 2}, ["chunks"]])
+def test_options_that_are_none(options: Any) -> None:
+    refused("options are a mapping", {"pp": 2, "options": options})
+
+
+def test_none_is_the_default() -> None:
+    assert Parallel.of({"pp": 2, "options": None, "width": None, "recompute": None}) == Parallel(pp=2)
+    assert Parallel(pp=2, recompute=[0, 1]).recompute == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("parallel", [3, "pp=2", ["pp"]])
+def test_a_plan_that_is_none(parallel: Any) -> None:
+    refused("parallel is a Parallel or a mapping", parallel)
+
+
+def test_names_that_a_plan_has_not() -> None:
+    refused("parallel has no '1', 'tp'", {1: 2, "tp": 2})
