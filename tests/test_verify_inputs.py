@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright import MeshwrightError, Parallel, verify
+from meshwright.cli import verify as verb
 from meshwright.train import models
 from meshwright.train import verify as module
 
@@ -54,3 +55,23 @@ def test_a_plan_that_is_none(parallel: Any) -> None:
 
 def test_names_that_a_plan_has_not() -> None:
     refused("parallel has no '1', 'tp'", {1: 2, "tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [(None, None), ("inline", "inline"), ("", ""), (".5,1", [0.5, 1.0]), ("-1,0", [-1.0, 0.0]), (" 1, 0", [1.0, 0.0])],
+)
+def test_shares_on_the_command_line(text: str | None, found: Any) -> None:
+    assert verb._recompute(text) == found
+
+
+@pytest.mark.parametrize("text", ["1,often", "1,", ",.5", "0.5;1,1"])
+def test_shares_with_something_else_among_them(text: str) -> None:
+    with pytest.raises(MeshwrightError, match="--recompute takes numbers with commas"):
+        verb._recompute(text)
+
+
+@pytest.mark.parametrize("text", ["2,3", "-1,0", "nan,1", "0,inf"])
+def test_shares_on_the_command_line_have_a_range(text: str) -> None:
+    with pytest.raises(MeshwrightError, match="between 0 and 1"):
+        verb.verify("mlp", recompute=text)

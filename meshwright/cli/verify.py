@@ -140,9 +140,18 @@ def _function(name: str) -> Maker:
 
 
 def _recompute(text: str | None) -> str | list[float] | None:
-    if text is None or not text[:1].isdigit():
+    """A mode by name, or shares; whatever has a number in it is meant as shares."""
+    if text is None or not any(_is_number(part) for part in text.split(",")):
         return text
     return _numbers("--recompute", text, float)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
