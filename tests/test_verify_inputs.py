@@ -7,6 +7,7 @@ from math import inf, nan
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright import MeshwrightError, Parallel, verify
 from meshwright.cli import verify as verb
@@ -14,6 +15,11 @@ from meshwright.train import models
 from meshwright.train import verify as module
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
+
+
+def given(step: int, *, batch: Any) -> Any:
+    """A batch as it was given."""
+    return batch
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +81,27 @@ def test_shares_with_something_else_among_them(text: str) -> None:
 def test_shares_on_the_command_line_have_a_range(text: str) -> None:
     with pytest.raises(MeshwrightError, match="between 0 and 1"):
         verb.verify("mlp", recompute=text)
+
+
+X = torch.zeros(8, 16)
+BATCHES: list[tuple[Any, str]] = [
+    ({"input": X, "mask": None, "y": X}, r"batch\(0\) has NoneType at 'mask'"),
+    ({"input": X, "y": [1.0] * 8}, r"batch\(0\) has list at 'y'(.|\n)*mapping of tensors"),
+    ((X, None), r"batch\(0\) has NoneType at 1"),
+    (None, r"batch\(step\) returned NoneType"),
+    ({}, r"batch\(step\) returned an empty dict"),
+    ((), r"batch\(step\) returned an empty tuple"),
+]
+
+
+@pytest.mark.parametrize(("batch", "text"), BATCHES, ids=[text for _, text in BATCHES])
+def test_a_batch_of_something_else_than_tensors(batch: Any, text: str) -> None:
+    refused(text, batch=partial(given, batch=batch))
+
+
+def test_arrays_are_no_tensors() -> None:
+    numpy = pytest.importorskip("numpy")
+    array = numpy.zeros((8, 16))
+    refused(r"batch\(0\) has numpy.ndarray at 0(.|\n)*torch.from_numpy", batch=partial(given, batch=(array, X)))
+    refused(r"batch\(0\) has numpy.ndarray at 'y'(.|\n)*torch.from_numpy", batch=partial(given, batch={"x": X, "y": array}))
+    refused(r"batch\(step\) returned numpy.ndarray(.|\n)*torch.from_numpy", batch=partial(given, batch=array))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,32 @@ class Case:
         given = self.batch(step)
         dtype = getattr(torch, self.dtype)
 
-        def cast(t: Tensor) -> Tensor:
-            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+        def cast(name: object, t: object) -> Tensor:
+            if not isinstance(t, Tensor):
+                raise _no_tensor(f"batch({step}) has {_kind(t)} at {name!r}", t)
+            return t.to(dtype) if t.is_floating_point() else t
 
         if isinstance(given, Tensor):
-            return (cast(given),)
-        if isinstance(given, Mapping):
-            return {name: cast(t) for name, t in given.items()}
-        if isinstance(given, tuple | list):
-            return tuple(cast(t) for t in given)
-        raise MeshwrightError(f"batch(step) returned {type(given).__name__}", fix="a tuple or a mapping of tensors")
+            return (cast(0, given),)
+        if isinstance(given, Mapping) and given:
+            return {name: cast(name, t) for name, t in given.items()}
+        if isinstance(given, tuple | list) and given:
+            return tuple(cast(index, t) for index, t in enumerate(given))
+        raise _no_tensor(f"batch(step) returned {_kind(given)}", given)
+
+
+def _kind(given: object) -> str:
+    """The type of what is no tensor, with its package where that says more."""
+    kind = type(given)
+    if isinstance(given, Sized) and not isinstance(given, str) and kind.__module__ == "builtins" and not len(given):
+        return f"an empty {kind.__name__}"
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _no_tensor(what: str, given: object) -> MeshwrightError:
+    """The refusal of a batch, or of a part of one."""
+    array = type(given).__module__.partition(".")[0] == "numpy"
+    return MeshwrightError(what, fix="torch.from_numpy" if array else "a tuple or a mapping of tensors")
 
 
 def prepare(case: Case) -> tuple[Layers, Schedule]:
