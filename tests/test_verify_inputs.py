@@ -105,3 +105,8 @@ def test_arrays_are_no_tensors() -> None:
     refused(r"batch\(0\) has numpy.ndarray at 0(.|\n)*torch.from_numpy", batch=partial(given, batch=(array, X)))
     refused(r"batch\(0\) has numpy.ndarray at 'y'(.|\n)*torch.from_numpy", batch=partial(given, batch={"x": X, "y": array}))
     refused(r"batch\(step\) returned numpy.ndarray(.|\n)*torch.from_numpy", batch=partial(given, batch=array))
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63, 99999999999999999999999, 1.0, True, None, "0"])
+def test_seeds_that_no_generator_takes(seed: Any) -> None:
+    refused("a seed is a whole number of at least 0 and below", seed=seed)

@@ -22,6 +22,9 @@ from meshwright.train.lists import lists_for, stages_of
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
 
+SEEDS = 1 << 63
+"""A seed is below this: more does not fit into torch's generators."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -83,6 +86,8 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
         raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
     if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
         raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
+    if isinstance(case.seed, bool) or not isinstance(case.seed, int) or not 0 <= case.seed < SEEDS:
+        raise MeshwrightError(f"a seed is a whole number of at least 0 and below 2**63, got {case.seed!r}", fix="seed=0")
     parse_name(case.parallel.transport)
     _refuse_local(case)
     stages = stages_of(case.parallel)
