@@ -13,6 +13,7 @@ from meshwright import MeshwrightError, Parallel, verify
 from meshwright.cli import verify as verb
 from meshwright.train import models
 from meshwright.train import verify as module
+from meshwright.train.case import Case, prepare
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
 
@@ -20,6 +21,13 @@ BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
 def given(step: int, *, batch: Any) -> Any:
     """A batch as it was given."""
     return batch
+
+
+def broken(*args: int, good: int = 0) -> Any:
+    """Raises, at a step that is not among the first `good`."""
+    if args and args[0] < good:
+        return DATA(*args)
+    raise ValueError("no such file")
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +118,15 @@ def test_arrays_are_no_tensors() -> None:
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 99999999999999999999999, 1.0, True, None, "0"])
 def test_seeds_that_no_generator_takes(seed: Any) -> None:
     refused("a seed is a whole number of at least 0 and below", seed=seed)
+
+
+@pytest.mark.parametrize(("more", "what"), [({"build": broken}, "build"), ({"batch": broken}, "batch")])
+def test_functions_that_raise(more: dict[str, Any], what: str) -> None:
+    refused(what + r"\(0?\) raised ValueError: no such file(.|\n)*in broken", **more)
+
+
+def test_a_batch_function_that_raises_later_says_the_same() -> None:
+    case = Case(BUILD, partial(broken, good=1), Parallel(pp=2), 3, "float64", 0, None, module.momentum)
+    _, schedule = prepare(case)
+    with pytest.raises(MeshwrightError, match=r"batch\(1\) raised ValueError: no such file(.|\n)*in broken"):
+        module.serial_trace(case, schedule)

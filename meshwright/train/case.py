@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -42,14 +43,14 @@ class Case:
     def layers(self, stages: int) -> Layers:
         """The model, built from the seed in the dtype."""
         torch.manual_seed(self.seed)
-        layers = Layers.of(self.build(), stages)
+        layers = Layers.of(_called("build()", self.build), stages)
         for module in layers.modules:
             module.to(getattr(torch, self.dtype))
         return layers
 
     def data(self, step: int) -> Given:
         """A batch in the dtype."""
-        given = self.batch(step)
+        given = _called(f"batch({step})", self.batch, step)
         dtype = getattr(torch, self.dtype)
 
         def cast(name: object, t: object) -> Tensor:
@@ -64,6 +65,18 @@ class Case:
         if isinstance(given, tuple | list) and given:
             return tuple(cast(index, t) for index, t in enumerate(given))
         raise _no_tensor(f"batch(step) returned {_kind(given)}", given)
+
+
+def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a user's function returns; what it raises is said with its traceback, the same here and on a worker."""
+    try:
+        return function(*args)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        raise MeshwrightError(f"{what} raised {type(error).__name__}: {error}\n{lines}") from error
 
 
 def _kind(given: object) -> str:
