@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel, verify
 from meshwright.cli import verify as verb
@@ -28,6 +29,24 @@ def broken(*args: int, good: int = 0) -> Any:
     if args and args[0] < good:
         return DATA(*args)
     raise ValueError("no such file")
+
+
+class Returns(nn.Module):
+    """A layer that computes, and returns something else."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.linear, self.output = nn.Linear(16, 16), output
+
+    def forward(self, x: Tensor) -> Any:
+        """What was asked for."""
+        self.linear(x)
+        return self.output
+
+
+def returning(output: Any) -> list[nn.Module]:
+    """A model whose second layer returns this."""
+    return [nn.Linear(16, 16), Returns(output), nn.Linear(16, 16)]
 
 
 @pytest.fixture(autouse=True)
@@ -129,4 +148,14 @@ def test_a_batch_function_that_raises_later_says_the_same() -> None:
     case = Case(BUILD, partial(broken, good=1), Parallel(pp=2), 3, "float64", 0, None, module.momentum)
     _, schedule = prepare(case)
     with pytest.raises(MeshwrightError, match=r"batch\(1\) raised ValueError: no such file(.|\n)*in broken"):
+        module.serial_trace(case, schedule)
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"), [(None, "NoneType"), ({"x": X}, "dict"), (3.0, "float"), ((), "tuple"), ((X, None), "tuple")]
+)
+def test_layers_that_return_no_tensors(output: Any, kind: str) -> None:
+    case = Case(partial(returning, output), DATA, Parallel(pp=2), 1, "float64", 0, None, module.momentum)
+    _, schedule = prepare(case)
+    with pytest.raises(MeshwrightError, match=f"layer 1 returned {kind}; what crosses stages is a tensor"):
         module.serial_trace(case, schedule)
