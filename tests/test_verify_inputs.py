@@ -159,3 +159,20 @@ def test_layers_that_return_no_tensors(output: Any, kind: str) -> None:
     _, schedule = prepare(case)
     with pytest.raises(MeshwrightError, match=f"layer 1 returned {kind}; what crosses stages is a tensor"):
         module.serial_trace(case, schedule)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (torch.optim.LBFGS, "LBFGS needs a closure"),
+        (partial(torch.optim.SGD, lr=-1.0), r"optimizer\(params\) raised ValueError: Invalid learning rate"),
+        (len, r"optimizer\(params\) returned int, which has no step"),
+    ],
+)
+def test_optimizers_that_cannot_step(optimizer: Any, text: str) -> None:
+    refused(text, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop])
+def test_optimizers_that_can(optimizer: Any) -> None:
+    prepare(Case(BUILD, DATA, Parallel(pp=2), 1, "float64", 0, None, optimizer))

@@ -6,10 +6,11 @@ import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
@@ -109,6 +110,7 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
         raise MeshwrightError(
             "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
         )
+    _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
@@ -128,6 +130,19 @@ def _refuse_local(case: Case) -> None:
                 f"{what} cannot be sent to workers, which import it by name: {error}",
                 fix="a function at the top level of a module, or functools.partial of one",
             ) from error
+
+
+def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
+    """A step is taken with the gradients that are there; an optimizer that wants to compute them again cannot."""
+    found = _called("optimizer(params)", case.optimizer, params)
+    step = getattr(found, "step", None)
+    if not callable(step):
+        raise MeshwrightError(f"optimizer(params) returned {_kind(found)}, which has no step()", fix="a torch.optim.Optimizer")
+    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in signature(step).parameters.values()):
+        raise MeshwrightError(
+            f"{type(found).__name__} needs a closure that runs the model again, a pipeline gives it gradients only",
+            fix="an optimizer whose step() needs no argument: SGD, Adam, AdamW",
+        )
 
 
 def _refuse_rows(case: Case) -> None:
