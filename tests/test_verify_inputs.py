@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import partial
 from math import inf, nan
 from typing import Any
@@ -15,6 +17,8 @@ from meshwright.cli import verify as verb
 from meshwright.train import models
 from meshwright.train import verify as module
 from meshwright.train.case import Case, prepare
+from meshwright.train.certificate import RankTrace, certify
+from meshwright.train.serial import Trace
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
 
@@ -176,3 +180,14 @@ def test_optimizers_that_cannot_step(optimizer: Any, text: str) -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop])
 def test_optimizers_that_can(optimizer: Any) -> None:
     prepare(Case(BUILD, DATA, Parallel(pp=2), 1, "float64", 0, None, optimizer))
+
+
+def test_a_certificate_is_strict_json() -> None:
+    case = Case(BUILD, DATA, Parallel(pp=2), 2, "float64", 0, None, module.momentum)
+    layers, schedule = prepare(case)
+    found = certify(case, layers, schedule, Trace(losses=[inf, -inf]), [RankTrace(), RankTrace()])
+    text = replace(found, worst="NaN").to_json()
+    written = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert written["losses"] == ["NaN", "NaN"] and written["reference_losses"] == ["Infinity", "-Infinity"]
+    assert written["loss_error"] == "Infinity" and not written["passed"] and written["worst"] == "NaN"
+    assert written["tolerance"] == 1e-9
