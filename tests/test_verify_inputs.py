@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel, verify
 from meshwright.cli import verify as verb
+from meshwright.cli.simulate import simulate
 from meshwright.train import models
 from meshwright.train import verify as module
 from meshwright.train.case import Case, prepare
@@ -191,3 +193,12 @@ def test_a_certificate_is_strict_json() -> None:
     assert written["losses"] == ["NaN", "NaN"] and written["reference_losses"] == ["Infinity", "-Infinity"]
     assert written["loss_error"] == "Infinity" and not written["passed"] and written["worst"] == "NaN"
     assert written["tolerance"] == 1e-9
+
+
+@pytest.mark.parametrize(
+    "flag", [{"repeat": 3}, {"repeat": 5}, {"transport": "strict"}, {"limit": 9.0}, {"trace": Path("x.json")}], ids=str
+)
+def test_flags_of_an_emulation_that_is_not_asked_for(flag: dict[str, Any]) -> None:
+    (name,) = flag
+    with pytest.raises(MeshwrightError, match=f"--{name}(.|\\n)*--emulate wall"):
+        simulate("onef1b", **flag)
