@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright import MeshwrightError, Parallel, verify
 from meshwright.cli import verify as verb
 from meshwright.cli.simulate import simulate
+from meshwright.runtime.clock import Timing
 from meshwright.train import models
 from meshwright.train import verify as module
 from meshwright.train.case import Case, prepare
@@ -202,3 +203,16 @@ def test_flags_of_an_emulation_that_is_not_asked_for(flag: dict[str, Any]) -> No
     (name,) = flag
     with pytest.raises(MeshwrightError, match=f"--{name}(.|\\n)*--emulate wall"):
         simulate("onef1b", **flag)
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2, "dp": 9999}, {"pp": 1, "dp": 257}, {"pp": 2, "width": (250, 7)}], ids=str)
+def test_more_workers_than_one_host_takes(plan: dict[str, Any]) -> None:
+    ranks = Parallel.of(plan).ranks
+    refused(f"{ranks} workers are more than the 256(.|\\n)*torchrun on more hosts", plan)
+
+
+def test_the_verbs_count_workers_first() -> None:
+    with pytest.raises(MeshwrightError, match="19998 workers are more than the 256"):
+        verb.verify("mlp", dp=9999)
+    with pytest.raises(MeshwrightError, match="300 workers are more than the 256"):
+        simulate("onef1b", workers=300, microbatches=4, emulate=Timing.WALL)

@@ -11,6 +11,7 @@ from meshwright.cli import emulate as emulation
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex
+from meshwright.ir.plan import refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.lower import lower
@@ -48,6 +49,8 @@ def simulate(
     wish = emulation.wished(emulate, repeat=repeat, transport=transport, limit=limit, trace=trace)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
+    if wish is not None:
+        refuse_crowd(schedule.workers)
     flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(

@@ -13,7 +13,7 @@ import typer
 
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
-from meshwright.ir.plan import Parallel
+from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.passes.sync import Sync
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def verify(
         width=tuple(_numbers("--width", width, int)) if width else (),
         transport=transport,
     )
+    refuse_crowd(parallel.ranks)
     build, data = _model(model, batch, parallel)
     from meshwright.train.verify import verify as compare
 

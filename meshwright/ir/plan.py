@@ -9,6 +9,9 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 
+LOCAL_RANKS = 256
+"""More processes than this are not started on one host."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
@@ -59,6 +62,14 @@ class Parallel:
     def ranks(self) -> int:
         """Processes in all."""
         return self.workers * self.dp
+
+
+def refuse_crowd(ranks: int) -> None:
+    """One host takes so many workers and no more; called before any is started."""
+    if ranks > LOCAL_RANKS:
+        raise MeshwrightError(
+            f"{ranks} workers are more than the {LOCAL_RANKS} that are started on one host", fix="torchrun on more hosts"
+        )
 
 
 def _options(given: object) -> dict[str, object]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.plan import Parallel
+from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss
 from meshwright.runtime.layers import Layers, require_layers
@@ -103,6 +103,7 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
     if isinstance(case.seed, bool) or not isinstance(case.seed, int) or not 0 <= case.seed < SEEDS:
         raise MeshwrightError(f"a seed is a whole number of at least 0 and below 2**63, got {case.seed!r}", fix="seed=0")
     parse_name(case.parallel.transport)
+    refuse_crowd(case.parallel.ranks)
     _refuse_local(case)
     stages = stages_of(case.parallel)
     layers = case.layers(stages)
