@@ -26,9 +26,14 @@ Emulate = Annotated[
     Timing | None,
     typer.Option(help="Run it too, with timed waits as compute and real messages between processes.", rich_help_panel=PANEL),
 ]
-Repeat = Annotated[int, typer.Option(min=1, help="Runs; the median counts.", rich_help_panel=PANEL)]
-Transport = Annotated[str, typer.Option(metavar="auto|torch|shared|strict", help="What carries messages.", rich_help_panel=PANEL)]
-Limit = Annotated[float, typer.Option(help="Refuse to run for more seconds than this.", rich_help_panel=PANEL)]
+Repeat = Annotated[int | None, typer.Option(min=1, show_default="5", help="Runs; the median counts.", rich_help_panel=PANEL)]
+Transport = Annotated[
+    str | None,
+    typer.Option(metavar="auto|torch|shared|strict", show_default="auto", help="What carries messages.", rich_help_panel=PANEL),
+]
+Limit = Annotated[
+    float | None, typer.Option(show_default="60", help="Refuse to run for more seconds than this.", rich_help_panel=PANEL)
+]
 TraceFile = Annotated[
     Path | None, typer.Option("--trace", help="Write prediction and measurement as one Perfetto file.", rich_help_panel=PANEL)
 ]
@@ -66,6 +71,20 @@ class Wish:
             assert measured.timeline is not None
             inputs.write(self.trace, both_to_perfetto(predicted, measured.timeline))
         return measured
+
+
+def wished(
+    timing: Timing | None, *, repeat: int | None, transport: str | None, limit: float | None, trace: Path | None
+) -> Wish | None:
+    """The emulation that the flags ask for, if any; flags of one that is not asked for are refused."""
+    if timing is not None:
+        return Wish(timing, repeat or 5, "auto" if transport is None else transport, 60.0 if limit is None else limit, trace)
+    if trace is not None:
+        raise MeshwrightError("--trace is what an emulation measured", fix="--emulate wall")
+    for flag, given in (("--repeat", repeat), ("--transport", transport), ("--limit", limit)):
+        if given is not None:
+            raise MeshwrightError(f"{flag} {given} is for an emulation", fix="--emulate wall")
+    return None
 
 
 def summary(wish: Wish, measured: Measured, predicted: Timeline) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from meshwright.cli import emulate as emulation
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex
+from meshwright.ir.plan import refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.lower import lower
@@ -38,26 +39,26 @@ def simulate(
     costs: inputs.Costs = None,
     cluster: inputs.ClusterFile = None,
     emulate: emulation.Emulate = None,
-    repeat: emulation.Repeat = 5,
-    transport: emulation.Transport = "auto",
-    limit: emulation.Limit = 60.0,
+    repeat: emulation.Repeat = None,
+    transport: emulation.Transport = None,
+    limit: emulation.Limit = None,
     trace: emulation.TraceFile = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
+    wish = emulation.wished(emulate, repeat=repeat, transport=transport, limit=limit, trace=trace)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
+    if wish is not None:
+        refuse_crowd(schedule.workers)
     flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(
             f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
         )
     rows, links = flags.stages(schedule), flags.cluster or Cluster()
-    lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if emulate is not None else schedule
+    lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish is not None else schedule
     timeline = predict(lowered, rows, links, sync=sync, overlap=overlap)
-    wish = None if emulate is None else emulation.Wish(emulate, repeat, transport, limit, trace)
-    if wish is None and trace is not None:
-        raise MeshwrightError("--trace is what an emulation measured", fix="--emulate wall")
     measured = wish.run(lowered, rows, links, overlap, timeline) if wish is not None else None
     if as_json:
         more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}

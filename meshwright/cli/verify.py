@@ -13,7 +13,7 @@ import typer
 
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
-from meshwright.ir.plan import Parallel
+from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.passes.sync import Sync
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def verify(
         width=tuple(_numbers("--width", width, int)) if width else (),
         transport=transport,
     )
+    refuse_crowd(parallel.ranks)
     build, data = _model(model, batch, parallel)
     from meshwright.train.verify import verify as compare
 
@@ -140,9 +141,18 @@ def _function(name: str) -> Maker:
 
 
 def _recompute(text: str | None) -> str | list[float] | None:
-    if text is None or not text[:1].isdigit():
+    """A mode by name, or shares; whatever has a number in it is meant as shares."""
+    if text is None or not any(_is_number(part) for part in text.split(",")):
         return text
     return _numbers("--recompute", text, float)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

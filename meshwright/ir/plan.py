@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+
+LOCAL_RANKS = 256
+"""More processes than this are not started on one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +35,9 @@ class Parallel:
                     f"{name} must be a whole number of at least {max(least, 1)}, got {count!r}", fix=f"{name}=4"
                 )
         object.__setattr__(self, "microbatches", self.microbatches or self.pp)
-        object.__setattr__(self, "width", tuple(self.width))
-        if any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in self.width):
-            raise MeshwrightError(f"width names workers per stage, got {self.width}", fix="width=(4, 2, 1, 1)")
+        object.__setattr__(self, "options", _options(self.options))
+        object.__setattr__(self, "recompute", _recompute(self.recompute))
+        object.__setattr__(self, "width", _width(self.width))
         if self.width and len(self.width) != self.pp:
             raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
 
@@ -42,8 +46,10 @@ class Parallel:
         """From a mapping; what is unknown is refused with what is known."""
         if isinstance(given, Parallel):
             return given
+        if not isinstance(given, Mapping):
+            raise MeshwrightError(f"parallel is a Parallel or a mapping, got {given!r}", fix="parallel=dict(pp=2)")
         known = [f.name for f in fields(cls)]
-        if unknown := sorted(set(given) - set(known)):
+        if unknown := sorted(map(str, set(given) - set(known))):
             raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))}", fix=", ".join(known))
         return cls(**given)
 
@@ -56,3 +62,45 @@ class Parallel:
     def ranks(self) -> int:
         """Processes in all."""
         return self.workers * self.dp
+
+
+def refuse_crowd(ranks: int) -> None:
+    """One host takes so many workers and no more; called before any is started."""
+    if ranks > LOCAL_RANKS:
+        raise MeshwrightError(
+            f"{ranks} workers are more than the {LOCAL_RANKS} that are started on one host", fix="torchrun on more hosts"
+        )
+
+
+def _options(given: object) -> dict[str, object]:
+    """Options by name; None are none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise MeshwrightError(f"options are a mapping from names to values, got {given!r}", fix="options={'chunks': 2}")
+    return dict(given)
+
+
+def _recompute(given: object) -> str | tuple[float, ...] | None:
+    """A mode by name, or shares; that there is one for each stage is checked where the stages are known."""
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, Sequence) or not all(_is_share(share) for share in given):
+        raise MeshwrightError(
+            f"recompute is a mode, or for each stage a share of its layers between 0 and 1, got {given!r}",
+            fix="recompute='inline', or recompute=[0.5, 1]",
+        )
+    return tuple(float(share) for share in given)
+
+
+def _is_share(given: object) -> bool:
+    return isinstance(given, Real) and not isinstance(given, bool) and 0 <= float(given) <= 1
+
+
+def _width(given: object) -> tuple[int, ...]:
+    """Workers of each stage; None is one each."""
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in given):
+        raise MeshwrightError(f"width names workers per stage, got {given!r}", fix="width=(4, 2, 1, 1)")
+    return tuple(given)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.plan import Parallel
+from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss
 from meshwright.runtime.layers import Layers, require_layers
@@ -21,6 +23,9 @@ from meshwright.train.lists import lists_for, stages_of
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
+
+SEEDS = 1 << 63
+"""A seed is below this: more does not fit into torch's generators."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +44,54 @@ class Case:
     def layers(self, stages: int) -> Layers:
         """The model, built from the seed in the dtype."""
         torch.manual_seed(self.seed)
-        layers = Layers.of(self.build(), stages)
+        layers = Layers.of(_called("build()", self.build), stages)
         for module in layers.modules:
             module.to(getattr(torch, self.dtype))
         return layers
 
     def data(self, step: int) -> Given:
         """A batch in the dtype."""
-        given = self.batch(step)
+        given = _called(f"batch({step})", self.batch, step)
         dtype = getattr(torch, self.dtype)
 
-        def cast(t: Tensor) -> Tensor:
-            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+        def cast(name: object, t: object) -> Tensor:
+            if not isinstance(t, Tensor):
+                raise _no_tensor(f"batch({step}) has {_kind(t)} at {name!r}", t)
+            return t.to(dtype) if t.is_floating_point() else t
 
         if isinstance(given, Tensor):
-            return (cast(given),)
-        if isinstance(given, Mapping):
-            return {name: cast(t) for name, t in given.items()}
-        if isinstance(given, tuple | list):
-            return tuple(cast(t) for t in given)
-        raise MeshwrightError(f"batch(step) returned {type(given).__name__}", fix="a tuple or a mapping of tensors")
+            return (cast(0, given),)
+        if isinstance(given, Mapping) and given:
+            return {name: cast(name, t) for name, t in given.items()}
+        if isinstance(given, tuple | list) and given:
+            return tuple(cast(index, t) for index, t in enumerate(given))
+        raise _no_tensor(f"batch(step) returned {_kind(given)}", given)
+
+
+def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a user's function returns; what it raises is said with its traceback, the same here and on a worker."""
+    try:
+        return function(*args)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        raise MeshwrightError(f"{what} raised {type(error).__name__}: {error}\n{lines}") from error
+
+
+def _kind(given: object) -> str:
+    """The type of what is no tensor, with its package where that says more."""
+    kind = type(given)
+    if isinstance(given, Sized) and not isinstance(given, str) and kind.__module__ == "builtins" and not len(given):
+        return f"an empty {kind.__name__}"
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _no_tensor(what: str, given: object) -> MeshwrightError:
+    """The refusal of a batch, or of a part of one."""
+    array = type(given).__module__.partition(".")[0] == "numpy"
+    return MeshwrightError(what, fix="torch.from_numpy" if array else "a tuple or a mapping of tensors")
 
 
 def prepare(case: Case) -> tuple[Layers, Schedule]:
@@ -67,7 +100,10 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
         raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
     if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
         raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
+    if isinstance(case.seed, bool) or not isinstance(case.seed, int) or not 0 <= case.seed < SEEDS:
+        raise MeshwrightError(f"a seed is a whole number of at least 0 and below 2**63, got {case.seed!r}", fix="seed=0")
     parse_name(case.parallel.transport)
+    refuse_crowd(case.parallel.ranks)
     _refuse_local(case)
     stages = stages_of(case.parallel)
     layers = case.layers(stages)
@@ -75,6 +111,7 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
         raise MeshwrightError(
             "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
         )
+    _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
@@ -92,6 +129,19 @@ def _refuse_local(case: Case) -> None:
                 f"{what} cannot be sent to workers, which import it by name: {error}",
                 fix="a function at the top level of a module, or functools.partial of one",
             ) from error
+
+
+def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
+    """A step is taken with the gradients that are there; an optimizer that wants to compute them again cannot."""
+    found = _called("optimizer(params)", case.optimizer, params)
+    step = getattr(found, "step", None)
+    if not callable(step):
+        raise MeshwrightError(f"optimizer(params) returned {_kind(found)}, which has no step()", fix="a torch.optim.Optimizer")
+    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in signature(step).parameters.values()):
+        raise MeshwrightError(
+            f"{type(found).__name__} needs a closure that runs the model again, a pipeline gives it gradients only",
+            fix="an optimizer whose step() needs no argument: SGD, Adam, AdamW",
+        )
 
 
 def _refuse_rows(case: Case) -> None:

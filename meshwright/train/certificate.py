@@ -10,6 +10,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ class Certificate:
     versions: dict[str, str]
 
     def to_json(self) -> str:
-        """The file form."""
-        return json.dumps({"schema": 1, "kind": "certificate", **asdict(self)}, indent=2, default=str)
+        """The file form; JSON has no numbers without end, they are written as texts: "Infinity", "-Infinity", "NaN"."""
+        written = {"schema": 1, "kind": "certificate", **asdict(self)}
+        return json.dumps(_finite(written), indent=2, default=str, allow_nan=False)
 
 
 @dataclass
@@ -208,6 +210,15 @@ def _error(found: Tensor, expected: Tensor, largest: float) -> float:
 def _short(problems: list[str]) -> tuple[str, ...]:
     more = len(problems) - SHOWN
     return tuple(problems) if more <= 0 else (*problems[:SHOWN], f"and {more} more")
+
+
+def _finite(value: Any) -> Any:
+    """The same with texts in place of numbers that JSON has not."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_finite(item) for item in value]
+    return json.dumps(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def _software() -> dict[str, str]:
