@@ -190,6 +190,7 @@ def asked() -> list[str]:
     return compared + largest
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("words", asked())
 @pytest.mark.parametrize("verb", ["show", "simulate"])
 def test_an_answer_takes_under_four_tenths_of_a_second_of_cpu(verb: str, words: str) -> None:
