@@ -152,4 +152,5 @@ def test_a_budget_is_refused_only_if_full_recompute_does_not_fit() -> None:
         schedule = random_schedule(rng, recomputes=False, cells=False, wide=False)
         costs = budget_costs(rng, schedule.stages, outputs=False, parameters=False)
         least = max(peaks(schedule, costs, (Recompute(1.0),) * schedule.stages))
-        stage_aware(schedule, costs, budget_bytes=least + CLOSE)
+        chosen = stage_aware(schedule, costs, budget_bytes=least + CLOSE)
+        assert max(peaks(schedule, costs, chosen)) <= least + 2 * CLOSE

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright import Certificate, MeshwrightError, Parallel
+from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import unit as units
-from meshwright.runtime.batch import Rows
 from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.engine import Engine

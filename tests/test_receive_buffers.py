@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.ir.plan import Parallel
+from meshwright.passes.comm import OUTSTANDING
 from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.executor import DEPTH, WINDOW_BYTES
+from meshwright.runtime.executor import WINDOW_BYTES
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.transport.base import Channel
 from meshwright.train.lists import lists_for
@@ -70,7 +71,7 @@ def test_large_messages_wait_two_at_a_time(pool: Pool, name: str) -> None:
     for microbatches in (4, 16):
         parallel = Parallel(pp=2, schedule=name, microbatches=microbatches)
         for size, number in pool.run(peaks, parallel, rows, ranks=2):
-            assert number <= DEPTH and size <= DEPTH * WINDOW_BYTES
+            assert number <= OUTSTANDING and size <= OUTSTANDING * WINDOW_BYTES
 
 
 def test_small_messages_stay_within_the_window(pool: Pool) -> None:

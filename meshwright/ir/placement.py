@@ -10,8 +10,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from typing import NamedTuple
 
 Team = tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """A range of rows; how it is cut is said here, for plans and for runs."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
+    def cut(self, index: int, count: int) -> Rows:
+        """Part `index` of `count`."""
+        size = self.stop - self.start
+        return Rows(self.start + size * index // count, self.start + size * (index + 1) // count)
+
+    def piece(self, piece: int, source: int, target: int) -> Rows:
+        """What goes from worker i of a team of `source` to worker j of a team of `target`; its number is i * target + j."""
+        i, j = divmod(piece, target)
+        mine, theirs = self.cut(i, source), self.cut(j, target)
+        start = max(mine.start, theirs.start)
+        return Rows(start, max(start, min(mine.stop, theirs.stop)))
 
 
 @dataclass(frozen=True)
@@ -86,27 +111,18 @@ class Placement:
         """A row count that every team can split: the given one, or the least that divides evenly."""
         return self.rows or lcm(*(len(team) for copy in self.teams for teams in copy for team in teams))
 
-    def row_range(self, index: int, width: int) -> range:
-        """The rows of worker `index` in a team of `width`."""
-        return range(self.shares * index // width, self.shares * (index + 1) // width)
+    def rows_of(self, index: int, width: int) -> Rows:
+        """The rows of worker `index` in a team of `width`, of as many as every team can split."""
+        return Rows(0, self.shares).cut(index, width)
 
     def pieces(self, source: Team, target: Team) -> tuple[tuple[int, int, int], ...]:
         """What crosses from one team to the next: (piece, source worker, target worker), empty pieces left out."""
         if len(source) == len(target) == 1:
             return ((-1, source[0], target[0]),)
-        crossing = []
-        for i, sender in enumerate(source):
-            mine = self.row_range(i, len(source))
-            for j, receiver in enumerate(target):
-                theirs = self.row_range(j, len(target))
-                if max(mine.start, theirs.start) < min(mine.stop, theirs.stop):
-                    crossing.append((i * len(target) + j, sender, receiver))
-        return tuple(crossing)
+        whole = Rows(0, self.shares)
+        ends = [(i * len(target) + j, a, b) for i, a in enumerate(source) for j, b in enumerate(target)]
+        return tuple(end for end in ends if whole.piece(end[0], len(source), len(target)).size)
 
     def piece_share(self, piece: int, source: Team, target: Team) -> float:
         """Which fraction of a microbatch's rows a piece carries."""
-        if piece < 0:
-            return 1.0
-        i, j = divmod(piece, len(target))
-        mine, theirs = self.row_range(i, len(source)), self.row_range(j, len(target))
-        return (min(mine.stop, theirs.stop) - max(mine.start, theirs.start)) / self.shares
+        return 1.0 if piece < 0 else Rows(0, self.shares).piece(piece, len(source), len(target)).size / self.shares

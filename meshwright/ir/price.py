@@ -115,7 +115,7 @@ class Price:
         team = self.schedule.placement.team(replica, stage, mb)
         if len(team) == 1:
             return 1.0
-        return len(self.schedule.placement.row_range(team.index(worker), len(team))) / self.schedule.placement.shares
+        return self.schedule.placement.rows_of(team.index(worker), len(team)).size / self.schedule.placement.shares
 
     def _inline(self, stage: int) -> bool:
         return bool(self.recompute) and self.recompute[stage].share > 0 and not self.recompute[stage].early

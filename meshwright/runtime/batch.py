@@ -7,29 +7,17 @@ left goes to the first stage. Microbatch i of copy j is cut number j N + i of N 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.placement import Rows
 
 TARGETS = ("labels", "label", "targets", "target", "y")
 """What a target is called in a mapping."""
 
 Given = Mapping[str, Tensor] | Sequence[Tensor]
-
-
-class Rows(NamedTuple):
-    """A range of rows of a microbatch."""
-
-    start: int
-    stop: int
-
-    def cut(self, index: int, count: int) -> Rows:
-        """Part `index` of `count`."""
-        size = self.stop - self.start
-        return Rows(self.start + size * index // count, self.start + size * (index + 1) // count)
 
 
 class Batch:

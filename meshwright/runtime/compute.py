@@ -10,7 +10,8 @@ from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import NONE, Kind, Value
-from meshwright.runtime.batch import Batch, Rows
+from meshwright.ir.placement import Rows
+from meshwright.runtime.batch import Batch
 from meshwright.runtime.executor import Store
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.program import Program, Step
@@ -192,10 +193,7 @@ class Compute:
             return batch, rows
         before = self.placement.team(value.replica, value.stage, value.mb)
         behind = self.placement.team(value.replica, value.stage + 1, value.mb)
-        i, j = divmod(value.piece, len(behind))
-        mine, theirs = rows.cut(i, len(before)), rows.cut(j, len(behind))
-        start = max(mine.start, theirs.start)
-        return batch, Rows(start, max(start, min(mine.stop, theirs.stop)))
+        return batch, rows.piece(value.piece, len(before), len(behind))
 
     def _call(self, step: Step, rows: Rows, whole: Rows, received: Bundle | None) -> Call:
         batch, local = self._microbatch(step.action.mb)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from meshwright.ir.action import Op
+from meshwright.passes.comm import OUTSTANDING
 from meshwright.runtime.edges import SHAPED, Edges, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
@@ -17,11 +18,8 @@ from meshwright.runtime.status import current
 from meshwright.runtime.trace import Trace
 from meshwright.runtime.transport.base import Channel
 
-DEPTH = 2
-"""Receives of a channel that may be posted and unread, whatever their size ..."""
-
 WINDOW_BYTES = 1 << 16
-"""... and more, where they are small: as many as fit in here."""
+"""More than the checked number of receives may be posted on a channel where they are small: as many as fit in here ..."""
 
 LARGEST = 64
 """... but not more than this."""
@@ -168,7 +166,7 @@ class Executor:
                 size = self.edges.message_bytes(step.channel, shape) if step.channel.kind in SHAPED and shape else 1
                 if size is None:
                     return self.program.steps
-                depth[step.channel] = min(depth.get(step.channel, LARGEST), max(DEPTH, WINDOW_BYTES // max(size, 1)))
+                depth[step.channel] = min(depth.get(step.channel, LARGEST), max(OUTSTANDING, WINDOW_BYTES // max(size, 1)))
             self._early = {shapes: self.program.early(depth)}
         return self._early[shapes]
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
-from meshwright.runtime.batch import TARGETS, Objective, Rows
+from meshwright.runtime.batch import TARGETS, Objective
 from meshwright.runtime.split import Deferred, Rest, run
 
 Weights = Sequence[Mapping[str, Tensor]]
@@ -148,7 +149,7 @@ class Stage:
                 output = layer(*values, **named)
             else:
                 output = functional_call(layer, dict(call.weights[index]), values, dict(named))
-            values, named = _tensors(output, number), {}
+            values, named = tensors_of(output, number), {}
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows),)
         return values
@@ -170,7 +171,7 @@ def _gradient(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
 
 
-def _tensors(output: Any, layer: int) -> tuple[Tensor, ...]:
+def tensors_of(output: Any, layer: int) -> tuple[Tensor, ...]:
     """What a layer returned, as the next one takes it."""
     if isinstance(output, Tensor):
         return (output,)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers
-from meshwright.runtime.stage import takes_target
+from meshwright.runtime.stage import takes_target, tensors_of
 from meshwright.runtime.unit import Optimizer
 
 Versions = dict[tuple[int, int], dict[int, int]]
@@ -147,7 +146,7 @@ class Serial:
                 if index == count - 1 and target is not None and self.takes_target(len(values)):
                     values = (*values, target)
                 own = {n: weights[stage].get(p, p) for n, p in layer.named_parameters(remove_duplicate=False)}
-                values, named = _values(functional_call(layer, own, values, named)), {}
+                values, named = tensors_of(functional_call(layer, own, values, named), index), {}
         loss = self.objective(values[0], target, rows)
         if loss.requires_grad:
             loss.backward()
@@ -156,11 +155,3 @@ class Serial:
             if at.grad is not None:
                 added[p] = added[p] + at.grad if p in added else at.grad.clone()
         return float(loss.detach())
-
-
-def _values(output: Any) -> tuple[Tensor, ...]:
-    """What a layer returned, as the next one takes it; a model that has its loss gives that alone."""
-    if isinstance(output, Tensor):
-        return (output,)
-    loss = getattr(output, "loss", None)
-    return (loss,) if isinstance(loss, Tensor) else tuple(output)

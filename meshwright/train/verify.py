@@ -20,7 +20,6 @@ from meshwright.runtime.compute import Tally
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
-from meshwright.runtime.stage import _tensors
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.case import Case, prepare
 from meshwright.train.certificate import Certificate, RankTrace, certify, digest
@@ -60,15 +59,8 @@ def verify(
 def serial_trace(case: Case, schedule: Schedule) -> Trace:
     """What one process does with all layers."""
     layers = case.layers(schedule.stages)
-    for number, layer in enumerate(layers.modules):
-        layer.register_forward_hook(partial(_require_tensors, number))
     one = Serial(schedule, layers, case.optimizer, case.parallel.microbatches, case.parallel.dp, case.loss, case.seed)
     return one.run(case.data, case.steps)
-
-
-def _require_tensors(number: int, layer: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    """One process refuses what a stage could not send on, in the same words."""
-    _tensors(output, number)
 
 
 def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
