@@ -88,5 +88,3 @@ def _refuse(input_ids: Tensor, mask: Tensor | None, count: int) -> None:
         raise MeshwrightError(f"attention_mask is {tuple(mask.shape)}, input_ids are {tuple(input_ids.shape)}")
     if count < 1:
         raise MeshwrightError(f"max_new_tokens must be at least 1, got {count}", fix="max_new_tokens=20")
-    if mask is not None and not bool((mask[:, -1] != 0).all()):
-        raise MeshwrightError("some rows are padded on the right: their next token would follow padding", fix="pad on the left")
