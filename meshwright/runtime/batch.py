@@ -94,14 +94,17 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class Objective:
     """The sum of the losses of some rows and the weight it is to be divided by: rows, or tokens that count.
 
-    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean.
+    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean. Where no loss
+    is wanted (outputs alone are) nothing counts.
     """
 
-    def __init__(self, loss: Loss | None = None, *, ignored: int = -100) -> None:
-        self.loss, self.ignored = loss, ignored
+    def __init__(self, loss: Loss | None = None, *, ignored: int = -100, wanted: bool = True) -> None:
+        self.loss, self.ignored, self.wanted = loss, ignored, wanted
 
     def weight(self, target: Tensor | None, rows: Rows) -> float:
         """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
+        if not self.wanted:
+            return 0.0
         if target is not None and not target.is_floating_point():
             return float((target != self.ignored).sum())
         return float(rows.stop - rows.start)

@@ -82,6 +82,8 @@ class Stage:
     seed: int = 0
     share: float = 0.0
     splits: bool = False
+    keep: Callable[[Rows, Any], None] | None = None
+    """Shown what the last layer returns for some rows, before the objective makes one number of it."""
 
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
@@ -149,6 +151,8 @@ class Stage:
                 output = layer(*values, **named)
             else:
                 output = functional_call(layer, dict(call.weights[index]), values, dict(named))
+            if self.keep is not None and self.is_last and index == len(self.layers) - 1:
+                self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows),)
