@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import ceil, isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,7 +16,9 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Own
 from meshwright.train.callbacks import Watchers
+from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data import Position, Source, numbered_steps, streamed_steps
+from meshwright.train.evaluation import predict_on
 from meshwright.train.sampler import Sampler
 from meshwright.train.session import Session, StepResult
 
@@ -31,6 +34,14 @@ class Outcome:
     state: TrainerState
     callbacks: list[TrainerCallback]
     weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a rank brings back from evaluation."""
+
+    metrics: dict[str, float]
+    state: TrainerState
 
 
 @dataclass(frozen=True)
@@ -101,13 +112,14 @@ class Loop:
     course: Course
     watchers: Watchers
     state: TrainerState
+    checkpoints: Checkpoints | None = None
     start: Position = Position(0, 0)
     losses: _Losses = field(default_factory=_Losses)
 
     def run(self) -> TrainOutput:
         """Train to the end."""
         args, state, begun, first = self.trainer.args, self.state, time.time(), self.state.global_step
-        self.losses.logged_at = first
+        self.losses.logged_at, self.position = first, self.start
         self._tell("on_train_begin")
         if args.eval_on_start:
             self._evaluate()
@@ -120,7 +132,7 @@ class Loop:
         metrics = speed_metrics("train", begun, num_samples=samples, num_steps=done)
         metrics |= {"total_flos": state.total_flos, "train_loss": self.losses.total / max(done, 0.001)}
         self.log(metrics)
-        self.trainer.finish_on_rank(self)
+        self._load_best()
         self._tell("on_train_end")
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
@@ -161,11 +173,57 @@ class Loop:
             self._evaluate()
             control = self.watchers.agree()
         if control.should_save:
-            self.trainer.save_on_rank(self)
+            self._save()
             self._tell("on_save")
 
     def _evaluate(self) -> None:
-        self.trainer.evaluate_on_rank(self)
+        """Evaluate, tell, and note whether it was the best so far."""
+        metrics = self.evaluate(self.trainer.eval_dataset, "eval")
+        wanted = self.trainer.args.metric_for_best_model
+        if wanted is None:
+            return
+        value = metrics.get(name := wanted if wanted.startswith("eval_") else f"eval_{wanted}")
+        if value is None:
+            raise MeshwrightError(f"metric_for_best_model={wanted!r} is not among {', '.join(metrics)}", fix="a metric by its name")
+        self.session.rates.step(value)
+        best, sign = self.state.best_metric, 1 if self.trainer.args.greater_is_better else -1
+        better = best is None or sign * value > sign * best
+        if better:
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        if self.trainer.args.save_strategy == "best":
+            self.watchers.control.should_save = better
+        assert name
+
+    def evaluate(self, datasets: Any, prefix: str) -> dict[str, float]:
+        """Loss and metrics of a data set, or of several by name; logged, and told to the callbacks."""
+        if datasets is None:
+            raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...), or eval_strategy='no'")
+        if isinstance(datasets, dict):
+            parts = [self.evaluate(dataset, f"{prefix}_{name}") for name, dataset in datasets.items()]
+            return {name: value for part in parts for name, value in part.items()}
+        loss_only = self.trainer.compute_metrics is None
+        metrics = predict_on(self.trainer, self.session, datasets, prefix, loss_only=loss_only).metrics
+        assert metrics is not None
+        self.log(metrics)
+        self._tell("on_evaluate", metrics=metrics)
+        return metrics
+
+    def _save(self) -> None:
+        """A checkpoint of this step; the best one is kept."""
+        assert self.checkpoints is not None
+        state, path = self.state, Path(self.trainer.args.output_dir)
+        if state.best_global_step:
+            state.best_model_checkpoint = str(path / f"checkpoint-{state.best_global_step}")
+        keep = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
+        rows = self.trainer.args.rows.step * self.position.step
+        data = {"epoch": self.position.epoch, "rows": rows}
+        self.checkpoints.save(state.global_step, data=data, extra=self.saved(), keep=keep)
+
+    def _load_best(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.trainer.args.load_best_model_at_end and best is not None:
+            assert self.checkpoints is not None
+            self.checkpoints.resume(best)
 
     def log(self, logs: dict[str, float]) -> None:
         """Keep a log and tell the callbacks."""

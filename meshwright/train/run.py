@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from transformers import TrainerState, set_seed
+from transformers.trainer_utils import PredictionOutput
 
+from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Given
 from meshwright.train.callbacks import Watchers
+from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.cut import layers_for
-from meshwright.train.loop import Course, Loop, Outcome
+from meshwright.train.data import Position, Source
+from meshwright.train.evaluation import predict_on
+from meshwright.train.loop import Course, Judged, Loop, Outcome
 from meshwright.train.optimizers import rates_for
 from meshwright.train.place import alone, device_for
 from meshwright.train.session import Session, SessionSettings
@@ -28,9 +34,14 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     session = session_for(trainer, source.example(_example_rows(trainer)), course.max_steps)
     mesh = session.engine.mesh
     source = replace(source, copy=mesh.copy, copies=mesh.copies, needed=session.columns)
-    state = new_state(trainer, course)
-    loop = Loop(trainer, session, source, course, watchers_for(trainer, session), state)
+    loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
+    if resume or trainer.args.save_strategy != "no":
+        loop.checkpoints = Checkpoints(Path(trainer.args.output_dir), session.engine, limit=trainer.args.save_total_limit)
+    if resume:
+        _resume(loop, None if resume is True else str(resume))
     output = loop.run()
+    if loop.checkpoints is not None:
+        loop.checkpoints.close()
     weights = {}
     if alone():
         session.spread()
@@ -38,6 +49,53 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
         weights = session.held()
     session.close()
     return Outcome(output, loop.state, trainer.callbacks, weights)
+
+
+def evaluate_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> Judged:
+    """Evaluate on this rank."""
+    first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    session, source = _for_evaluation(trainer, first)
+    watchers = watchers_for(trainer, session)
+    loop = Loop(trainer, session, source, Course(None, 0, 0), watchers, trainer.state)
+    metrics = loop.evaluate(dataset, prefix)
+    session.close()
+    return Judged(metrics, trainer.state)
+
+
+def predict_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> PredictionOutput:
+    """Predict on this rank."""
+    session, _ = _for_evaluation(trainer, dataset)
+    found = predict_on(trainer, session, dataset, prefix, loss_only=trainer.args.prediction_loss_only)
+    session.close()
+    return found
+
+
+def _for_evaluation(trainer: Trainer, dataset: Any) -> tuple[Session, Source]:
+    source = trainer.source(dataset)
+    return session_for(trainer, source.example(_example_rows(trainer)), 1), source
+
+
+def _resume(loop: Loop, folder: str | None) -> None:
+    """Go on where a checkpoint stopped."""
+    assert loop.checkpoints is not None
+    found = loop.checkpoints.resume(folder)
+    if found is None:
+        raise MeshwrightError(f"there is no checkpoint in {loop.trainer.args.output_dir}", fix="train() without resume_from_checkpoint")
+    extra, data, rows = dict(found.extra or {}), dict(found.data or {}), loop.trainer.args.rows.step
+    if data["rows"] % rows:
+        raise MeshwrightError(
+            f"{found.folder.name} stopped after {data['rows']} rows of its epoch, which is no whole number of steps of {rows} rows",
+            fix="the batch size that it was trained with",
+        )
+    loop.session.rates.load_state_dict(extra["rates"])
+    loop.session.steps = found.step
+    fresh, kept = loop.state, extra["state"]
+    for name in ("epoch", "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos"):
+        setattr(fresh, name, kept[name])
+    if not loop.trainer.args.ignore_data_skip:
+        loop.start = Position(data["epoch"], data["rows"] // rows)
+        if loop.course.sampler is not None and loop.start.step >= loop.course.sampler.steps:
+            loop.start = Position(data["epoch"] + 1, 0)
 
 
 def session_for(trainer: Trainer, example: Given, steps: int) -> Session:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from meshwright.ir.plan import Parallel
 from meshwright.runtime.batch import Given, Loss, Own
 from meshwright.runtime.compute import Tally
 from meshwright.runtime.engine import Engine, Settings
+from meshwright.runtime.forward import Evaluated, Forward, Outputs
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.trace import Trace
@@ -75,6 +77,7 @@ class Session:
         )
         self.rank, self.steps = self.engine.mesh.rank, 0
         self.closing = ExitStack()
+        self._forward: Forward | None = None
 
     def __enter__(self) -> Session:
         return self
@@ -106,6 +109,17 @@ class Session:
         return StepResult(number, loss / weight if weight else float("nan"), weight, norm, learning_rate, skipped)
 
     @property
+    def forward(self) -> Forward:
+        """Walks without backward on the same stages, made when they are first asked for."""
+        if self._forward is None:
+            self._forward = Forward(self.engine)
+        return self._forward
+
+    def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:
+        """The mean loss of a batch without training on it, and on request what the model returns, on every rank."""
+        return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
+
+    @property
     def columns(self) -> frozenset[str] | None:
         """The columns of a batch that the stages of this rank take; None where they take all."""
         return None
@@ -115,6 +129,12 @@ class Session:
         summed = torch.tensor(numbers, dtype=torch.float64, device=self.settings.device)
         dist.all_reduce(summed)
         return summed.tolist()
+
+    def rows(self, batch: Given) -> int:
+        """Rows of all copies together, where each has its own."""
+        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+        mine = first.shape[0] if self.engine.mesh.worker == 0 else 0
+        return int(self.total(mine)[0]) if self.engine.mesh.copies > 1 else int(first.shape[0])
 
     def mode(self, *, training: bool) -> None:
         """Train or evaluate: what dropout and norms with statistics go by."""

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerState, set_seed
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
-from meshwright.train.loop import Loop, Outcome
+from meshwright.train.loop import Judged, Outcome
 from meshwright.train.place import everywhere, refuse_world
-from meshwright.train.run import train_on_rank
+from meshwright.train.run import evaluate_on_rank, predict_on_rank, train_on_rank
 
 _NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
 """Methods of the Hugging Face Trainer that a subclass may have changed, and that nothing here calls."""
@@ -75,6 +75,20 @@ class Trainer:
         self._take(found)
         return found[0].output
 
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Loss and metrics of the evaluation set; those of several sets, by name, where a mapping of them is given."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if chosen is None:
+            raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
+        found: list[Judged] = self._everywhere(evaluate_on_rank, chosen, metric_key_prefix)
+        self.state = found[0].state
+        return found[0].metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Predictions for a data set, and metrics where it has labels."""
+        found: list[PredictionOutput] = self._everywhere(predict_on_rank, test_dataset, metric_key_prefix)
+        return found[0]
+
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """One more that looks on."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
@@ -116,15 +130,6 @@ class Trainer:
         seed = args.seed if args.data_seed is None else args.data_seed
         collate = Collate(self.data_collator, columns)
         return Source(without_unused(dataset, columns), collate, seed, copy, copies, needed, args.dataloader_num_workers)
-
-    def evaluate_on_rank(self, loop: Loop) -> None:
-        """Evaluate in the midst of training."""
-
-    def save_on_rank(self, loop: Loop) -> None:
-        """Write a checkpoint."""
-
-    def finish_on_rank(self, loop: Loop) -> None:
-        """After the last step."""
 
     def __getstate__(self) -> dict[str, Any]:
         """What workers are sent: all but the workers."""
