@@ -26,7 +26,9 @@ from meshwright.runtime.layers import Layers
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.trace import Trace
 from meshwright.train.lists import lists_for
+from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
+from meshwright.train.state import put_whole, snapshot
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,20 @@ class Session:
     def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:
         """The mean loss of a batch without training on it, and on request what the model returns, on every rank."""
         return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training goes on from, whole on every rank and free of the plan; checkpoints write it in parts."""
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (snapshot(self.engine), facts(self.engine)))
+        known = merged([part[1] for part in parts])  # type: ignore[index]
+        found = {name: t for part in parts for name, t in part[0].items()}  # type: ignore[index]
+        return {"step": self.steps, "tensors": found, "facts": known, "rates": self.rates.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that a session of any plan has given."""
+        put_whole(self.engine, state["tensors"], state["facts"])
+        self.rates.load_state_dict(state["rates"])
+        self.steps = state["step"]
 
     @property
     def columns(self) -> frozenset[str] | None:

@@ -152,7 +152,7 @@ class Trainer:
         if self._given is not None:
             return self._given
         if self._pool is None:
-            self._pool = Workers(self.args.plan.ranks)
+            self._pool = Workers(self.args.plan.ranks, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
             weakref.finalize(self, self._pool.close)
         return self._pool
 
