@@ -17,4 +17,16 @@ def layers_for(model: Any, example: Given, parallel: Parallel) -> Layers:
     stages = stages_of(parallel)
     if isinstance(model, nn.Sequential | nn.ModuleList | list | tuple):
         return Layers.of(model, stages)
-    raise NotImplementedError
+    return Layers((Whole(model),), (0, 1))
+
+
+class Whole(nn.Module):
+    """tmp"""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, labels: Any = None, **named: Any) -> Any:
+        """tmp"""
+        return self.model(**named, labels=labels)
