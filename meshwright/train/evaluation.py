@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +85,10 @@ class _Found:
 def _batches(trainer: Trainer, session: Session, dataset: Any, *, whole: bool) -> Iterator[Own]:
     """Batches in order: of this copy's rows, or of all rows where labels are to be compared on every rank."""
     mesh = session.engine.mesh
-    source: Source = trainer.source(dataset, needed=None if whole else session.columns)
+    source: Source = trainer.source(dataset)
     rows = StepRows(trainer.args.per_device_eval_batch_size, 1, mesh.copies)
     if not whole:
-        source = replace(source, copy=mesh.copy, copies=mesh.copies)
+        source = session.reads(source)
     if source.size is None:
         return streamed_steps(source, rows, Position(0, 0))
     return numbered_steps(source, Sampler(source.size, rows, source.seed, shuffle=False), Position(0, 0))

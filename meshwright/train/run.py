@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Given
+from meshwright.runtime.trace import Trace
 from meshwright.train.callbacks import Watchers
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.cut import layers_for
@@ -31,9 +31,8 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     set_seed(trainer.args.seed)
     source = trainer.source(trainer.train_dataset)
     course = Course.of(trainer.args, source)
-    session = session_for(trainer, source.example(_example_rows(trainer)), course.max_steps)
-    mesh = session.engine.mesh
-    source = replace(source, copy=mesh.copy, copies=mesh.copies, needed=session.columns)
+    session = session_for(trainer, source.example(example_rows(trainer)), course.max_steps)
+    source = session.reads(source)
     loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
     if resume or trainer.args.save_strategy != "no":
         loop.checkpoints = Checkpoints(Path(trainer.args.output_dir), session.engine, limit=trainer.args.save_total_limit)
@@ -72,7 +71,7 @@ def predict_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> PredictionOu
 
 def _for_evaluation(trainer: Trainer, dataset: Any) -> tuple[Session, Source]:
     source = trainer.source(dataset)
-    return session_for(trainer, source.example(_example_rows(trainer)), 1), source
+    return session_for(trainer, source.example(example_rows(trainer)), 1), source
 
 
 def _resume(loop: Loop, folder: str | None) -> None:
@@ -98,13 +97,13 @@ def _resume(loop: Loop, folder: str | None) -> None:
             loop.start = Position(data["epoch"] + 1, 0)
 
 
-def session_for(trainer: Trainer, example: Given, steps: int) -> Session:
+def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | None = None) -> Session:
     """The model of a trainer on this rank."""
     args = trainer.args
     layers = layers_for(trainer.model, example, args.plan)
     rates = rates_for(trainer.module, args, trainer.optimizers, trainer.optimizer_cls_and_kwargs, steps=steps)
     settings = SessionSettings(clip=args.max_grad_norm or None, seed=args.seed, device=device_for(args.use_cpu))
-    return Session(layers, args.plan, rates, settings, model=trainer.module)
+    return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace)
 
 
 def watchers_for(trainer: Trainer, session: Session) -> Watchers:
@@ -130,7 +129,7 @@ def new_state(trainer: Trainer, course: Course) -> TrainerState:
     return state
 
 
-def _example_rows(trainer: Trainer) -> int:
+def example_rows(trainer: Trainer) -> int:
     """Enough rows that none of their number is taken for a constant."""
     args = trainer.args
     return max(2, args.rows.device * args.rows.accumulation // args.plan.microbatches)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from meshwright.runtime.forward import Evaluated, Forward, Outputs
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.trace import Trace
+from meshwright.train.data import Source
 from meshwright.train.lists import lists_for
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
@@ -134,6 +135,11 @@ class Session:
         put_whole(self.engine, state["tensors"], state["facts"])
         self.rates.load_state_dict(state["rates"])
         self.steps = state["step"]
+
+    def reads(self, source: Source) -> Source:
+        """A data set as this rank reads it: the rows of its copy, the columns of its stages."""
+        mesh = self.engine.mesh
+        return replace(source, copy=mesh.copy, copies=mesh.copies, needed=self.columns)
 
     @property
     def columns(self) -> frozenset[str] | None:

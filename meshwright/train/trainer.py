@@ -71,7 +71,7 @@ class Trainer:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
         if self.train_dataset is None:
             raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
-        found: list[Outcome] = self._everywhere(train_on_rank, resume_from_checkpoint or None)
+        found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
         self._take(found)
         return found[0].output
 
@@ -80,13 +80,13 @@ class Trainer:
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
-        found: list[Judged] = self._everywhere(evaluate_on_rank, chosen, metric_key_prefix)
+        found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
         self.state = found[0].state
         return found[0].metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
-        found: list[PredictionOutput] = self._everywhere(predict_on_rank, test_dataset, metric_key_prefix)
+        found: list[PredictionOutput] = self.everywhere(predict_on_rank, test_dataset, metric_key_prefix)
         return found[0]
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -123,13 +123,13 @@ class Trainer:
         """The model as one module; a list of layers is wrapped."""
         return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
 
-    def source(self, dataset: Any, *, copy: int = 0, copies: int = 1, needed: frozenset[str] | None = None) -> Source:
-        """A data set as a rank reads it."""
+    def source(self, dataset: Any) -> Source:
+        """A data set, and how its rows become tensors."""
         args = self.args
         columns = accepted(self.model, args.label_names) if args.remove_unused_columns else None
         seed = args.seed if args.data_seed is None else args.data_seed
         collate = Collate(self.data_collator, columns)
-        return Source(without_unused(dataset, columns), collate, seed, copy, copies, needed, args.dataloader_num_workers)
+        return Source(without_unused(dataset, columns), collate, seed, processes=args.dataloader_num_workers)
 
     def __getstate__(self) -> dict[str, Any]:
         """What workers are sent: all but the workers."""
@@ -137,7 +137,8 @@ class Trainer:
 
     # -- how
 
-    def _everywhere(self, work: Callable[..., Any], *more: Any) -> list[Any]:
+    def everywhere(self, work: Callable[..., Any], *more: Any) -> list[Any]:
+        """Call `work(trainer, *more)` on every rank of the plan; what those ranks returned that this process can see."""
         plan = self.args.plan
         refuse_world(plan)
         return everywhere(work, self, *more, parallel=plan, workers=self._workers)
