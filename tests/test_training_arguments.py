@@ -45,7 +45,10 @@ def test_rows_of_a_step_and_their_cuts(
     ("more", "words"),
     [
         ({"parallel": {"pp": 4}, "per_device_train_batch_size": 2}, "2 rows cannot be cut into 4 microbatches"),
-        ({"parallel": {"pp": 2, "microbatches": 3}, "gradient_accumulation_steps": 2}, "no multiple of gradient_accumulation_steps=2"),
+        (
+            {"parallel": {"pp": 2, "microbatches": 3}, "gradient_accumulation_steps": 2},
+            "no multiple of gradient_accumulation_steps=2",
+        ),
         ({"parallel": "auto"}, "needs the planner, which does not exist yet"),
         ({"parallel": {"pp": 2, "qq": 1}}, "parallel has no 'qq'"),
         ({"parallel": "nowhere.json"}, "cannot read the plan nowhere.json"),
@@ -121,10 +124,13 @@ def test_flags_and_a_file_say_the_same(tmp_path: Path) -> None:
         '[arguments]\nmax_steps = 5\nlearning_rate = 1e-3\nlr_scheduler_type = "cosine"\ndataloader_drop_last = true\n'
     )
     read = read_job(job)
-    flags = "--max-steps 5 --learning-rate 1e-3 --lr_scheduler_type=cosine --dataloader-drop-last".split()
+    flags = ["--max-steps", "5", "--learning-rate", "1e-3", "--lr_scheduler_type=cosine", "--dataloader-drop-last"]
     assert flags_to_arguments(flags) == dict(read.arguments)
     assert read.parallel == {"pp": 2} and read.length == 32
-    first, second = read.trainer().args, mw.TrainingArguments(output_dir="trainer_output", parallel={"pp": 2}, **flags_to_arguments(flags))
+    first, second = (
+        read.trainer().args,
+        mw.TrainingArguments(output_dir="trainer_output", parallel={"pp": 2}, **flags_to_arguments(flags)),
+    )
     different = {key for key, value in asdict(first).items() if value != asdict(second)[key]}
     assert different <= {"logging_dir"}
 

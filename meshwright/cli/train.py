@@ -24,7 +24,10 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 def train(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|JOB.toml", help="A preset, a TOML, a config.json, package.module:function; or a whole job.")
+        str,
+        typer.Argument(
+            metavar="MODEL|JOB.toml", help="A preset, a TOML, a config.json, package.module:function; or a whole job."
+        ),
     ],
     parallel: Annotated[
         str | None, typer.Option(metavar="PLAN", help="A plan file (.json, .toml), or JSON text.", rich_help_panel=inputs.SIZES)

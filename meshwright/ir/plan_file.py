@@ -1,10 +1,10 @@
 """A plan as a file: what a user asks for (`Parallel`), in JSON or TOML, with a schema number.
 
-    schema = 1
-    [parallel]
-    pp = 4
-    schedule = "chimera"
-    microbatches = 8
+schema = 1
+[parallel]
+pp = 4
+schedule = "chimera"
+microbatches = 8
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise MeshwrightError(f"cannot read the plan {path}: {error}", fix="parallel=dict(pp=2), or a JSON or TOML file") from error
+        raise MeshwrightError(
+            f"cannot read the plan {path}: {error}", fix="parallel=dict(pp=2), or a JSON or TOML file"
+        ) from error
     if path.suffix == ".toml":
         try:
             found = _table(tomllib.loads(text))

@@ -73,7 +73,7 @@ class Watchers:
     """All callbacks of a run. Those of a user may decide by anything, so what rank 0 decides holds for all."""
 
     def __init__(self, own: list[TrainerCallback], report_to: list[str], *, bar: bool, **seen: Any) -> None:
-        from transformers.integrations import get_reporting_integration_callbacks
+        from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
         reports = [kind() for kind in get_reporting_integration_callbacks(report_to)]
         ours = [DefaultFlowCallback(), JsonLines(), *([ProgressBar()] if bar else [])]

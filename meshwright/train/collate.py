@@ -87,7 +87,8 @@ def _tensor(name: object, value: Any) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise MeshwrightError(
-            f"column {name!r} of the batch is no tensor: {error}", fix="a data_collator that drops it, or remove_unused_columns=True"
+            f"column {name!r} of the batch is no tensor: {error}",
+            fix="a data_collator that drops it, or remove_unused_columns=True",
         ) from error
 
 

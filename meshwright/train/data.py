@@ -134,5 +134,3 @@ def without_unused(dataset: Any, columns: frozenset[str] | None) -> Any:
             fix="rename a column, or remove_unused_columns=False",
         )
     return dataset.remove_columns(unused) if unused else dataset
-
-

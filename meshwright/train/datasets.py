@@ -20,7 +20,7 @@ Row = dict[str, Tensor]
 
 
 class Bytes(Dataset[Row]):
-    """Rows of `length` bytes of the standard library's sources, in the order of their names; every tenth is left for evaluation."""
+    """Rows of `length` bytes of the standard library's sources, file by file; every tenth is left for evaluation."""
 
     def __init__(self, *, length: int = 64, rows: int | None = None, evaluation: bool = False) -> None:
         self.length, self.rows, self.evaluation = length, rows, evaluation
@@ -53,9 +53,11 @@ class Digits(Dataset[Row]):
 
     def __init__(self, *, evaluation: bool = False) -> None:
         try:
-            from sklearn.datasets import load_digits
+            from sklearn.datasets import load_digits  # type: ignore[import-untyped]
         except ImportError as error:
-            raise MeshwrightError("the digits come with scikit-learn, which is not installed", fix="pip install scikit-learn") from error
+            raise MeshwrightError(
+                "the digits come with scikit-learn, which is not installed", fix="pip install scikit-learn"
+            ) from error
         pictures, labels = load_digits(return_X_y=True)
         chosen = torch.tensor([(i % 10 == 9) == evaluation for i in range(len(labels))])
         self.pixels = (torch.from_numpy(pictures).float() / 16).view(-1, 1, 8, 8)[chosen]

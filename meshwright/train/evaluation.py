@@ -1,4 +1,4 @@
-"""Evaluation on one rank: the loss of a data set as the Hugging Face Trainer reckons it, predictions, and metrics on every rank."""
+"""Evaluation on one rank: loss as the Hugging Face Trainer reckons it, predictions, and metrics on every rank."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """A training job as data: model, data set, plan and arguments, from a TOML file or from flags, which say the same things.
 
-    schema = 1
-    model = "gpt-small"
-    dataset = "stdlib"
-    [parallel]
-    pp = 4
-    schedule = "chimera"
-    [arguments]
-    max_steps = 100
-    output_dir = "out"
+schema = 1
+model = "gpt-small"
+dataset = "stdlib"
+[parallel]
+pp = 4
+schedule = "chimera"
+[arguments]
+max_steps = 100
+output_dir = "out"
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def arguments(given: Mapping[str, Any]) -> TrainingArguments:
     """Training arguments by name; unknown ones are refused."""
     known = {f.name for f in fields(TrainingArguments) if f.init}
     if unknown := sorted(set(given) - known):
-        raise MeshwrightError(f"there is no training argument {', '.join(map(repr, unknown))}", fix="those of transformers.TrainingArguments")
+        raise MeshwrightError(
+            f"there is no training argument {', '.join(map(repr, unknown))}", fix="those of transformers.TrainingArguments"
+        )
     try:
         return TrainingArguments(**given)
     except (ValueError, TypeError) as error:
@@ -106,10 +108,13 @@ def flags_to_arguments(flags: Sequence[str]) -> dict[str, Any]:
     named = {flag.lstrip("-").partition("=")[0] for flag in given if flag.startswith("--")}
     if "parallel" in named:
         raise MeshwrightError("--parallel was given twice", fix="--parallel plan.json")
-    parser = _Flags(TrainingArguments, allow_abbrev=False)
+    kind: Any = TrainingArguments
+    parser = _Flags(kind, allow_abbrev=False)
     space, left = parser.parse_known_args(given)
     if left:
-        raise MeshwrightError(f"there is no {left[0]} here", fix="--parallel, --dataset, or a flag for a training argument: --max-steps")
+        raise MeshwrightError(
+            f"there is no {left[0]} here", fix="--parallel, --dataset, or a flag for a training argument: --max-steps"
+        )
     return {name: value for name, value in vars(space).items() if name in named or f"no_{name}" in named}
 
 

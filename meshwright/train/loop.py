@@ -96,7 +96,11 @@ class _Losses:
     def drain(self, step: int) -> dict[str, float]:
         """What a log says, and a new start."""
         assert self.last is not None
-        logs = {"loss": self.since / (step - self.logged_at), "grad_norm": self.last.grad_norm, "learning_rate": self.last.learning_rate}
+        logs = {
+            "loss": self.since / (step - self.logged_at),
+            "grad_norm": self.last.grad_norm,
+            "learning_rate": self.last.learning_rate,
+        }
         self.total += self.since
         self.since, self.logged_at = 0.0, step
         return logs
@@ -113,7 +117,7 @@ class Loop:
     watchers: Watchers
     state: TrainerState
     checkpoints: Checkpoints | None = None
-    start: Position = Position(0, 0)
+    start: Position = field(default_factory=lambda: Position(0, 0))
     losses: _Losses = field(default_factory=_Losses)
 
     def run(self) -> TrainOutput:
@@ -184,7 +188,9 @@ class Loop:
             return
         value = metrics.get(name := wanted if wanted.startswith("eval_") else f"eval_{wanted}")
         if value is None:
-            raise MeshwrightError(f"metric_for_best_model={wanted!r} is not among {', '.join(metrics)}", fix="a metric by its name")
+            raise MeshwrightError(
+                f"metric_for_best_model={wanted!r} is not among {', '.join(metrics)}", fix="a metric by its name"
+            )
         self.session.rates.step(value)
         best, sign = self.state.best_metric, 1 if self.trainer.args.greater_is_better else -1
         better = best is None or sign * value > sign * best
@@ -211,7 +217,7 @@ class Loop:
     def _save(self) -> None:
         """A checkpoint of this step; the best one is kept."""
         assert self.checkpoints is not None
-        state, path = self.state, Path(self.trainer.args.output_dir)
+        state, path = self.state, self.trainer.folder
         if state.best_global_step:
             state.best_model_checkpoint = str(path / f"checkpoint-{state.best_global_step}")
         keep = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []

@@ -60,7 +60,9 @@ def _measure_on_rank(trainer: Trainer, steps: int) -> Measurement | None:
     source = session.reads(source)
     batches = list(zip(range(WARM_UP + steps + 1), course.batches(source, trainer.args, Position(0, 0)), strict=False))
     if len(batches) < WARM_UP + 2:
-        raise MeshwrightError(f"an epoch of {len(batches)} steps is too short to measure", fix=f"at least {WARM_UP + 2} steps of data")
+        raise MeshwrightError(
+            f"an epoch of {len(batches)} steps is too short to measure", fix=f"at least {WARM_UP + 2} steps of data"
+        )
     profile = None
     for number, batch in batches:
         if number == WARM_UP:

@@ -37,7 +37,9 @@ class ModelFile:
         try:
             config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
         except (KeyError, ValueError, TypeError) as error:
-            raise MeshwrightError(f"transformers cannot make this configuration: {error}", fix="a model_type that it knows") from error
+            raise MeshwrightError(
+                f"transformers cannot make this configuration: {error}", fix="a model_type that it knows"
+            ) from error
         return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 
     @property
@@ -94,7 +96,9 @@ def _from_config(path: Path) -> ModelFile:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise MeshwrightError(f"cannot read the configuration {path}: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise MeshwrightError(f"{path} is no configuration of transformers: it has no model_type", fix="the config.json of a model")
+        raise MeshwrightError(
+            f"{path} is no configuration of transformers: it has no model_type", fix="the config.json of a model"
+        )
     heads = config.get("architectures") or ["AutoModelForCausalLM"]
     return ModelFile(heads[0], config)
 

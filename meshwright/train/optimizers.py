@@ -15,7 +15,7 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 """Names of parameters that weight decay leaves alone, as in the Hugging Face Trainer."""
 
 
-def recipe_for(model: nn.Module, args: Any, chosen: tuple[Any, dict[str, Any]] | None = None) -> Recipe:
+def recipe_for(model: Any, args: Any, chosen: tuple[Any, dict[str, Any]] | None = None) -> Recipe:
     """Two groups, with and without weight decay, and the optimizer that `args.optim` names."""
     kind, options = chosen or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
     if not isinstance(kind, type) or {"params", "model", "optimizer_dict"} & set(options):

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
@@ -39,7 +38,7 @@ def parallelize(
     example_batch: Given,
     plan: Parallel | Mapping[str, Any] | str | Path | None = None,
     *,
-    optimizer: torch.optim.Optimizer | Maker = partial(torch.optim.AdamW, lr=1e-3),
+    optimizer: torch.optim.Optimizer | Maker = torch.optim.AdamW,
     scheduler: Any = None,
     loss: Loss | None = None,
     clip: float | None = None,
@@ -64,7 +63,9 @@ def parallelize(
             closing.enter_context(attach(device=device) if launched() else process_group(0, 1, HashStore()))
         settings = SessionSettings(clip=clip, loss=loss, seed=seed, device=device_for(device == "cpu"))
         layers = layers_for(model, tensors(example_batch), parallel)
-        session = Session(layers, parallel, rates, settings, model=model if isinstance(model, nn.Module) else nn.ModuleList(model))
+        session = Session(
+            layers, parallel, rates, settings, model=model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        )
         session.closing = closing.pop_all()
     return session
 
@@ -72,9 +73,15 @@ def parallelize(
 def _rates(model: Any, optimizer: Any, scheduler: Any) -> Rates:
     """Groups and learning rates as the user's optimizer has them."""
     module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer([p for p in module.parameters() if p.requires_grad])
+    made = (
+        optimizer
+        if isinstance(optimizer, torch.optim.Optimizer)
+        else optimizer([p for p in module.parameters() if p.requires_grad])
+    )
     if not isinstance(made, torch.optim.Optimizer):
-        raise MeshwrightError(f"optimizer gave {type(made).__name__}", fix="a torch.optim.Optimizer, or a function that makes one")
+        raise MeshwrightError(
+            f"optimizer gave {type(made).__name__}", fix="a torch.optim.Optimizer, or a function that makes one"
+        )
     rates = Rates(Recipe.like(made), made)
     is_schedule = hasattr(scheduler, "state_dict")
     rates.scheduler = scheduler if scheduler is None or is_schedule else scheduler(made)

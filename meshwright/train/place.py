@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel, refuse_crowd

@@ -54,6 +54,8 @@ def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Par
         raise MeshwrightError(
             f"per_device_train_batch_size={device} x gradient_accumulation_steps={accumulation} = {device * accumulation} rows "
             f"cannot be cut into {microbatches} microbatches",
-            fix=f"gradient_accumulation_steps={microbatches}" if not given else f"per_device_train_batch_size={ceil(given / accumulation)}",
+            fix=f"gradient_accumulation_steps={microbatches}"
+            if not given
+            else f"per_device_train_batch_size={ceil(given / accumulation)}",
         )
     return Parallel.of({**asked, "microbatches": microbatches})

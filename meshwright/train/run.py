@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -35,7 +34,7 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     source = session.reads(source)
     loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
     if resume or trainer.args.save_strategy != "no":
-        loop.checkpoints = Checkpoints(Path(trainer.args.output_dir), session.engine, limit=trainer.args.save_total_limit)
+        loop.checkpoints = Checkpoints(trainer.folder, session.engine, limit=trainer.args.save_total_limit)
     if resume:
         _resume(loop, None if resume is True else str(resume))
     output = loop.run()
@@ -79,11 +78,13 @@ def _resume(loop: Loop, folder: str | None) -> None:
     assert loop.checkpoints is not None
     found = loop.checkpoints.resume(folder)
     if found is None:
-        raise MeshwrightError(f"there is no checkpoint in {loop.trainer.args.output_dir}", fix="train() without resume_from_checkpoint")
+        raise MeshwrightError(
+            f"there is no checkpoint in {loop.trainer.args.output_dir}", fix="train() without resume_from_checkpoint"
+        )
     extra, data, rows = dict(found.extra or {}), dict(found.data or {}), loop.trainer.args.rows.step
     if data["rows"] % rows:
         raise MeshwrightError(
-            f"{found.folder.name} stopped after {data['rows']} rows of its epoch, which is no whole number of steps of {rows} rows",
+            f"{found.folder.name} stopped after {data['rows']} rows of its epoch: no whole number of steps of {rows} rows",
             fix="the batch size that it was trained with",
         )
     loop.session.rates.load_state_dict(extra["rates"])
@@ -110,7 +111,7 @@ def watchers_for(trainer: Trainer, session: Session) -> Watchers:
     """The callbacks of a run."""
     return Watchers(
         trainer.callbacks,
-        trainer.args.report_to,
+        list(trainer.args.report_to or ()),
         bar=not trainer.args.disable_tqdm,
         model=trainer.model,
         processing_class=trainer.processing_class,

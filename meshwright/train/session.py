@@ -1,8 +1,8 @@
 """What one rank has while it trains: a model cut into stages, a proved schedule, an engine, and where it stands.
 
-    with meshwright.parallelize(model, example, dict(pp=2)) as session:
-        for batch in batches:
-            print(session.step(batch).loss)
+with meshwright.parallelize(model, example, dict(pp=2)) as session:
+    for batch in batches:
+        print(session.step(batch).loss)
 """
 
 from __future__ import annotations
@@ -58,7 +58,14 @@ class Session:
     """One rank of a training run; all ranks call its methods together."""
 
     def __init__(
-        self, layers: Layers, parallel: Parallel, rates: Rates, settings: SessionSettings, *, model: Any = None, trace: Trace | None = None
+        self,
+        layers: Layers,
+        parallel: Parallel,
+        rates: Rates,
+        settings: SessionSettings,
+        *,
+        model: Any = None,
+        trace: Trace | None = None,
     ) -> None:
         schedule = lists_for(parallel, ties=layers.ties)
         refuse_endless(parallel, flush=schedule.flush)
@@ -170,7 +177,13 @@ class Session:
             if engine.mesh.holders(engine.schedule, unit)[0] == self.rank:
                 found.update({self.layers.names[p]: p.detach() for p in self.layers.unit(unit)})
         if isinstance(self.model, nn.Module):
-            mine = {id(b) for stage, at in engine.stages.items() if self._first_of(stage) for layer in at.layers for b in layer.buffers()}
+            mine = {
+                id(b)
+                for stage, at in engine.stages.items()
+                if self._first_of(stage)
+                for layer in at.layers
+                for b in layer.buffers()
+            }
             found.update({name: b for name, b in self.model.named_buffers() if id(b) in mine})
         return found
 
@@ -194,6 +207,6 @@ def refuse_endless(parallel: Parallel, *, flush: bool) -> None:
     """Logging, evaluation and checkpoints happen where a step ends on all workers."""
     if not flush:
         raise MeshwrightError(
-            f"{parallel.schedule} never ends a step on all workers at once: nothing could be logged, evaluated or saved between steps",
+            f"{parallel.schedule} never ends a step on all workers at once: nothing could be logged or saved between steps",
             fix="a schedule with a flush: onef1b, chimera, zero_bubble, ... (meshwright.verify runs the others)",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,9 @@ class Trainer:
     ) -> None:
         self.args = args or TrainingArguments(output_dir="trainer_output")
         if not isinstance(self.args, TrainingArguments):
-            raise MeshwrightError(f"args is {type(args).__module__}.{type(args).__name__}", fix="meshwright.TrainingArguments(...)")
+            raise MeshwrightError(
+                f"args is {type(args).__module__}.{type(args).__name__}", fix="meshwright.TrainingArguments(...)"
+            )
         self._refuse(model, model_init)
         set_seed(self.args.seed)
         self.model = model if model_init is None else model_init()
@@ -63,7 +65,7 @@ class Trainer:
         self.callbacks = [c() if isinstance(c, type) else c for c in callbacks or ()]
         self.optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
         self.state = TrainerState()
-        self._given, self._pool = workers, None
+        self._given, self._pool = workers, cast(Workers | None, None)
 
     # -- what a script calls
 
@@ -105,7 +107,7 @@ class Trainer:
         """Write the model as Hugging Face does, or its tensors as safetensors; `from_pretrained` reads it."""
         if not self.is_world_process_zero():
             return
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir) if output_dir else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         if hasattr(self.model, "save_pretrained"):
             self.model.save_pretrained(folder)
@@ -117,6 +119,11 @@ class Trainer:
             self.processing_class.save_pretrained(folder)
 
     # -- what ranks ask
+
+    @property
+    def folder(self) -> Path:
+        """Where checkpoints, log and model go."""
+        return Path(self.args.output_dir or "trainer_output")
 
     @property
     def module(self) -> nn.Module:
@@ -147,7 +154,7 @@ class Trainer:
         """The workers of this trainer, started when they are first needed, and ended with it."""
         if self.args.dataloader_num_workers:
             raise MeshwrightError(
-                f"dataloader_num_workers={self.args.dataloader_num_workers} asks local workers to start processes, which they cannot",
+                f"dataloader_num_workers={self.args.dataloader_num_workers} asks local workers for processes, which they cannot start",
                 fix=f"dataloader_num_workers=0, or torchrun --nproc-per-node {self.args.plan.ranks}",
             )
         if self._given is not None:
