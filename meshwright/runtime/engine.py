@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
-from meshwright.runtime.batch import Batch, Given, Loss, Objective
+from meshwright.runtime.batch import Batch, Given, Loss, Objective, Own
 from meshwright.runtime.compute import Compute, Tally
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
@@ -64,7 +64,7 @@ class Engine:
         if trace is not None:
             self._watch(trace)
 
-    def run(self, batch: Callable[[int], Given], first_step: int = 0) -> dict[int, Tally]:
+    def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
         """Walk the schedule once with the batches of its steps."""
         self._batch = batch
         self._batches: dict[int, Batch] = {}
