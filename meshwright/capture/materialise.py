@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import getweakrefcount
 
@@ -22,6 +23,7 @@ from meshwright.capture.clocks import SetBack
 from meshwright.capture.record import META, Recorder, Unrecorded
 from meshwright.capture.swap import put
 from meshwright.capture.tape import Place, Tape, at
+from meshwright.capture.weights import Weights, sources
 from meshwright.errors import MeshwrightError
 
 log = logging.getLogger(__name__)
@@ -43,12 +45,15 @@ class Skeleton:
         """All parameters and buffers, by every name they have."""
         return tuple(self.places or self._values)
 
-    def fill(self, names: Collection[str] | None = None) -> None:
-        """Give these parameters and buffers their values; all of them if none are named. May be called once more for others."""
+    def _chosen(self, names: Collection[str] | None) -> tuple[str, ...]:
         chosen = self.names if names is None else tuple(names)
         if unknown := sorted(set(chosen) - set(self.names)):
             raise MeshwrightError(f"the model has no {unknown[0]!r}", fix="one of its parameters or buffers by name")
-        held = dict(tensors_of(self.model))
+        return chosen
+
+    def fill(self, names: Collection[str] | None = None) -> None:
+        """Give these parameters and buffers their values; all of them if none are named. May be called once more for others."""
+        chosen, held = self._chosen(names), dict(tensors_of(self.model))
         waiting = {name: held[name] for name in chosen if held[name].device == META}
         if self._values:
             for name, tensor in waiting.items():
@@ -59,6 +64,27 @@ class Skeleton:
         for name, tensor in waiting.items():
             if tensor.device == META:  # a tied one may have got them under its other name
                 put(tensor, at(storages[self.places[name].storage], self.places[name]))
+
+    def load(self, path: str | Path, names: Collection[str] | None = None, *, ignore: Collection[str] = ()) -> None:
+        """The same with values from safetensors files; what is never saved (non-persistent buffers) is computed."""
+        chosen = self._chosen(names)
+        held, saved = dict(tensors_of(self.model)), _saved(self.model)
+        aliases: dict[int, list[str]] = {}
+        for name in saved:
+            aliases.setdefault(id(held[name]), []).append(name)
+        weights = Weights.at(path)
+        stored = sources(
+            weights,
+            {all_[0]: all_ for all_ in aliases.values()},
+            {all_[0]: tuple(held[all_[0]].shape) for all_ in aliases.values()},
+            ignore,
+        )
+        self.fill([name for name in chosen if name not in saved])
+        for name in chosen:
+            if name in saved and held[name].device == META:
+                value = weights[stored[aliases[id(held[name])][0]]]
+                put(held[name], value.to(held[name].dtype))
+        weights.close()
 
     def forget(self) -> None:
         """Nothing more will be filled: let go of what that would take."""
@@ -88,6 +114,13 @@ def tensors_of(model: Any) -> Iterator[tuple[str, Tensor]]:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     yield prefix + (f"{path}.{name}" if path else name), value
+
+
+def _saved(model: Any) -> tuple[str, ...]:
+    """The names of what a checkpoint of a model holds."""
+    if isinstance(model, nn.Module):
+        return tuple(model.state_dict(keep_vars=True))
+    return tuple(f"{index}.{name}" for index, part in enumerate(model) for name in part.state_dict(keep_vars=True))
 
 
 def _built(build: Callable[[], Any], seed: int, why: str) -> Skeleton:

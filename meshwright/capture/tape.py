@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,14 @@ from torch import Generator, Tensor, UntypedStorage
 
 from meshwright.capture.draws import CHUNK, skip
 from meshwright.capture.initialisers import NORMAL, UNIFORM
+
+
+class How(Enum):
+    """What is done with an entry when a tape is played."""
+
+    RUN = "run"
+    DRAW = "draw"
+    SKIP = "skip"
 
 
 class Place(NamedTuple):
@@ -76,10 +85,10 @@ class Tape:
         torch.manual_seed(seed)
         try:
             with torch.no_grad():
-                for index, (entry, (full, touched)) in enumerate(zip(self.entries, runs, strict=True)):
-                    if full:
+                for index, (entry, (how, touched)) in enumerate(zip(self.entries, runs, strict=True)):
+                    if how is How.RUN:
                         player.run(entry)
-                    elif entry.draws:
+                    elif how is How.DRAW:
                         player.draw(entry)
                     for storage in touched:
                         if last[storage] == index and storage not in wanted:
@@ -90,25 +99,27 @@ class Tape:
                 generator.set_state(state)
         return {storage: player.storage(storage) for storage in wanted}
 
-    def _needed(self, wanted: Collection[int]) -> list[tuple[bool, frozenset[int]]]:
-        """For each entry, whether it is run in full, and the storages it then touches."""
+    def _needed(self, wanted: Collection[int]) -> list[tuple[How, frozenset[int]]]:
+        """What is to be done with each entry, and the storages that it then touches."""
+        drawn = [i for i, (how, _) in enumerate(self._backwards(wanted, 0)) if how is How.RUN and self.entries[i].draws]
+        return self._backwards(wanted, drawn[-1] if drawn else 0)
+
+    def _backwards(self, wanted: Collection[int], drawn: int) -> list[tuple[How, frozenset[int]]]:
+        """The same, where all that is drawn before entry number `drawn` matters and nothing that is drawn after it."""
         live, found = set(wanted), []
-        for entry in reversed(self.entries):
-            made = {place.storage for place in entry.makes if place is not None}
-            full = bool((entry.changes | made) & live) or (entry.draws and not entry.overwrites)
+        for index in reversed(range(len(self.entries))):
+            entry, how = self.entries[index], How.SKIP
             touched: frozenset[int] = frozenset()
-            if full:
-                touched = entry.reads | entry.changes | made
-                live -= made
+            made = frozenset(place.storage for place in entry.makes if place is not None)
+            matters = entry.draws and index < drawn
+            if (entry.changes | made) & live or (matters and not entry.overwrites):
+                how, touched = How.RUN, entry.reads | entry.changes | made
+                live -= made | (entry.changes if entry.whole else frozenset())
+                live |= entry.reads | (frozenset() if entry.whole else entry.changes)
+            elif matters:
+                how, touched = How.DRAW, entry.reads
                 live |= entry.reads
-                if entry.whole:
-                    live -= entry.changes - entry.reads
-                else:
-                    live |= entry.changes
-            elif entry.draws:
-                touched = entry.reads
-                live |= entry.reads
-            found.append((full, touched))
+            found.append((how, touched))
         found.reverse()
         return found
 
