@@ -30,13 +30,18 @@ class Batch:
             raise MeshwrightError(f"the tensors of a batch have different numbers of rows: {sorted(sizes)}")
         self.size = sizes.pop()
         self.microbatches, self.copy, self.copies = microbatches, copy, copies
+        whole, cuts, first = Rows(0, self.size), copies * microbatches, copy * microbatches
+        self._rows = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
+        self._weights: dict[Rows, float] = {}
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
+        self.form = (self.size, *(tuple(t.shape[1:]) for t in (*self.args, *self.kwargs.values())))
+        """What the shapes of everything that follows depend on; equal on all ranks."""
 
     def rows(self, mb: int) -> Rows:
         """The rows of microbatch `mb` of this copy, in the whole batch."""
-        return Rows(0, self.size).cut(self.copy * self.microbatches + mb, self.copies * self.microbatches)
+        return self._rows[mb]
 
     def inputs(self, rows: Rows) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """What the first stage is called with."""
@@ -47,10 +52,13 @@ class Batch:
         """What the loss compares with."""
         return None if self.target is None else self.target[rows.start : rows.stop]
 
-    def signature(self, rows: Rows) -> tuple[object, ...]:
-        """What the shapes of everything that follows depend on; equal on all ranks."""
-        tails = tuple(tuple(t.shape[1:]) for t in (*self.args, *self.kwargs.values()))
-        return (rows.stop - rows.start, *tails)
+    def weight(self, rows: Rows, objective: Objective) -> float:
+        """What these rows count, asked for by every stage and worked out once."""
+        found = self._weights.get(rows)
+        if found is None:
+            labelled = self.target is not None and not self.target.is_floating_point()
+            found = self._weights[rows] = objective.weight(self.targets(rows) if labelled else None, rows)
+        return found
 
 
 def _sorted(given: Given) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None]:

@@ -42,12 +42,15 @@ class Compute:
         self.store = Store(len(program.values))
         self.tallies: dict[int, Tally] = {}
         self.first_step = self.base = 0
+        self._forms: dict[object, dict[int, int]] = {}
+        self._steps: dict[int, dict[int, int]] = {}
+        self._shapes: dict[object, int] = {}
         self._token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
     def begin(self, first_step: int) -> None:
         """A walk starts at a step of the data."""
         self.first_step, self.base = first_step, first_step * self.microbatches
-        self.tallies = {}
+        self.tallies, self._steps = {}, {}
         self.parameters.begin(first_step)
 
     def end(self) -> None:
@@ -157,13 +160,26 @@ class Compute:
         return self.parameters.room(value) if value.kind in (Kind.PARTIAL, Kind.SUM) else None
 
     def shape(self, step: Step) -> object:
-        """Boundary, piece and shape of the batch; None where no row crosses."""
+        """A number for boundary, piece and shape of the batch; None where no row crosses."""
         value = step.value
         assert value is not None
         if value.kind is not Kind.ACT and value.kind is not Kind.GRAD:
             return value.kind
+        number = (self.base + value.mb) // self.microbatches
+        known = self._steps.get(number)
+        if known is None:
+            known = self._steps[number] = self._forms.setdefault(self.feed(number).form, {})
+        if (found := known.get(step.slot)) is None:
+            found = known[step.slot] = self._shape(value)
+        return found or None
+
+    def _shape(self, value: Value) -> int:
+        """0 where no row crosses; otherwise equal numbers are equal shapes on a channel."""
         batch, rows = self._crossing(value)
-        return None if rows.start == rows.stop else (value.stage, value.part, value.piece, batch.signature(rows))
+        if rows.start == rows.stop:
+            return 0
+        what = (value.stage, value.part, value.piece, rows.stop - rows.start, batch.form[1:])
+        return self._shapes.setdefault(what, len(self._shapes) + 1)
 
     # -- rows
 
@@ -207,8 +223,9 @@ class Compute:
                 tensors = tuple(t[rows.start - whole.start : rows.stop - whole.start] for t in tensors)
             inputs = tuple([leaf(t, flag) for t, flag in zip(tensors, received.flags, strict=True)])
         key = Key((self.base + step.action.mb) // self.microbatches, batch.copy * batch.microbatches + local)
-        target, stage = batch.targets(rows), self.stages[step.action.stage]
-        weight = stage.objective.weight(target, rows)
+        stage = self.stages[step.action.stage]
+        target = batch.targets(rows) if stage.is_last else None
+        weight = batch.weight(rows, stage.objective)
         return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step))
 
     def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
