@@ -51,6 +51,12 @@ class Batch:
         self.form = (self.size, *(tuple(t.shape[1:]) for t in (*self.args, *self.kwargs.values())))
         """What the shapes of everything that follows depend on; equal on all ranks."""
 
+    @property
+    def count(self) -> int:
+        """How many losses the whole batch adds up at most: labels, or rows where there are none."""
+        target = self.target
+        return self.size if target is None or target.is_floating_point() else target.numel()
+
     def rows(self, mb: int) -> Rows:
         """The rows of microbatch `mb` of this copy, among those that are here."""
         return self._rows[mb]
