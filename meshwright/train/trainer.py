@@ -154,7 +154,7 @@ class Trainer:
         """The workers of this trainer, started when they are first needed, and ended with it."""
         if self.args.dataloader_num_workers:
             raise MeshwrightError(
-                f"dataloader_num_workers={self.args.dataloader_num_workers} asks local workers for processes, which they cannot start",
+                f"dataloader_num_workers={self.args.dataloader_num_workers}: local workers cannot start processes of their own",
                 fix=f"dataloader_num_workers=0, or torchrun --nproc-per-node {self.args.plan.ranks}",
             )
         if self._given is not None:
