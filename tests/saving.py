@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright import Parallel
+from meshwright import MeshwrightError, Parallel
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.layers import Layers
 from meshwright.train.checkpoint import Checkpoints
@@ -47,21 +46,28 @@ def sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return lr.SequentialLR(optimizer, parts, milestones=[2])
 
 
+GPT, TEXT = partial(gpt, blocks=4, width=16), partial(text_batch, rows=8)
+
+
 @dataclass(frozen=True)
 class Run:
-    """A piece of training: some steps under a plan, saved behind each of `saves`, perhaps resumed first."""
+    """A piece of training: up to `steps` under a plan, saved behind each of `saves`, perhaps resumed first.
+
+    Without a flush one walk has `walk` steps.
+    """
 
     plan: dict[str, Any]
     folder: str
     steps: int
-    build: Callable[[], Any] = partial(gpt, blocks=4, width=16)
-    batch: Callable[[int], Any] = partial(text_batch, rows=8)
+    build: Callable[[], Any] = GPT
+    batch: Callable[[int], Any] = TEXT
     optimizer: Callable[..., Any] = momentum
     scheduler: Callable[..., Any] | None = None
     resume: bool | str = False
     saves: tuple[int, ...] = ()
     limit: int | None = None
     seed: int = 0
+    walk: int = 2
 
     @property
     def parallel(self) -> Parallel:
@@ -98,13 +104,19 @@ def made(run: Run) -> Engine:
         transport=plan.transport,
         seed=run.seed,
     )
-    return Engine(lists_for(plan, ties=layers.ties, steps=run.steps), layers, settings)
+    return Engine(lists_for(plan, ties=layers.ties, steps=run.walk), layers, settings)
 
 
 def train(run: Run) -> Outcome:
     """One rank of a run."""
     engine = made(run)
-    checkpoints = Checkpoints(Path(run.folder), engine, limit=run.limit)
+    try:
+        return _trained(run, engine, Checkpoints(Path(run.folder), engine, limit=run.limit))
+    finally:
+        engine.close()
+
+
+def _trained(run: Run, engine: Engine, checkpoints: Checkpoints) -> Outcome:
     out = Outcome()
     if run.resume:
         found = checkpoints.resume(None if run.resume is True else run.resume)
@@ -113,10 +125,8 @@ def train(run: Run) -> Outcome:
     step = out.first
     while step < run.steps:
         tallies = engine.run(run.batch, step)
-        for at, tally in tallies.items():
-            total = torch.tensor([float(tally.loss), tally.weight], dtype=torch.float64)
-            out.losses[at] = float(total[0])
-        step += engine.schedule.steps if not engine.schedule.flush else 1
+        out.losses |= {at: float(tally.loss) for at, tally in tallies.items()}
+        step += 1 if engine.schedule.flush else run.walk
         if step in run.saves:
             checkpoints.save(step, data={"seen": step * 8})
     checkpoints.close()
@@ -125,7 +135,6 @@ def train(run: Run) -> Outcome:
     for unit in engine.units.values():
         for group in unit.optimizer.param_groups if unit.optimizer else ():
             out.rates |= {names[p]: float(group["lr"]) for p in group["params"]}
-    engine.close()
     return out
 
 
@@ -146,6 +155,25 @@ def run_on(pool: Pool, run: Run) -> Outcome:
     return whole(pool.run(train, run, ranks=run.parallel.ranks))
 
 
+def refusal(pool: Pool, run: Run) -> str:
+    """What a run is refused with, the same on every rank; the workers live on."""
+    return refusal_of(pool, train, run)
+
+
+def refusal_of(pool: Pool, function: Callable[[Run], Any], run: Run) -> str:
+    """The same for anything that ranks do."""
+    (said,) = set(pool.run(_refused, function, run, ranks=run.parallel.ranks))
+    return str(said)
+
+
+def _refused(function: Callable[[Run], Any], run: Run) -> str:
+    try:
+        function(run)
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
 def same(found: Outcome, wanted: Outcome, bar: float = 1e-9) -> None:
     """The same trajectory from where the first began."""
     for step, loss in found.losses.items():
@@ -155,8 +183,3 @@ def same(found: Outcome, wanted: Outcome, bar: float = 1e-9) -> None:
         scale = max(float(wanted.weights[name].abs().max()), 1e-3)
         assert float((tensor - wanted.weights[name]).abs().max()) <= bar * scale, name
     assert found.rates == wanted.rates
-
-
-def world() -> int:
-    """How many ranks there are."""
-    return dist.get_world_size()

@@ -137,7 +137,7 @@ class Checkpoints:
             described = agree(lambda: _described(job.folder, dist.get_rank(), dist.get_world_size()), group=group)
             files = {name: about for part in described for name, about in part.items()}
             agree(lambda: self._finish(job, files) if lead else None, group=group)
-        except (MeshwrightError, CheckpointException, OSError, RuntimeError) as error:
+        except (MeshwrightError, CheckpointException, OSError) as error:  # a lost rank is said by who watches it
             if lead:
                 shutil.rmtree(job.folder, ignore_errors=True)
             good = rotate.checkpoints(self.root)

@@ -133,14 +133,14 @@ def _lists(state: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
 
 def _common(state: Any) -> Any:
     """A schedule's state without its lists per group."""
-    if isinstance(state, dict):
+    if type(state) is dict:
         return {key: _common(value) for key, value in state.items() if key not in PER_GROUP}
     return [_common(value) for value in state] if isinstance(state, list) else _plain(state)
 
 
 def _whole(saved: Any, now: Any, unit: Unit, known: Mapping[str, Any], names: Mapping[nn.Parameter, str], path: str = "") -> Any:
     """The saved state in the shape that this unit's schedule has, its lists per group filled from the parameters."""
-    if isinstance(now, dict):
+    if type(now) is dict:
         found = {}
         for key, value in now.items():
             if key in PER_GROUP and isinstance(value, list):
