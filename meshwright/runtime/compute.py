@@ -208,8 +208,9 @@ class Compute:
             inputs = tuple([leaf(t, flag) for t, flag in zip(tensors, received.flags, strict=True)])
         key = Key((self.base + step.action.mb) // self.microbatches, batch.copy * batch.microbatches + local)
         target, stage = batch.targets(rows), self.stages[step.action.stage]
-        weight = stage.objective.weight(target, rows)
-        return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step))
+        columns = batch.named(stage.columns, rows)
+        weight = stage.objective.weight(target, rows, columns)
+        return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step), columns)
 
     def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
         """Only what has a row per row of the batch can be cut by rows."""
