@@ -226,7 +226,8 @@ class Compute:
         stage = self.stages[step.action.stage]
         target = batch.targets(rows) if stage.is_last else None
         weight = batch.weight(rows, stage.objective)
-        return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step))
+        columns = batch.named(stage.columns, rows)
+        return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step), columns)
 
     def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
         """Only what has a row per row of the batch can be cut by rows."""

@@ -48,6 +48,7 @@ class Engine:
 
     def __init__(self, schedule: Schedule, layers: Layers, settings: Settings, trace: Trace | None = None) -> None:
         _refuse(schedule, layers, settings)
+        _refuse_unequal(layers)
         self.schedule, self.layers, self.settings = schedule, layers, settings
         self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
         self.groups = sync_groups(self.mesh, schedule)
@@ -83,6 +84,7 @@ class Engine:
                 copy=self.mesh.copy,
                 copies=settings.copies,
                 device=settings.device,
+                names=self.layers.columns,
             )
         return self._batches[step]
 
@@ -115,7 +117,7 @@ class Engine:
             first_layer=self.layers.starts[stage],
             device=self.settings.device,
             is_last=stage == schedule.stages - 1,
-            objective=Objective(self.settings.loss),
+            objective=Objective(self.settings.loss, weigh=self.layers.weigh),
             seed=self.settings.seed,
             share=share,
             splits=any(a.op is Op.I and a.stage == stage for a in walk(schedule.lists[self.mesh.worker])),
@@ -159,3 +161,15 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
         raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
     if not schedule.norm and settings.rules.skip_nonfinite:
         raise MeshwrightError(f"{schedule.name} has no flush: a step cannot be skipped as a whole", fix="skip_nonfinite=False")
+
+
+def _refuse_unequal(layers: Layers) -> None:
+    """Ranks that cut the model in different ways would send each other nonsense: their hashes are compared first of all."""
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, layers.digest)
+    if len(set(found)) > 1:
+        other = next(rank for rank, digest in enumerate(found) if digest != found[0])
+        raise MeshwrightError(
+            f"ranks cut the model in different ways: rank 0 has {found[0]}, rank {other} has {found[other]}",
+            fix="the same model, example batch, plan and versions of torch on all ranks",
+        )

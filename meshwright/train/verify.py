@@ -23,6 +23,7 @@ from meshwright.runtime.layers import Layers
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.case import Case, prepare
 from meshwright.train.certificate import Certificate, RankTrace, certify, digest
+from meshwright.train.layers import Uncut
 from meshwright.train.serial import Serial, Trace
 
 
@@ -45,7 +46,7 @@ def verify(
 ) -> Certificate:
     """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name."""
     case = Case(build, batch, Parallel.of(parallel), steps, dtype, seed, loss, optimizer)
-    layers, schedule = prepare(case)
+    case, layers, schedule = prepare(case)
     pool = workers or Workers(case.parallel.ranks)
     try:
         (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
@@ -58,8 +59,12 @@ def verify(
 
 def serial_trace(case: Case, schedule: Schedule) -> Trace:
     """What one process does with all layers."""
-    layers = case.layers(schedule.stages)
+    built = case.model()
+    layers = case.layers(schedule.stages, built)
     one = Serial(schedule, layers, case.optimizer, case.parallel.microbatches, case.parallel.dp, case.loss, case.seed)
+    if case.flat is not None and schedule.flush and not case.flat.random:
+        # Nothing is drawn, so that the model itself can be asked: what capture gets wrong shows too.
+        one.whole = Uncut.of(built, case.data(0), own_loss=case.loss is not None)
     return one.run(case.data, case.steps)
 
 
