@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Batch:
         whole = Rows(0, self.size)
         cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
         self._rows = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
-        self._weights: dict[Rows, float] = {}
+        self._weights: dict[Rows, Weight] = {}
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
@@ -80,7 +80,7 @@ class Batch:
         """What the loss compares with."""
         return None if self.target is None else self.target[rows.start : rows.stop]
 
-    def weight(self, rows: Rows, objective: Objective) -> float:
+    def weight(self, rows: Rows, objective: Objective) -> Weight:
         """What these rows count, asked for by every stage and worked out once."""
         found = self._weights.get(rows)
         if found is None:
@@ -143,6 +143,17 @@ class Weigh(Protocol):
         ...
 
 
+class Weight(NamedTuple):
+    """How many items the mean of some rows is over, and how many they count for in the mean of the whole batch."""
+
+    items: float
+    counts: float
+
+
+Count = Callable[[Tensor], float]
+"""How many items some labels count for, where a user's habits say otherwise than the model's loss."""
+
+
 class Objective:
     """The sum of the losses of some rows and the weight it is to be divided by: rows, or tokens that count.
 
@@ -151,24 +162,33 @@ class Objective:
     """
 
     def __init__(
-        self, loss: Loss | None = None, *, ignored: int = -100, wanted: bool = True, weigh: Weigh | None = None
+        self,
+        loss: Loss | None = None,
+        *,
+        ignored: int = -100,
+        wanted: bool = True,
+        weigh: Weigh | None = None,
+        count: Count | None = None,
     ) -> None:
-        self.loss, self.ignored, self.wanted, self.weigh = loss, ignored, wanted, weigh
+        self.loss, self.ignored, self.wanted, self.weigh, self.count = loss, ignored, wanted, weigh, count
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The batch columns that weights are worked out from."""
         return () if self.weigh is None else self.weigh.columns
 
-    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> float:
+    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> Weight:
         """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
         if not self.wanted:
-            return 0.0
+            return Weight(0.0, 0.0)
         if self.weigh is not None and columns is not None:
-            return self.weigh(columns)
+            items = self.weigh(columns)
+            labels = [columns[name] for name in TARGETS if name in columns]
+            return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
         if target is not None and not target.is_floating_point():
-            return float((target != self.ignored).sum())
-        return float(rows.stop - rows.start)
+            items = self.count(target) if self.count is not None else float((target != self.ignored).sum())
+            return Weight(items, items)
+        return Weight(*[float(rows.stop - rows.start)] * 2)
 
     def __call__(self, output: Tensor, target: Tensor | None, rows: Rows, count: float) -> Tensor:
         """The sum over these rows; where nothing counts there is nothing to learn, and a mean would be no number."""

@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
-from meshwright.runtime.batch import Batch, Given, Loss, Objective, Own
+from meshwright.runtime.batch import Batch, Count, Given, Loss, Objective, Own
 from meshwright.runtime.compute import Compute, Tally
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
@@ -37,6 +37,7 @@ class Settings:
     copies: int = 1
     scheduler: Scheduler | None = None
     loss: Loss | None = None
+    count: Count | None = None
     rules: Rules = field(default_factory=Rules)
     transport: str = "auto"
     seed: int = 0
@@ -117,7 +118,7 @@ class Engine:
             first_layer=self.layers.starts[stage],
             device=self.settings.device,
             is_last=stage == schedule.stages - 1,
-            objective=Objective(self.settings.loss, weigh=self.layers.weigh),
+            objective=Objective(self.settings.loss, weigh=self.layers.weigh, count=self.settings.count),
             seed=self.settings.seed,
             share=share,
             splits=any(a.op is Op.I and a.stage == stage for a in walk(schedule.lists[self.mesh.worker])),

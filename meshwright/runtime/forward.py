@@ -114,6 +114,7 @@ class Forward:
             copy=self.engine.mesh.copy,
             copies=settings.copies,
             device=settings.device,
+            names=self.layers.columns,
         )
 
     def _feed(self, step: int) -> Batch:

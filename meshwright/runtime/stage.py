@@ -55,7 +55,8 @@ class Call:
     target: Tensor | None
     rows: Rows
     key: Key
-    weight: float = 0.0
+    items: float = 0.0
+    counts: float = 0.0
     weights: Weights | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -160,7 +161,7 @@ class Stage:
                 self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}
         if self.is_last and which.stop == len(self.layers):
-            return (self.objective(values[0], call.target, call.rows, call.weight),)
+            return (self.objective(values[0], call.target, call.rows, call.items),)
         return values
 
     def _columns(self, layer: nn.Module, call: Call) -> dict[str, Tensor]:
