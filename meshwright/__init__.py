@@ -10,6 +10,7 @@ from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json, clus
 from meshwright.ir.csv_form import from_csv, to_csv
 from meshwright.ir.effects import effects
 from meshwright.ir.files import schedule_from_json, schedule_to_json
+from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Parallel
 from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
@@ -22,6 +23,7 @@ from meshwright.simulate import simulate
 from meshwright.simulate.budget import stage_aware
 
 if TYPE_CHECKING:
+    from meshwright.capture.graph import capture
     from meshwright.train.certificate import Certificate
     from meshwright.train.verify import verify
 
@@ -33,10 +35,12 @@ __all__ = [
     "Certificate",
     "CheckResult",
     "Cluster",
+    "Cuts",
     "Duplex",
     "Lane",
     "Link",
     "MeshwrightError",
+    "ModelGraph",
     "Op",
     "Parallel",
     "Placement",
@@ -47,6 +51,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Value",
+    "capture",
     "check",
     "cluster_from_json",
     "cluster_to_json",
@@ -57,6 +62,8 @@ __all__ = [
     "forward_only",
     "from_csv",
     "lower",
+    "model_from_json",
+    "model_to_json",
     "schedule_from_json",
     "schedule_to_json",
     "schedules",
@@ -66,7 +73,11 @@ __all__ = [
     "verify",
 ]
 
-_WITH_TORCH = {"verify": "meshwright.train.verify", "Certificate": "meshwright.train.certificate"}
+_WITH_TORCH = {
+    "Certificate": "meshwright.train.certificate",
+    "capture": "meshwright.capture.graph",
+    "verify": "meshwright.train.verify",
+}
 """Names that load torch when they are first asked for; everything else does without it."""
 
 
