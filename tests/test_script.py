@@ -19,7 +19,7 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISI
 
 def changed() -> list[str]:
     lines = difflib.unified_diff(BEFORE.read_text().splitlines(), AFTER.read_text().splitlines(), n=0, lineterm="")
-    return [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    return [line for line in lines if line.startswith(("+", "-")) and line[:3] not in ("+++", "---")]
 
 
 def losses(folder: Path, *command: str) -> list[float]:
@@ -37,7 +37,7 @@ def test_the_scripts_are_at_most_five_lines_apart() -> None:
 
 def test_the_readme_shows_the_difference() -> None:
     blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    shown = [line for line in blocks[0].splitlines() if line[:1] in "+-"]
+    shown = [line for line in blocks[0].splitlines() if line.startswith(("+", "-"))]
     assert shown == changed()
 
 

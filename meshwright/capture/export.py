@@ -242,7 +242,7 @@ def _size(value: Any) -> Size | None:
     count = 1
     for size in shape:
         count *= size
-    return Size(shape, count * value.element_size(), value.is_floating_point() or value.is_complex())
+    return Size(shape, count * value.element_size(), str(value.dtype).removeprefix("torch."))
 
 
 def _hint(size: Any) -> int:

@@ -37,8 +37,12 @@ class Size:
 
     shape: tuple[int, ...]
     bytes: int
-    learns: bool
-    """Can a gradient flow through it?"""
+    dtype: str
+
+    @property
+    def learns(self) -> bool:
+        """Can a gradient flow through it?"""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
 
 
 @dataclass(frozen=True, slots=True)

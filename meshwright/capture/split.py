@@ -15,10 +15,11 @@ from torch import nn
 
 from meshwright.capture.build import Captured, States, layer
 from meshwright.capture.chain import Chain
-from meshwright.capture.crossing import Line
 from meshwright.capture.export import flatten
 from meshwright.capture.flat import Flat
+from meshwright.capture.graph import graph_of, line_of
 from meshwright.capture.weigh import Weigher, weigher
+from meshwright.ir.model import ModelGraph
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,12 @@ class Split:
     names: dict[nn.Parameter, str]
     weigh: Weigher | None
     flat: Flat
+    graph: ModelGraph
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """What the last layer returns: the loss first, and scores where the model has them."""
         return self.flat.outputs
-
-
-def line_of(model: nn.Module, flat: Flat) -> Line:
-    """A flat graph with its parameters known."""
-    return Line(flat, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
 
 
 def split(
@@ -55,10 +52,10 @@ def split(
     flat = flat or flatten(model, example_batch)
     line = line_of(model, flat)
     places = Chain(line).starts
+    graph = graph_of(model, line, places)
+    starts = graph.cuts(stages, at=cuts).starts
     states = States(model, {})
     modules = tuple(layer(line, a, b, states, device) for a, b in zip(places, places[1:], strict=False))
     for module in modules:
         module.train(model.training)
-    count = len(modules)
-    starts = tuple(count * s // stages for s in range(stages + 1))
-    return Split(modules, starts, states.first, weigher(line), flat)
+    return Split(modules, starts, states.first, weigher(line), flat, graph)
