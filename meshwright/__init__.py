@@ -10,6 +10,7 @@ from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json, clus
 from meshwright.ir.csv_form import from_csv, to_csv
 from meshwright.ir.effects import effects
 from meshwright.ir.files import schedule_from_json, schedule_to_json
+from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import plan_from_json, plan_to_json
@@ -23,6 +24,7 @@ from meshwright.simulate import simulate
 from meshwright.simulate.budget import stage_aware
 
 if TYPE_CHECKING:
+    from meshwright.capture.graph import capture
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.certificate import Certificate
     from meshwright.train.parallelize import parallelize
@@ -38,10 +40,12 @@ __all__ = [
     "Certificate",
     "CheckResult",
     "Cluster",
+    "Cuts",
     "Duplex",
     "Lane",
     "Link",
     "MeshwrightError",
+    "ModelGraph",
     "Op",
     "Parallel",
     "Placement",
@@ -55,6 +59,7 @@ __all__ = [
     "TrainingArguments",
     "Transfer",
     "Value",
+    "capture",
     "check",
     "cluster_from_json",
     "cluster_to_json",
@@ -65,6 +70,8 @@ __all__ = [
     "forward_only",
     "from_csv",
     "lower",
+    "model_from_json",
+    "model_to_json",
     "parallelize",
     "plan_from_json",
     "plan_to_json",
@@ -79,6 +86,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "Certificate": "meshwright.train.certificate",
+    "capture": "meshwright.capture.graph",
     "Session": "meshwright.train.session",
     "Trainer": "meshwright.train.trainer",
     "TrainingArguments": "meshwright.train.arguments",

@@ -157,13 +157,18 @@ def run_on(pool: Pool, run: Run) -> Outcome:
 
 def refusal(pool: Pool, run: Run) -> str:
     """What a run is refused with, the same on every rank; the workers live on."""
-    (said,) = set(pool.run(_refused, run, ranks=run.parallel.ranks))
-    return said
+    return refusal_of(pool, train, run)
 
 
-def _refused(run: Run) -> str:
+def refusal_of(pool: Pool, function: Callable[[Run], Any], run: Run) -> str:
+    """The same for anything that ranks do."""
+    (said,) = set(pool.run(_refused, function, run, ranks=run.parallel.ranks))
+    return str(said)
+
+
+def _refused(function: Callable[[Run], Any], run: Run) -> str:
     try:
-        train(run)
+        function(run)
     except MeshwrightError as error:
         return str(error)
     return ""

@@ -21,7 +21,7 @@ from meshwright.train.models import gpt
 from tests.conftest import Pool
 from tests.saving import Outcome, Run, adamw, made, run_on
 
-STEPS = 400
+STEPS, SHORT = 250, 64
 LIMIT = 2
 
 
@@ -99,7 +99,7 @@ def killed_again_and_again(run: Run, wanted: dict[int, float], kills: list[tuple
     count = step = 0
     with Workers(2) as workers:
         for victim, after_s, operation in kills:
-            part = Run(**{**vars(run), "steps": min(step + 6, STEPS)})
+            part = Run(**{**vars(run), "steps": min(step + 6, run.steps)})
             try:
                 workers.run(train_until_killed, part, victim, after_s, operation)
             except RankFailed:
@@ -111,7 +111,13 @@ def killed_again_and_again(run: Run, wanted: dict[int, float], kills: list[tuple
 @pytest.fixture(scope="module")
 def straight(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of a run that nobody kills."""
-    return run_on(pool, recipe(tmp_path_factory.mktemp("straight"), STEPS)).losses
+    return run_on(pool, recipe(tmp_path_factory.mktemp("straight"), SHORT)).losses
+
+
+@pytest.fixture(scope="module")
+def longer(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The same for longer."""
+    return run_on(pool, recipe(tmp_path_factory.mktemp("longer"), STEPS)).losses
 
 
 def random_kills(count: int, seed: int) -> list[tuple[int, float, int]]:
@@ -121,23 +127,23 @@ def random_kills(count: int, seed: int) -> list[tuple[int, float, int]]:
 
 def test_killed_at_random_moments(straight: dict[int, float], tmp_path: Path) -> None:
     begin = time.monotonic()
-    count = killed_again_and_again(recipe(tmp_path / "run", STEPS), straight, random_kills(10, 0))
+    count = killed_again_and_again(recipe(tmp_path / "run", SHORT), straight, random_kills(10, 0))
     assert count >= 5, f"{count} kills in {time.monotonic() - begin:.0f} s"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_killed_at_many_random_moments(straight: dict[int, float], tmp_path: Path, seed: int) -> None:
-    assert killed_again_and_again(recipe(tmp_path / "run", STEPS), straight, random_kills(40, seed)) >= 20
+def test_killed_at_many_random_moments(longer: dict[int, float], tmp_path: Path, seed: int) -> None:
+    assert killed_again_and_again(recipe(tmp_path / "run", STEPS), longer, random_kills(40, seed)) >= 20
 
 
 def test_killed_before_some_operations_on_files(straight: dict[int, float], tmp_path: Path) -> None:
-    kills = [(operation % 2, 0.0, operation) for operation in range(1, 64, 8)]
-    assert killed_again_and_again(recipe(tmp_path / "run", STEPS), straight, kills) >= 5
+    kills = [(operation % 2, 0.0, operation) for operation in range(1, 57, 8)]
+    assert killed_again_and_again(recipe(tmp_path / "run", SHORT), straight, kills) >= 5
 
 
 @pytest.mark.slow
-def test_killed_before_every_operation_on_files(straight: dict[int, float], tmp_path: Path) -> None:
+def test_killed_before_every_operation_on_files(longer: dict[int, float], tmp_path: Path) -> None:
     """Of the first rank, which names, marks and rotates: far enough for several saves and rotations."""
     kills = [(0, 0.0, operation) for operation in range(1, 90)]
-    assert killed_again_and_again(recipe(tmp_path / "run", STEPS), straight, kills) >= 80
+    assert killed_again_and_again(recipe(tmp_path / "run", STEPS), longer, kills) >= 80

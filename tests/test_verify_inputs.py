@@ -153,7 +153,7 @@ def test_functions_that_raise(more: dict[str, Any], what: str) -> None:
 
 def test_a_batch_function_that_raises_later_says_the_same() -> None:
     case = Case(BUILD, partial(broken, good=1), Parallel(pp=2), 3, "float64", 0, None, module.momentum)
-    _, schedule = prepare(case)
+    _, _, schedule = prepare(case)
     with pytest.raises(MeshwrightError, match=r"batch\(1\) raised ValueError: no such file(.|\n)*in broken"):
         module.serial_trace(case, schedule)
 
@@ -163,7 +163,7 @@ def test_a_batch_function_that_raises_later_says_the_same() -> None:
 )
 def test_layers_that_return_no_tensors(output: Any, kind: str) -> None:
     case = Case(partial(returning, output), DATA, Parallel(pp=2), 1, "float64", 0, None, module.momentum)
-    _, schedule = prepare(case)
+    _, _, schedule = prepare(case)
     with pytest.raises(MeshwrightError, match=f"layer 1 returned {kind}; what crosses stages is a tensor"):
         module.serial_trace(case, schedule)
 
@@ -187,7 +187,7 @@ def test_optimizers_that_can(optimizer: Any) -> None:
 
 def test_a_certificate_is_strict_json() -> None:
     case = Case(BUILD, DATA, Parallel(pp=2), 2, "float64", 0, None, module.momentum)
-    layers, schedule = prepare(case)
+    _, layers, schedule = prepare(case)
     found = certify(case, layers, schedule, Trace(losses=[inf, -inf]), [RankTrace(), RankTrace()])
     text = replace(found, worst="NaN").to_json()
     written = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

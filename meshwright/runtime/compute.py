@@ -79,7 +79,7 @@ class Compute:
             if stage.is_last:
                 tally = self.tallies.setdefault((self.base + action.mb) // self.microbatches, Tally())
                 tally.loss = tally.loss + bundle.tensors[0].double()
-                tally.weight += call.weight
+                tally.weight += call.counts
             bundles.append(bundle)
         if Kind.ACT in step.writes:
             self._scatter(step.writes[Kind.ACT], _joined(bundles), rows)
@@ -100,7 +100,7 @@ class Compute:
         if Kind.GRAD in step.writes:
             self._scatter(step.writes[Kind.GRAD], Bundle(found, (False,) * len(found)), record.call.rows)
         if weights:
-            self.parameters.count(step, record.call.weight)
+            self.parameters.count(step, record.call.counts)
         else:
             self.store.slots[step.writes[Kind.REST][0]] = record
 
@@ -109,7 +109,7 @@ class Compute:
         record: Record | None = self.store.pop(step.reads[Kind.REST][0])
         if record is not None:
             self.stages[step.action.stage].finish(record)
-            self.parameters.count(step, record.call.weight)
+            self.parameters.count(step, record.call.counts)
 
     def recompute(self, step: Step) -> None:
         """Bring back what a forward did not keep."""
@@ -226,7 +226,8 @@ class Compute:
         stage = self.stages[step.action.stage]
         target = batch.targets(rows) if stage.is_last else None
         weight = batch.weight(rows, stage.objective)
-        return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step))
+        columns = batch.named(stage.columns, rows)
+        return Call(inputs, named, target, rows, key, weight.items, weight.counts, self.parameters.versions(step), columns)
 
     def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
         """Only what has a row per row of the batch can be cut by rows."""

@@ -31,8 +31,8 @@ from meshwright.runtime.parameters import Parameters, Rules
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
 
-Reduce = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""What is done to the outputs of some rows where they arise, before they are sent anywhere."""
+Reduce = Callable[[Rows, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""What is done to the outputs of some rows where they arise, before they are sent anywhere; a row stays a row."""
 
 
 class Outputs(Enum):
@@ -114,6 +114,7 @@ class Forward:
             copy=self.engine.mesh.copy,
             copies=settings.copies,
             device=settings.device,
+            names=self.layers.columns,
         )
 
     def _feed(self, step: int) -> Batch:
@@ -121,7 +122,7 @@ class Forward:
 
     def _keep(self, rows: Rows, output: Any) -> None:
         found = outputs_of(output)
-        self._found.append((rows, found if self._reduce is None else self._reduce(found)))
+        self._found.append((rows, found if self._reduce is None else self._reduce(rows, found)))
 
     def _gathered(self, outputs: Outputs) -> tuple[Tensor, ...]:
         """The outputs of all rows in their order: pieces are announced, then sent one after another."""

@@ -25,6 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import TARGETS, Objective
+from meshwright.runtime.layers import columns_of
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
 
@@ -55,8 +56,10 @@ class Call:
     target: Tensor | None
     rows: Rows
     key: Key
-    weight: float = 0.0
+    items: float = 0.0
+    counts: float = 0.0
     weights: Weights | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -93,6 +96,8 @@ class Stage:
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
         # What changes its input in place must not change what is kept for the backward, nor the batch.
         self.takes_target = takes_target(self.layers[-1])
+        mine = [name for layer in self.layers for name in columns_of(layer)]
+        self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
         self.copies = self.first_layer == 0 or any(getattr(m, "inplace", False) for at in self.layers for m in at.modules())
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
@@ -151,6 +156,7 @@ class Stage:
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
             layer, number = self.layers[index], self.first_layer + index
+            named = {**named, **self._columns(layer, call)}
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
             if self.is_last and index == len(self.layers) - 1 and call.target is not None and self.takes_target(len(values)):
                 values = (*values, call.target)
@@ -163,8 +169,13 @@ class Stage:
                 self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}
         if self.is_last and which.stop == len(self.layers):
-            return (self.objective(values[0], call.target, call.rows),)
+            return (self.objective(values[0], call.target, call.rows, call.items),)
         return values
+
+    def _columns(self, layer: nn.Module, call: Call) -> dict[str, Tensor]:
+        """What a layer takes of the batch by name; one that changes tensors in place gets copies."""
+        found = {name: call.columns[name] for name in columns_of(layer)}
+        return {name: t.clone() for name, t in found.items()} if getattr(layer, "inplace", False) else found
 
 
 def leaf(tensor: Tensor, flag: bool) -> Tensor:

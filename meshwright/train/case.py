@@ -5,13 +5,15 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.capture.export import flatten
+from meshwright.capture.flat import Flat
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
@@ -21,6 +23,7 @@ from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer
+from meshwright.train.layers import LISTS, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
@@ -43,6 +46,8 @@ class Case:
     loss: Loss | None
     optimizer: Optimizer
     precision: Precision = field(default_factory=Precision)
+    flat: Flat | None = None
+    """The graph of a model that is captured, once for all workers."""
 
     @property
     def tolerance(self) -> float:
@@ -50,13 +55,19 @@ class Case:
         dtype = self.precision.dtype
         return TOLERANCE[self.dtype if dtype is None else str(dtype).removeprefix("torch.")]
 
-    def layers(self, stages: int) -> Layers:
-        """The model, built from the seed in the dtype."""
+    def model(self) -> Any:
+        """What the user built, from the seed, in the dtype."""
         torch.manual_seed(self.seed)
-        layers = Layers.of(_called("build()", self.build), stages)
-        for module in layers.modules:
-            module.to(getattr(torch, self.dtype))
-        return layers
+        built = _called("build()", self.build)
+        for module in built if isinstance(built, LISTS) else [built]:
+            if isinstance(module, nn.Module):
+                module.to(getattr(torch, self.dtype))
+        return built
+
+    def layers(self, stages: int, built: Any = None) -> Layers:
+        """The model cut into stages."""
+        built = self.model() if built is None else built
+        return layers_for(built, self.data(0), stages, flat=self.flat, own_loss=self.loss is not None)
 
     def data(self, step: int) -> Given:
         """A batch in the dtype."""
@@ -103,8 +114,8 @@ def _no_tensor(what: str, given: object) -> MeshwrightError:
     return MeshwrightError(what, fix="torch.from_numpy" if array else "a tuple or a mapping of tensors")
 
 
-def prepare(case: Case) -> tuple[Layers, Schedule]:
-    """The model cut into stages and the proved lists; everything that a user can mend is said here."""
+def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
+    """The case with its captured graph, the model cut into stages, the proved lists; what a user can mend is said here."""
     if case.dtype not in TOLERANCE:
         raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
     if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
@@ -115,7 +126,10 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
     refuse_crowd(case.parallel.ranks)
     _refuse_local(case)
     stages = stages_of(case.parallel)
-    layers = case.layers(stages)
+    built = case.model()
+    if is_captured(built):
+        case = replace(case, flat=flatten(built, case.data(0), own_loss=case.loss is not None))
+    layers = case.layers(stages, built)
     if not any(p.requires_grad for p in layers.names):
         raise MeshwrightError(
             "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
@@ -127,7 +141,7 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
     _refuse_rows(case)
-    return layers, schedule
+    return case, layers, schedule
 
 
 def _refuse_local(case: Case) -> None:

@@ -103,4 +103,4 @@ def stand_ins(batch: Given, needed: frozenset[str] | None) -> Given:
     """The columns that a rank needs; of the others only the shapes stay, which say how large messages are."""
     if needed is None or not isinstance(batch, Mapping):
         return batch
-    return {name: t if name in needed else t.new_zeros(()).expand(t.shape) for name, t in batch.items()}
+    return {name: t if name in needed else t.to("meta") for name, t in batch.items()}

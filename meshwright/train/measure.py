@@ -25,7 +25,7 @@ from meshwright.ir.timeline import Lane, Timeline
 from meshwright.runtime.trace import Trace
 from meshwright.train.data import Position
 from meshwright.train.loop import Course
-from meshwright.train.run import example_rows, session_for
+from meshwright.train.run import session_for
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -45,6 +45,7 @@ class Measurement:
 
 def measure(trainer: Trainer, *, steps: int = 3) -> Measurement:
     """Run `steps` traced steps of a trainer's job, and one more to compare with."""
+    trainer.capture(trainer.train_dataset)
     found: list[Measurement | None] = trainer.everywhere(_measure_on_rank, steps)
     if found[0] is None:
         raise MeshwrightError("only rank 0 has the timeline of all ranks", fix="call measure on all ranks, use it on rank 0")
@@ -56,7 +57,7 @@ def _measure_on_rank(trainer: Trainer, steps: int) -> Measurement | None:
         trainer = deepcopy(trainer)
     source, trace = trainer.source(trainer.train_dataset), Trace()
     course = Course.of(trainer.args, source)
-    session = session_for(trainer, source.example(example_rows(trainer)), course.max_steps, trace)
+    session = session_for(trainer, source.example(trainer.example_rows), course.max_steps, trace)
     source = session.reads(source)
     batches = list(zip(range(WARM_UP + steps + 1), course.batches(source, trainer.args, Position(0, 0)), strict=False))
     if len(batches) < WARM_UP + 2:

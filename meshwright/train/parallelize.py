@@ -25,7 +25,8 @@ from meshwright.ir.plan_file import asked
 from meshwright.runtime.batch import Given, Loss
 from meshwright.runtime.launch import attach, process_group
 from meshwright.train.collate import tensors
-from meshwright.train.cut import layers_for
+from meshwright.train.layers import layers_for
+from meshwright.train.lists import stages_of
 from meshwright.train.place import device_for, launched, refuse_world
 from meshwright.train.rates import Rates, Recipe
 from meshwright.train.session import Session, SessionSettings
@@ -62,7 +63,7 @@ def parallelize(
         if not dist.is_initialized():
             closing.enter_context(attach(device=device) if launched() else process_group(0, 1, HashStore()))
         settings = SessionSettings(clip=clip, loss=loss, seed=seed, device=device_for(device == "cpu"))
-        layers = layers_for(model, tensors(example_batch), parallel)
+        layers = layers_for(model, tensors(example_batch), stages_of(parallel), own_loss=loss is not None)
         session = Session(
             layers, parallel, rates, settings, model=model if isinstance(model, nn.Module) else nn.ModuleList(model)
         )

@@ -13,10 +13,12 @@ from meshwright.runtime.batch import Given
 from meshwright.runtime.trace import Trace
 from meshwright.train.callbacks import Watchers
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.cut import layers_for
 from meshwright.train.data import Position, Source
 from meshwright.train.evaluation import predict_on
+from meshwright.train.layers import layers_for
+from meshwright.train.lists import stages_of
 from meshwright.train.loop import Course, Judged, Loop, Outcome
+from meshwright.train.losses import OwnLoss, count_for, items
 from meshwright.train.optimizers import rates_for
 from meshwright.train.place import alone, device_for
 from meshwright.train.session import Session, SessionSettings
@@ -30,7 +32,7 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     set_seed(trainer.args.seed)
     source = trainer.source(trainer.train_dataset)
     course = Course.of(trainer.args, source)
-    session = session_for(trainer, source.example(example_rows(trainer)), course.max_steps)
+    session = session_for(trainer, source.example(trainer.example_rows), course.max_steps)
     source = session.reads(source)
     loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
     if resume or trainer.args.save_strategy != "no":
@@ -70,7 +72,7 @@ def predict_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> PredictionOu
 
 def _for_evaluation(trainer: Trainer, dataset: Any) -> tuple[Session, Source]:
     source = trainer.source(dataset)
-    return session_for(trainer, source.example(example_rows(trainer)), 1), source
+    return session_for(trainer, source.example(trainer.example_rows), 1), source
 
 
 def _resume(loop: Loop, folder: str | None) -> None:
@@ -101,9 +103,12 @@ def _resume(loop: Loop, folder: str | None) -> None:
 def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | None = None) -> Session:
     """The model of a trainer on this rank."""
     args = trainer.args
-    layers = layers_for(trainer.model, example, args.plan)
+    own, count = trainer.compute_loss_func, count_for(trainer.model, own_loss=trainer.compute_loss_func is not None)
+    layers = layers_for(trainer.model, example, stages_of(args.plan), flat=trainer.flat, own_loss=own is not None)
     rates = rates_for(trainer.module, args, trainer.optimizers, trainer.optimizer_cls_and_kwargs, steps=steps)
-    settings = SessionSettings(clip=args.max_grad_norm or None, seed=args.seed, device=device_for(args.use_cpu))
+    loss = None if own is None else OwnLoss(own, trainer.output_name, count or items)
+    device = device_for(args.use_cpu)
+    settings = SessionSettings(clip=args.max_grad_norm or None, loss=loss, count=count, seed=args.seed, device=device)
     return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace)
 
 
@@ -128,9 +133,3 @@ def new_state(trainer: Trainer, course: Course) -> TrainerState:
     state.is_world_process_zero = dist.get_rank() == 0
     state.is_local_process_zero = trainer.args.local_process_index == 0
     return state
-
-
-def example_rows(trainer: Trainer) -> int:
-    """Enough rows that none of their number is taken for a constant."""
-    args = trainer.args
-    return max(2, args.rows.device * args.rows.accumulation // args.plan.microbatches)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
-from meshwright.runtime.batch import Given, Loss, Own
+from meshwright.runtime.batch import TARGETS, Count, Given, Loss, Own
 from meshwright.runtime.compute import Tally
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.forward import Evaluated, Forward, Outputs
@@ -50,6 +50,7 @@ class SessionSettings:
 
     clip: float | None = None
     loss: Loss | None = None
+    count: Count | None = None
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -78,6 +79,7 @@ class Session:
                 microbatches=parallel.microbatches,
                 copies=parallel.dp,
                 loss=settings.loss,
+                count=settings.count,
                 rules=Rules(clip=settings.clip or float("inf")),
                 transport=parallel.transport,
                 seed=settings.seed,
@@ -151,7 +153,10 @@ class Session:
     @property
     def columns(self) -> frozenset[str] | None:
         """The columns of a batch that the stages of this rank take; None where they take all."""
-        return None
+        if self.layers.columns is None:
+            return None
+        names = {name for stage in self.engine.stages.values() for name in stage.columns}
+        return frozenset(names | set(TARGETS) - set(self.layers.columns))
 
     def total(self, *numbers: float) -> list[float]:
         """Numbers summed over all ranks: one small reduction."""

@@ -16,11 +16,14 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState, set_seed
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
+from meshwright.capture.export import flatten
+from meshwright.capture.flat import Flat
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
+from meshwright.train.layers import is_captured
 from meshwright.train.loop import Judged, Outcome
 from meshwright.train.place import everywhere, refuse_world
 from meshwright.train.run import evaluate_on_rank, predict_on_rank, train_on_rank
@@ -65,6 +68,7 @@ class Trainer:
         self.callbacks = [c() if isinstance(c, type) else c for c in callbacks or ()]
         self.optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
         self.state = TrainerState()
+        self.flat: Flat | None = None
         self._given, self._pool = workers, cast(Workers | None, None)
 
     # -- what a script calls
@@ -73,6 +77,7 @@ class Trainer:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
         if self.train_dataset is None:
             raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
+        self.capture(self.train_dataset)
         found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
         self._take(found)
         return found[0].output
@@ -82,12 +87,14 @@ class Trainer:
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
+        self.capture(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
         found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
         self.state = found[0].state
         return found[0].metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
+        self.capture(test_dataset)
         found: list[PredictionOutput] = self.everywhere(predict_on_rank, test_dataset, metric_key_prefix)
         return found[0]
 
@@ -130,6 +137,24 @@ class Trainer:
         """The model as one module; a list of layers is wrapped."""
         return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
 
+    def capture(self, dataset: Any) -> None:
+        """The graph of the model, once for all ranks; what cannot be captured is said here, before anything starts."""
+        refuse_world(self.args.plan)
+        if self.flat is None and is_captured(self.model):
+            example = self.source(dataset).example(self.example_rows)
+            self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
+
+    @property
+    def example_rows(self) -> int:
+        """Enough rows that none of their number is taken for a constant."""
+        return max(2, self.args.rows.device * self.args.rows.accumulation // self.args.plan.microbatches)
+
+    @property
+    def output_name(self) -> str | None:
+        """What the model calls its first output; None where it returns a bare tensor."""
+        names = self.flat.outputs if self.flat is not None else ()
+        return names[0] if names and names[0] != "output" else None
+
     def source(self, dataset: Any) -> Source:
         """A data set, and how its rows become tensors."""
         args = self.args
@@ -154,7 +179,7 @@ class Trainer:
         """The workers of this trainer, started when they are first needed, and ended with it."""
         if self.args.dataloader_num_workers:
             raise MeshwrightError(
-                f"dataloader_num_workers={self.args.dataloader_num_workers} asks local workers for processes, which they cannot start",
+                f"dataloader_num_workers={self.args.dataloader_num_workers}: local workers cannot start processes of their own",
                 fix=f"dataloader_num_workers=0, or torchrun --nproc-per-node {self.args.plan.ranks}",
             )
         if self._given is not None:
