@@ -7,6 +7,7 @@ left goes to the first stage. Microbatch i of copy j is cut number j N + i of N 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,17 +21,28 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 Given = Mapping[str, Tensor] | Sequence[Tensor]
 
 
+@dataclass(frozen=True)
+class Own:
+    """The rows of one copy alone, where each copy loads its own."""
+
+    tensors: Given
+
+
 class Batch:
     """One step's tensors on one copy."""
 
-    def __init__(self, given: Given, *, microbatches: int, copy: int = 0, copies: int = 1, device: torch.device | None = None):
-        args, kwargs, target = _sorted(given)
+    def __init__(
+        self, given: Given | Own, *, microbatches: int, copy: int = 0, copies: int = 1, device: torch.device | None = None
+    ) -> None:
+        alone = isinstance(given, Own)
+        args, kwargs, target = _sorted(given.tensors if isinstance(given, Own) else given)
         sizes = {t.shape[0] if t.dim() else 0 for t in (*args, *kwargs.values(), *([] if target is None else [target]))}
         if len(sizes) != 1:
             raise MeshwrightError(f"the tensors of a batch have different numbers of rows: {sorted(sizes)}")
         self.size = sizes.pop()
         self.microbatches, self.copy, self.copies = microbatches, copy, copies
-        whole, cuts, first = Rows(0, self.size), copies * microbatches, copy * microbatches
+        whole = Rows(0, self.size)
+        cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
         self._rows = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
         self._weights: dict[Rows, float] = {}
         self.args = tuple(t.to(device) for t in args)
@@ -39,8 +51,14 @@ class Batch:
         self.form = (self.size, *(tuple(t.shape[1:]) for t in (*self.args, *self.kwargs.values())))
         """What the shapes of everything that follows depend on; equal on all ranks."""
 
+    @property
+    def count(self) -> int:
+        """How many losses the whole batch adds up at most: labels, or rows where there are none."""
+        target = self.target
+        return self.size if target is None or target.is_floating_point() else target.numel()
+
     def rows(self, mb: int) -> Rows:
-        """The rows of microbatch `mb` of this copy, in the whole batch."""
+        """The rows of microbatch `mb` of this copy, among those that are here."""
         return self._rows[mb]
 
     def inputs(self, rows: Rows) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

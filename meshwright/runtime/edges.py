@@ -79,15 +79,16 @@ class Edges:
 
     def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
         """Start to send; `shape` names what the contract depends on."""
-        key = (channel, shape)
         self.waiting = channel
-        if key not in self.sent and channel.kind in SHAPED and not isinstance(shape, Bare):
-            self.sent[key] = _contract(bundle)
-            self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
-        elif channel.kind in SHAPED and not isinstance(shape, Bare) and not _fits(self.sent[key], bundle):
+        contract = self.sent.get((channel, shape))
+        if contract is None:
+            if channel.kind in SHAPED and not isinstance(shape, Bare):
+                contract = self.sent[channel, shape] = _contract(bundle)
+                self.transport.send(channel, _header(contract, channel).to(self.device))
+        elif not _fits(contract, bundle):
             raise MeshwrightError(
                 f"what rank {channel.source} sends to {channel.target} ({channel.kind.value}) has other shapes than before, "
-                f"for a batch of the same shape: {_shapes(bundle)} after {[size for size, _, _ in self.sent[key]]}",
+                f"for a batch of the same shape: {_shapes(bundle)} after {[size for size, _, _ in contract]}",
                 fix="let shapes follow from the shapes of the batch alone",
             )
         for tensor in bundle.tensors:
@@ -122,9 +123,12 @@ class Edges:
 
 
 def _fits(contract: Contract, bundle: Bundle) -> bool:
-    return len(contract) == len(bundle.tensors) and all(
-        size == t.shape and dtype is t.dtype for (size, dtype, _), t in zip(contract, bundle.tensors, strict=True)
-    )
+    if len(contract) != len(bundle.tensors):
+        return False
+    for (size, dtype, _), tensor in zip(contract, bundle.tensors, strict=True):
+        if size != tensor.shape or dtype is not tensor.dtype:
+            return False
+    return True
 
 
 def _shapes(bundle: Bundle) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.passes.check import check
 from meshwright.passes.forward import forward_only
 from meshwright.passes.lower import lower
-from meshwright.runtime.batch import Batch, Given, Objective
+from meshwright.runtime.batch import Batch, Given, Objective, Own
 from meshwright.runtime.compute import Compute, Tally
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.engine import Engine
@@ -86,7 +86,7 @@ class Forward:
         self._reduce: Reduce | None = None
 
     def __call__(
-        self, batch: Given, *, outputs: Outputs = Outputs.NOBODY, reduce: Reduce | None = None, loss: bool = True
+        self, batch: Given | Own, *, outputs: Outputs = Outputs.NOBODY, reduce: Reduce | None = None, loss: bool = True
     ) -> Evaluated:
         """Evaluate one batch, on all ranks together; without `loss` it needs no target."""
         self._found, self._reduce = [], reduce
@@ -106,7 +106,7 @@ class Forward:
         layers = [layer.to(self.engine.settings.device) for layer in self.layers.of_stage(number)]
         return replace(trained, layers=layers, first_layer=self.layers.starts[number], share=0.0, splits=False)
 
-    def _cut(self, given: Given) -> Batch:
+    def _cut(self, given: Given | Own) -> Batch:
         settings = self.engine.settings
         return Batch(
             given,

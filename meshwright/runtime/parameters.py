@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.ir.action import Kind, Value
 from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.precision import Scaler
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle, Weights
 from meshwright.runtime.unit import Unit
@@ -35,14 +36,16 @@ class Parameters:
         layers: Mapping[int, Sequence[nn.Module]],
         rules: Rules,
         device: torch.device,
+        scaler: Scaler | None = None,
     ) -> None:
         self.program, self.mesh, self.units, self.layers = program, mesh, units, layers
-        self.rules, self.device = rules, device
+        self.rules, self.device, self.scaler = rules, device, scaler
         self.schedule = program.schedule
         self.versioned = not self.schedule.flush
         self.norms: dict[int, float] = {}
         self.skipped: list[int] = []
         self._scale: float | None = 1.0
+        self._factor = 1.0
         self._first_step = 0
 
     def begin(self, first_step: int) -> None:
@@ -114,16 +117,18 @@ class Parameters:
     def norm(self, step: Step) -> None:
         """The norm of all gradients, each unit counted once; one that is not finite makes all ranks skip the step."""
         self._scale = 1.0
-        if self.rules.clip is None and not self.rules.skip_nonfinite:
+        if self.rules.clip is None and not self.rules.skip_nonfinite and self.scaler is None:
             return
+        self._factor = self.scaler.factor if self.scaler else 1.0
         mine = [n for n in self.units if self.mesh.holders(self.schedule, n)[0] == self.mesh.rank]
-        square = sum(self.units[n].square(step.round) for n in mine)
+        square = sum(self.units[n].square(step.round, self._factor) for n in mine)
         total = torch.tensor([square], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         norm = total.sqrt().item()
         number = self._first_step + step.round
         self.norms[number] = norm
-        if self.rules.skip_nonfinite and not norm < float("inf"):
+        taken = self.scaler.update(norm) if self.scaler else norm < float("inf") or not self.rules.skip_nonfinite
+        if not taken:
             self.skipped.append(number)
             self._scale = None
         elif self.rules.clip is not None:
@@ -135,7 +140,7 @@ class Parameters:
         scale = self._scale
         if not self.schedule.norm and self.rules.clip is not None:
             scale = min(1.0, self.rules.clip / (unit.square(step.round) ** 0.5 + 1e-6))
-        unit.update(step.round, in_place=step.in_place, scale=scale)
+        unit.update(step.round, in_place=step.in_place, scale=scale, factor=self._factor)
         if step.releases:
             unit.release(step.round)
         if self.versioned:

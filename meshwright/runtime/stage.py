@@ -25,6 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import TARGETS, Objective
+from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
 
 Weights = Sequence[Mapping[str, Tensor]]
@@ -84,6 +85,8 @@ class Stage:
     splits: bool = False
     keep: Callable[[Rows, Any], None] | None = None
     """Shown what the last layer returns for some rows, before the objective makes one number of it."""
+    precision: Precision = field(default_factory=Precision)
+    scaler: Scaler | None = None
 
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
@@ -120,7 +123,7 @@ class Stage:
         if not weights and self.deferred is not None:
             self.deferred.begin()
         outputs = tuple(t for t, flag in zip(record.outputs, record.flags, strict=True) if flag)
-        _backward(outputs, (None,) * len(outputs) if self.is_last else gradients)
+        _backward(outputs, [self._start(t) for t in outputs] if self.is_last else gradients)
         if record.middle:
             leaves = [t for t in record.middle if t.requires_grad]
             flagged = [t for t, leaf in zip(record.head, record.middle, strict=True) if leaf.requires_grad]
@@ -137,6 +140,10 @@ class Stage:
             run(record.rest)
             record.rest = None
 
+    def _start(self, loss: Tensor) -> Tensor | None:
+        """What the backward of a loss begins with."""
+        return None if self.scaler is None else torch.full_like(loss, self.scaler.factor)
+
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         named = call.named if which.start == 0 else {}
         if self.copies:
@@ -147,10 +154,11 @@ class Stage:
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
             if self.is_last and index == len(self.layers) - 1 and call.target is not None and self.takes_target(len(values)):
                 values = (*values, call.target)
-            if call.weights is None:
-                output = layer(*values, **named)
-            else:
-                output = functional_call(layer, dict(call.weights[index]), values, dict(named))
+            with self.precision.autocast(self.device):
+                if call.weights is None:
+                    output = layer(*values, **named)
+                else:
+                    output = functional_call(layer, dict(call.weights[index]), values, dict(named))
             if self.keep is not None and self.is_last and index == len(self.layers) - 1:
                 self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -17,6 +17,8 @@ from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss
 from meshwright.runtime.layers import Layers, require_layers
+from meshwright.runtime.precision import Precision, refuse
+from meshwright.runtime.probe import require
 from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.lists import lists_for, stages_of
@@ -40,6 +42,13 @@ class Case:
     seed: int
     loss: Loss | None
     optimizer: Optimizer
+    precision: Precision = field(default_factory=Precision)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error that passes: that of what is computed in."""
+        dtype = self.precision.dtype
+        return TOLERANCE[self.dtype if dtype is None else str(dtype).removeprefix("torch.")]
 
     def layers(self, stages: int) -> Layers:
         """The model, built from the seed in the dtype."""
@@ -113,6 +122,8 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
         )
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
+    refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
+    require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
     _refuse_rows(case)

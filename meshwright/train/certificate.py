@@ -19,7 +19,8 @@ from torch import Tensor
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.mesh import Mesh
-from meshwright.train.case import TOLERANCE, Case
+from meshwright.runtime.precision import written
+from meshwright.train.case import Case
 from meshwright.train.serial import Trace
 
 FLOOR = 1e-3
@@ -48,6 +49,8 @@ class Certificate:
     compared: int
     steps: int
     dtype: str
+    precision: dict[str, Any]
+    skipped: tuple[int, ...]
     seed: int
     parallel: dict[str, Any]
     schedule: str
@@ -67,6 +70,7 @@ class RankTrace:
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     digests: dict[int, dict[str, int]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
 
 
 def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, traces: list[RankTrace]) -> Certificate:
@@ -75,11 +79,16 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, tr
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
     problems = list(_missing(held, trainable, traces, len(reference.gradients)))
     unequal = list(_unequal(traces))
+    problems += [
+        f"rank {rank} skipped the updates {trace.skipped}, one process {reference.skipped}"
+        for rank, trace in enumerate(traces)
+        if trace.skipped != reference.skipped
+    ]
     gradients = [(0.0, "nothing"), *_gradient_errors(reference, traces)]
     weights = [(0.0, "nothing"), *_weight_errors(reference, traces)]
     losses = _losses(traces, case.steps)
     loss_error = max(_relative(a, b) for a, b in zip(losses, reference.losses, strict=True))
-    gradient, weight, tolerance = max(gradients), max(weights), TOLERANCE[case.dtype]
+    gradient, weight, tolerance = max(gradients), max(weights), case.tolerance
     worst = max(gradient, weight)
     return Certificate(
         passed=worst[0] <= tolerance and loss_error <= tolerance and not unequal and not problems,
@@ -97,6 +106,8 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, tr
         compared=len(gradients) + len(weights) - 2,
         steps=case.steps,
         dtype=case.dtype,
+        precision=written(case.precision),
+        skipped=tuple(reference.skipped),
         seed=case.seed,
         parallel=asdict(case.parallel),
         schedule=schedule.name,
@@ -164,7 +175,7 @@ def _unequal(traces: list[RankTrace]) -> Iterator[str]:
 def _gradient_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
     for update, expected in enumerate(reference.gradients):
         largest = _largest(expected)
-        for trace in traces:
+        for trace in traces if update not in reference.skipped else ():
             for name, found in trace.gradients.get(update, {}).items():
                 if name in expected:
                     yield _error(found, expected[name], largest), f"gradient of {name} at update {update}"

@@ -20,6 +20,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import takes_target, tensors_of
 from meshwright.runtime.unit import Optimizer
 
@@ -37,6 +38,7 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
 
 
 def versions_read(schedule: Schedule) -> Versions:
@@ -62,9 +64,11 @@ class Serial:
     copies: int = 1
     loss: Loss | None = None
     seed: int = 0
+    precision: Precision = field(default_factory=Precision)
 
     def __post_init__(self) -> None:
         self.objective = Objective(self.loss)
+        self.scaler = self.precision.scaler()
         self.units = {unit: [p for p in self.layers.unit(unit) if p.requires_grad] for unit in range(self.schedule.units)}
         self.params = [p for params in self.units.values() for p in params]
         self.reads = {} if self.schedule.flush else versions_read(self.schedule)
@@ -79,8 +83,9 @@ class Serial:
         for round_ in range(steps * self.microbatches // self.schedule.microbatches):
             self._gradients(batch, round_, sums)
             trace.gradients.append({self.layers.names[p]: p.grad.clone() for p in self.params if p.grad is not None})
-            for optimizer in optimizers:
-                optimizer.step()
+            if self._is_taken(trace, round_):
+                for optimizer in optimizers:
+                    optimizer.step()
             newest = {p: p.detach().clone() for p in self.params}
             self.history = [newest] if self.schedule.flush else [*self.history, newest]
         for step in range(steps):
@@ -89,6 +94,16 @@ class Serial:
             trace.losses.append(sum(s for s, _ in mine) / weight if weight else float("nan"))
         trace.weights = {name: p.detach().clone() for p, name in self.layers.names.items()}
         return trace
+
+    def _is_taken(self, trace: Trace, round_: int) -> bool:
+        """With a scaled loss a step whose gradient overflows is left out."""
+        if self.scaler is None:
+            return True
+        square = sum(float(torch.linalg.vector_norm(p.grad.double()) ** 2) for p in self.params if p.grad is not None)
+        if taken := self.scaler.update(square**0.5):
+            return taken
+        trace.skipped.append(round_)
+        return False
 
     def _gradients(self, batch: Callable[[int], Given], round_: int, sums: dict[tuple[int, int], list[float]]) -> None:
         """The mean gradient of a round: sums over microbatches, then over copies, divided once."""
@@ -101,6 +116,8 @@ class Serial:
             for mb in range(round_ * count, (round_ + 1) * count):
                 step, local = divmod(mb, self.microbatches)
                 data = Batch(batch(step), microbatches=self.microbatches, copy=copy, copies=self.copies)
+                if self.scaler is not None:
+                    self.scaler.measure(data.count)
                 rows = data.rows(local)
                 if rows.start == rows.stop:
                     continue
@@ -115,8 +132,9 @@ class Serial:
                 f"a layer uses {stray[0]} of another one without having it as its own: the tie cannot be seen",
                 fix="register the shared parameter in both: second.weight = first.weight",
             )
+        factor = self.scaler.factor if self.scaler else 1.0
         for p in self.params:
-            p.grad = total[p] / (weight or 1.0) if p in total else torch.zeros_like(p)
+            p.grad = total[p] / ((weight or 1.0) * factor) if p in total else torch.zeros_like(p)
 
     def _weights(self, mb: int) -> list[Weights]:
         """For each stage its parameters as leaves, of the versions that it reads."""
@@ -146,10 +164,12 @@ class Serial:
                 if index == count - 1 and target is not None and self.takes_target(len(values)):
                     values = (*values, target)
                 own = {n: weights[stage].get(p, p) for n, p in layer.named_parameters(remove_duplicate=False)}
-                values, named = tensors_of(functional_call(layer, own, values, named), index), {}
+                with self.precision.autocast(torch.device("cpu")):
+                    output = functional_call(layer, own, values, named)
+                values, named = tensors_of(output, index), {}
         loss = self.objective(values[0], target, rows)
         if loss.requires_grad:
-            loss.backward()
+            loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))
         leaves = {id(at): (p, at) for held in weights for p, at in held.items()}
         for p, at in leaves.values():
             if at.grad is not None:

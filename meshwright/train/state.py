@@ -10,10 +10,14 @@ learning-rate schedule. Nothing here knows stages, so any plan can read what any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
+from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine import Engine
-from meshwright.train.options import entries
+from meshwright.train.options import entries, put_back
 
 MODEL, BUFFER, OPTIMIZER = "model", "buffer", "optimizer"
 
@@ -64,3 +68,21 @@ def tensors(engine: Engine) -> dict[str, Tensor]:
 def snapshot(engine: Engine) -> dict[str, Tensor]:
     """The same as they are now, in the memory of the host: training may go on."""
     return {key: t.to("cpu", copy=True).contiguous() for key, t in tensors(engine).items()}
+
+
+def put_whole(engine: Engine, found: Mapping[str, Tensor], known: Mapping[str, Any]) -> None:
+    """Put a whole state, by key, into what this rank holds of it."""
+    params = parameters(engine)
+    mine: dict[str, Tensor] = {f"{MODEL}/{name}": p for name, p in params.items()}
+    mine |= {f"{BUFFER}/{name}": b for name, b in buffers(engine).items()}
+    if missing := sorted(set(mine) - set(found)):
+        raise MeshwrightError(f"the state has no {', '.join(missing[:3])}", fix="the model that it was taken from")
+    for key, tensor in mine.items():
+        tensor.detach().copy_(found[key].view(tensor.shape))
+    kept: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in found.items():
+        if key.startswith(f"{OPTIMIZER}/"):
+            _, entry, name = key.split("/", 2)
+            if name in params:
+                kept.setdefault(name, {})[entry] = tensor.to(params[name].device, copy=True)
+    put_back(engine, known, kept)
