@@ -91,7 +91,8 @@ class Objective:
     def weight(self, target: Tensor | None, rows: Rows) -> float:
         """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
         if target is not None and not target.is_floating_point():
-            return float((target != self.ignored).sum())
+            # What has no sign holds no -100, and torch compares it with what -100 wraps to: 156 in a byte.
+            return float((target != self.ignored).sum() if target.dtype.is_signed else target.numel())
         return float(rows.stop - rows.start)
 
     def __call__(self, output: Tensor, target: Tensor | None, rows: Rows) -> Tensor:

@@ -86,9 +86,11 @@ class Stage:
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
-        # What changes its input in place must not change what is kept for the backward, nor the batch.
+        # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
+        # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
         self.takes_target = takes_target(self.layers[-1])
         self.copies = self.first_layer == 0 or any(getattr(m, "inplace", False) for at in self.layers for m in at.modules())
+        self._untouched: set[int] = set()
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -137,8 +139,9 @@ class Stage:
 
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         named = call.named if which.start == 0 else {}
-        if self.copies:
-            values = tuple([t.clone() for t in values])
+        watched: tuple[Tensor, ...] = ()
+        if self.copies or which.start not in self._untouched:
+            watched = values = tuple([t.clone() for t in values])
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
             layer, number = self.layers[index], self.first_layer + index
@@ -150,6 +153,8 @@ class Stage:
             else:
                 output = functional_call(layer, dict(call.weights[index]), values, dict(named))
             values, named = tensors_of(output, number), {}
+        if watched and not any(t._version for t in watched):
+            self._untouched.add(which.start)
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows),)
         return values
@@ -202,7 +207,9 @@ def _learns(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 """Layers that keep statistics of what they saw."""
 
 
