@@ -183,6 +183,17 @@ def test_a_microbatch_in_which_nothing_counts(pool: Pool) -> None:
     assert found.passed and all(loss == loss for loss in found.losses)
 
 
+def ignored(step: int) -> tuple[Tensor, Tensor]:
+    x, y = tokens(step)
+    return x, y if step != 1 else torch.full_like(y, -100)
+
+
+@pytest.mark.parametrize("schedule", ["onef1b", "pipedream"])
+def test_a_step_in_which_nothing_counts(pool: Pool, schedule: str) -> None:
+    found = pool.verify(words, ignored, pp=2, microbatches=4, schedule=schedule, steps=3)
+    assert found.passed and found.losses[0] > found.losses[1] == 0.0
+
+
 @pytest.mark.parametrize("recompute", ["none", "inline", "early"])
 @pytest.mark.parametrize("kind", ["complex", "in place", "quiet", "two"])
 def test_odd_layers_train_as_in_one_process(pool: Pool, kind: str, recompute: str) -> None:

@@ -270,3 +270,7 @@ def test_weights_that_are_others_on_each_worker_are_named() -> None:
     for digests, told in ((built, False), ({**built, "1.0.weight": 1}, True)):
         found = certify(case, layers, schedule, Trace([0.0]), [RankTrace(digests={0: digests})])
         assert any("build() gave rank 0 another 1.0.weight" in problem for problem in found.problems) is told
+
+
+def test_a_loss_that_is_no_function() -> None:
+    refused("loss is a function of output and target, got 3", loss=3)

@@ -102,6 +102,8 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
         raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
     if isinstance(case.seed, bool) or not isinstance(case.seed, int) or not 0 <= case.seed < SEEDS:
         raise MeshwrightError(f"a seed is a whole number of at least 0 and below 2**63, got {case.seed!r}", fix="seed=0")
+    if case.loss is not None and not callable(case.loss):
+        raise MeshwrightError(f"loss is a function of output and target, got {case.loss!r}", fix="loss=mse_loss")
     parse_name(case.parallel.transport)
     refuse_crowd(case.parallel.ranks)
     _refuse_local(case)

@@ -199,7 +199,7 @@ def _losses(traces: list[RankTrace], steps: int) -> list[float]:
     for step in range(steps):
         sums = [trace.sums[step] for trace in traces if step in trace.sums]
         weight = sum(w for _, w in sums)
-        found.append(sum(s for s, _ in sums) / weight if weight else float("nan"))
+        found.append(sum(s for s, _ in sums) / (weight or 1.0) if sums else float("nan"))
     return found
 
 
