@@ -192,9 +192,13 @@ class Objective:
             labels = [columns[name] for name in TARGETS if name in columns]
             return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
         if target is not None and not target.is_floating_point():
-            items = self.count(target) if self.count is not None else float((target != self.ignored).sum())
+            items = self._labelled(target) if self.count is None else self.count(target)
             return Weight(items, items)
         return Weight(*[float(rows.stop - rows.start)] * 2)
+
+    def _labelled(self, target: Tensor) -> float:
+        """Labels that are not ignored. What has no sign holds no -100, which torch would compare with what it wraps to."""
+        return float((target != self.ignored).sum() if target.dtype.is_signed else target.numel())
 
     def __call__(self, output: Tensor, target: Tensor | None, rows: Rows, count: float) -> Tensor:
         """The sum over these rows; where nothing counts there is nothing to learn, and a mean would be no number."""

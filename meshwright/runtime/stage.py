@@ -94,11 +94,13 @@ class Stage:
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
-        # What changes its input in place must not change what is kept for the backward, nor the batch.
+        # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
+        # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
         self.takes_target = takes_target(self.layers[-1])
         mine = [name for layer in self.layers for name in columns_of(layer)]
         self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
         self.copies = self.first_layer == 0 or any(getattr(m, "inplace", False) for at in self.layers for m in at.modules())
+        self._untouched: set[int] = set()
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -151,8 +153,9 @@ class Stage:
 
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         named = call.named if which.start == 0 else {}
-        if self.copies:
-            values = tuple([t.clone() for t in values])
+        watched: tuple[Tensor, ...] = ()
+        if self.copies or which.start not in self._untouched:
+            watched = values = tuple([t.clone() for t in values])
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
             layer, number = self.layers[index], self.first_layer + index
@@ -168,6 +171,8 @@ class Stage:
             if self.keep is not None and self.is_last and index == len(self.layers) - 1:
                 self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}
+        if watched and not any(t._version for t in watched):
+            self._untouched.add(which.start)
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows, call.items),)
         return values
@@ -225,7 +230,9 @@ def _learns(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 """Layers that keep statistics of what they saw."""
 
 

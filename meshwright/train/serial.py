@@ -104,7 +104,7 @@ class Serial:
         for step in range(steps):
             mine = [sums[step, copy] for copy in range(self.copies)]
             weight = sum(w for _, w in mine)
-            trace.losses.append(sum(s for s, _ in mine) / weight if weight else float("nan"))
+            trace.losses.append(sum(s for s, _ in mine) / weight if weight else 0.0)  # nothing counted, nothing lost
         trace.weights = {name: p.detach().clone() for p, name in self.layers.names.items()}
         return trace
 
