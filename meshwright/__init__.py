@@ -23,7 +23,7 @@ from meshwright.simulate import simulate
 from meshwright.simulate.budget import stage_aware
 
 if TYPE_CHECKING:
-    from meshwright.capture.graph import capture
+    from meshwright import capture
     from meshwright.train.certificate import Certificate
     from meshwright.train.verify import verify
 
@@ -75,7 +75,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "Certificate": "meshwright.train.certificate",
-    "capture": "meshwright.capture.graph",
+    "capture": "meshwright.capture",
     "verify": "meshwright.train.verify",
 }
 """Names that load torch when they are first asked for; everything else does without it."""
@@ -84,4 +84,5 @@ _WITH_TORCH = {
 def __getattr__(name: str) -> Any:
     if name not in _WITH_TORCH:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    return getattr(import_module(_WITH_TORCH[name]), name)
+    module = import_module(_WITH_TORCH[name])
+    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
