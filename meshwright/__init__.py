@@ -13,6 +13,7 @@ from meshwright.ir.files import schedule_from_json, schedule_to_json
 from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Parallel
+from meshwright.ir.plan_file import plan_from_json, plan_to_json
 from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
 from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
@@ -24,7 +25,11 @@ from meshwright.simulate.budget import stage_aware
 
 if TYPE_CHECKING:
     from meshwright import capture
+    from meshwright.train.arguments import TrainingArguments
     from meshwright.train.certificate import Certificate
+    from meshwright.train.parallelize import parallelize
+    from meshwright.train.session import Session
+    from meshwright.train.trainer import Trainer
     from meshwright.train.verify import verify
 
 __version__ = "0.1.0"
@@ -46,9 +51,12 @@ __all__ = [
     "Placement",
     "Recompute",
     "Schedule",
+    "Session",
     "Span",
     "StageCost",
     "Timeline",
+    "Trainer",
+    "TrainingArguments",
     "Transfer",
     "Value",
     "capture",
@@ -64,6 +72,9 @@ __all__ = [
     "lower",
     "model_from_json",
     "model_to_json",
+    "parallelize",
+    "plan_from_json",
+    "plan_to_json",
     "schedule_from_json",
     "schedule_to_json",
     "schedules",
@@ -75,7 +86,11 @@ __all__ = [
 
 _WITH_TORCH = {
     "Certificate": "meshwright.train.certificate",
+    "Session": "meshwright.train.session",
+    "Trainer": "meshwright.train.trainer",
+    "TrainingArguments": "meshwright.train.arguments",
     "capture": "meshwright.capture",
+    "parallelize": "meshwright.train.parallelize",
     "verify": "meshwright.train.verify",
 }
 """Names that load torch when they are first asked for; everything else does without it."""

@@ -1,4 +1,4 @@
-"""From an ordinary module to a flat graph, the layers that may be cut between, and stages.
+"""From an ordinary model to stages: what it is made of, where it may be cut, and its weights where they are needed.
 
 The package is also the function of its name: `meshwright.capture(model, example_batch)` gives the model's `ModelGraph`.
 """

@@ -169,7 +169,7 @@ def results(output: Any) -> dict[str, Tensor]:
     if isinstance(loss, Tensor):
         return {"loss": loss, "logits": scores} if isinstance(scores, Tensor) else {"loss": loss}
     if isinstance(scores, Tensor):
-        return {"output": scores}
+        return {"logits": scores}
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return {"output": output[0]}
     raise MeshwrightError(

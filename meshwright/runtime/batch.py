@@ -8,8 +8,8 @@ in that order; a column that a rank does not read may be on the meta device, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,34 +23,55 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 Given = Mapping[str, Tensor] | Sequence[Tensor]
 
 
+@dataclass(frozen=True)
+class Own:
+    """The rows of one copy alone, where each copy loads its own."""
+
+    tensors: Given
+
+
 class Batch:
     """One step's tensors on one copy."""
 
     def __init__(
         self,
-        given: Given,
+        given: Given | Own,
         *,
         microbatches: int,
         copy: int = 0,
         copies: int = 1,
         device: torch.device | None = None,
         names: tuple[str, ...] | None = None,
-    ):
-        args, kwargs, target, columns = (*_sorted(given), {}) if names is None else _named(given, names)
+    ) -> None:
+        alone, tensors = isinstance(given, Own), given.tensors if isinstance(given, Own) else given
+        args, kwargs, target, columns = (*_sorted(tensors), {}) if names is None else _named(tensors, names)
         every = (*args, *kwargs.values(), *columns.values(), *([] if target is None else [target]))
         sizes = {t.shape[0] if t.dim() else 0 for t in every}
         if len(sizes) != 1:
             raise MeshwrightError(f"the tensors of a batch have different numbers of rows: {sorted(sizes)}")
         self.size = sizes.pop()
         self.microbatches, self.copy, self.copies = microbatches, copy, copies
+        whole = Rows(0, self.size)
+        cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
+        self._rows = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
+        self._weights: dict[Rows, Weight] = {}
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
         self.columns = {name: t if t.is_meta else t.to(device) for name, t in columns.items()}
+        shaped = (*self.args, *self.kwargs.values(), *self.columns.values())
+        self.form = (self.size, *(tuple(t.shape[1:]) for t in shaped))
+        """What the shapes of everything that follows depend on; equal on all ranks."""
+
+    @property
+    def count(self) -> int:
+        """How many losses the whole batch adds up at most: labels, or rows where there are none."""
+        target = self.target
+        return self.size if target is None or target.is_floating_point() else target.numel()
 
     def rows(self, mb: int) -> Rows:
-        """The rows of microbatch `mb` of this copy, in the whole batch."""
-        return Rows(0, self.size).cut(self.copy * self.microbatches + mb, self.copies * self.microbatches)
+        """The rows of microbatch `mb` of this copy, among those that are here."""
+        return self._rows[mb]
 
     def inputs(self, rows: Rows) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """What the first stage is called with."""
@@ -65,10 +86,14 @@ class Batch:
         """What the loss compares with."""
         return None if self.target is None else self.target[rows.start : rows.stop]
 
-    def signature(self, rows: Rows) -> tuple[object, ...]:
-        """What the shapes of everything that follows depend on; equal on all ranks."""
-        tails = tuple(tuple(t.shape[1:]) for t in (*self.args, *self.kwargs.values(), *self.columns.values()))
-        return (rows.stop - rows.start, *tails)
+    def weight(self, rows: Rows, objective: Objective) -> Weight:
+        """What these rows count, asked for by every stage and worked out once."""
+        found = self._weights.get(rows)
+        if found is None:
+            labelled = self.target is not None and not self.target.is_floating_point()
+            columns = self.named(objective.columns, rows)
+            found = self._weights[rows] = objective.weight(self.targets(rows) if labelled else None, rows, columns)
+        return found
 
 
 def _sorted(given: Given) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None]:
@@ -124,27 +149,56 @@ class Weigh(Protocol):
         ...
 
 
+class Weight(NamedTuple):
+    """How many items the mean of some rows is over, and how many they count for in the mean of the whole batch."""
+
+    items: float
+    counts: float
+
+
+Count = Callable[[Tensor], float]
+"""How many items some labels count for, where a user's habits say otherwise than the model's loss."""
+
+
 class Objective:
     """The sum of the losses of some rows and the weight it is to be divided by: rows, or tokens that count.
 
-    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean.
+    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean. Where no loss
+    is wanted (outputs alone are) nothing counts.
     """
 
-    def __init__(self, loss: Loss | None = None, *, ignored: int = -100, weigh: Weigh | None = None) -> None:
-        self.loss, self.ignored, self.weigh = loss, ignored, weigh
+    def __init__(
+        self,
+        loss: Loss | None = None,
+        *,
+        ignored: int = -100,
+        wanted: bool = True,
+        weigh: Weigh | None = None,
+        count: Count | None = None,
+    ) -> None:
+        self.loss, self.ignored, self.wanted, self.weigh, self.count = loss, ignored, wanted, weigh, count
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The batch columns that weights are worked out from."""
         return () if self.weigh is None else self.weigh.columns
 
-    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> float:
+    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> Weight:
         """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
+        if not self.wanted:
+            return Weight(0.0, 0.0)
         if self.weigh is not None and columns is not None:
-            return self.weigh(columns)
+            items = self.weigh(columns)
+            labels = [columns[name] for name in TARGETS if name in columns]
+            return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
         if target is not None and not target.is_floating_point():
-            return float((target != self.ignored).sum())
-        return float(rows.stop - rows.start)
+            items = self._labelled(target) if self.count is None else self.count(target)
+            return Weight(items, items)
+        return Weight(*[float(rows.stop - rows.start)] * 2)
+
+    def _labelled(self, target: Tensor) -> float:
+        """Labels that are not ignored. What has no sign holds no -100, which torch would compare with what it wraps to."""
+        return float((target != self.ignored).sum() if target.dtype.is_signed else target.numel())
 
     def __call__(self, output: Tensor, target: Tensor | None, rows: Rows, count: float) -> Tensor:
         """The sum over these rows; where nothing counts there is nothing to learn, and a mean would be no number."""

@@ -42,12 +42,15 @@ class Compute:
         self.store = Store(len(program.values))
         self.tallies: dict[int, Tally] = {}
         self.first_step = self.base = 0
+        self._forms: dict[object, dict[int, int]] = {}
+        self._steps: dict[int, dict[int, int]] = {}
+        self._shapes: dict[object, int] = {}
         self._token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
     def begin(self, first_step: int) -> None:
         """A walk starts at a step of the data."""
         self.first_step, self.base = first_step, first_step * self.microbatches
-        self.tallies = {}
+        self.tallies, self._steps = {}, {}
         self.parameters.begin(first_step)
 
     def end(self) -> None:
@@ -64,7 +67,7 @@ class Compute:
         if rows.start == rows.stop:
             return
         received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
-        bundles = []
+        bundles: list[Bundle] = []
         for index in range(len(saved) or 1):
             part = rows.cut(index, len(saved) or 1)
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
@@ -76,7 +79,9 @@ class Compute:
             if stage.is_last:
                 tally = self.tallies.setdefault((self.base + action.mb) // self.microbatches, Tally())
                 tally.loss = tally.loss + bundle.tensors[0].double()
-                tally.weight += call.weight
+                tally.weight += call.counts
+            elif part != rows:
+                self._check_rows(bundle, part)
             bundles.append(bundle)
         if Kind.ACT in step.writes:
             self._scatter(step.writes[Kind.ACT], _joined(bundles), rows)
@@ -97,7 +102,7 @@ class Compute:
         if Kind.GRAD in step.writes:
             self._scatter(step.writes[Kind.GRAD], Bundle(found, (False,) * len(found)), record.call.rows)
         if weights:
-            self.parameters.count(step, record.call.weight)
+            self.parameters.count(step, record.call.counts)
         else:
             self.store.slots[step.writes[Kind.REST][0]] = record
 
@@ -106,7 +111,7 @@ class Compute:
         record: Record | None = self.store.pop(step.reads[Kind.REST][0])
         if record is not None:
             self.stages[step.action.stage].finish(record)
-            self.parameters.count(step, record.call.weight)
+            self.parameters.count(step, record.call.counts)
 
     def recompute(self, step: Step) -> None:
         """Bring back what a forward did not keep."""
@@ -157,13 +162,26 @@ class Compute:
         return self.parameters.room(value) if value.kind in (Kind.PARTIAL, Kind.SUM) else None
 
     def shape(self, step: Step) -> object:
-        """Boundary, piece and shape of the batch; None where no row crosses."""
+        """A number for boundary, piece and shape of the batch; None where no row crosses."""
         value = step.value
         assert value is not None
         if value.kind is not Kind.ACT and value.kind is not Kind.GRAD:
             return value.kind
+        number = (self.base + value.mb) // self.microbatches
+        known = self._steps.get(number)
+        if known is None:
+            known = self._steps[number] = self._forms.setdefault(self.feed(number).form, {})
+        if (found := known.get(step.slot)) is None:
+            found = known[step.slot] = self._shape(value)
+        return found or None
+
+    def _shape(self, value: Value) -> int:
+        """0 where no row crosses; otherwise equal numbers are equal shapes on a channel."""
         batch, rows = self._crossing(value)
-        return None if rows.start == rows.stop else (value.stage, value.part, value.piece, batch.signature(rows))
+        if rows.start == rows.stop:
+            return 0
+        what = (value.stage, value.part, value.piece, rows.stop - rows.start, batch.form[1:])
+        return self._shapes.setdefault(what, len(self._shapes) + 1)
 
     # -- rows
 
@@ -207,10 +225,11 @@ class Compute:
                 tensors = tuple(t[rows.start - whole.start : rows.stop - whole.start] for t in tensors)
             inputs = tuple([leaf(t, flag) for t, flag in zip(tensors, received.flags, strict=True)])
         key = Key((self.base + step.action.mb) // self.microbatches, batch.copy * batch.microbatches + local)
-        target, stage = batch.targets(rows), self.stages[step.action.stage]
+        stage = self.stages[step.action.stage]
+        target = batch.targets(rows) if stage.is_last else None
+        weight = batch.weight(rows, stage.objective)
         columns = batch.named(stage.columns, rows)
-        weight = stage.objective.weight(target, rows, columns)
-        return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step), columns)
+        return Call(inputs, named, target, rows, key, weight.items, weight.counts, self.parameters.versions(step), columns)
 
     def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
         """Only what has a row per row of the batch can be cut by rows."""
