@@ -91,7 +91,7 @@ class Stage:
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
         # What changes its input in place must not change what is kept for the backward, nor the batch.
         self.takes_target = takes_target(self.layers[-1])
-        self.copies = self.first_layer == 0 or any(getattr(m, "inplace", False) for at in self.layers for m in at.modules())
+        self.inplace = changes_in_place(self.layers)
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -144,7 +144,7 @@ class Stage:
 
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         named = call.named if which.start == 0 else {}
-        if self.copies:
+        if self.inplace or (self.first_layer == 0 and which.start == 0):
             values = tuple([t.clone() for t in values])
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
@@ -161,6 +161,11 @@ class Stage:
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows),)
         return values
+
+
+def changes_in_place(layers: Sequence[nn.Module]) -> bool:
+    """May one of these layers change what it is given?"""
+    return any(getattr(m, "inplace", False) for at in layers for m in at.modules())
 
 
 def leaf(tensor: Tensor, flag: bool) -> Tensor:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.batch import Batch, Given, Loss
+from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, require_layers
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.lists import lists_for, stages_of
+from meshwright.train.saved import Kept, saved_bytes
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
@@ -121,13 +122,21 @@ def prepare(case: Case) -> tuple[Layers, Schedule]:
             "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
         )
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
-    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
+    _refuse_rows(case)
+    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=_kept(case, layers))
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
-    _refuse_rows(case)
     return layers, schedule
+
+
+def _kept(case: Case, layers: Layers) -> tuple[Kept, ...] | None:
+    """What stages keep of the first batch, where recompute is chosen by a budget."""
+    if case.parallel.budget_bytes is None:
+        return None
+    first = Batch(case.data(0), microbatches=case.parallel.microbatches, copies=case.parallel.dp)
+    return saved_bytes(layers, first, objective=Objective(case.loss), precision=case.precision)
 
 
 def _refuse_local(case: Case) -> None:
