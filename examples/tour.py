@@ -1,84 +1,100 @@
-"""A tour in seconds, without a GPU: draw a schedule, prove it, break it, compare all, run it for real, and write a trace.
+"""A tour without a GPU: draw a schedule, prove it, break it, train a small GPT under it for real, stop, go on, look at the times.
 
 `make demo` runs this; every step prints the command that does the same.
 """
 
 from __future__ import annotations
 
+import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from meshwright import check, even_costs, lower, schedules, simulate, verify
-from meshwright.cli.compare import compare
+from meshwright import check, even_costs, lower, schedules, simulate
 from meshwright.report.perfetto import both_to_perfetto
 from meshwright.report.terminal import timeline_text
-from meshwright.runtime.emulate import Job, emulate
-from meshwright.train.models import gpt, text_batch
+from meshwright.report.versus import versus, versus_text
+from meshwright.train.job import Job
+from meshwright.train.measure import measure
 
-TRACE = Path("build/chimera-trace.json")
+FOLDER = Path("build/demo")
+TRACE = FOLDER / "trace.json"
+STEPS = 40
+PARALLEL = {"pp": 4, "schedule": "chimera", "microbatches": 4}
+COMMAND = "meshwright train gpt-small --pp 4 --schedule chimera --microbatches 4 --output-dir build/demo"
+CONSOLE = Console(highlight=False)
 
 
 def main() -> None:
-    """Seven steps."""
-    console = Console(highlight=False)
+    """Six steps."""
+    for name in ("transformers", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
 
-    def step(title: str, command: str) -> None:
-        console.rule(f"[bold]{title}")
-        console.print(f"[dim]$ {command}\n")
-
-    step("1. Who does what when", "meshwright show chimera --workers 4 --microbatches 4")
+    step("1. Who does what when, on four workers", "meshwright show chimera --workers 4 --microbatches 4")
     chimera = schedules.build("chimera", workers=4, microbatches=4)
-    costs = even_costs(stages=4, workers=4)
-    timeline = simulate(chimera, costs)
-    console.print(timeline_text(chimera, timeline), markup=False, soft_wrap=True)
+    CONSOLE.print(timeline_text(chimera, simulate(chimera, even_costs(stages=4, workers=4))), markup=False, soft_wrap=True)
 
-    step("2. Proved before anything runs", "meshwright check chimera.json")
-    console.print(str(check(chimera)))
+    step("2. Proved before anything runs; a wrong order is shown", "meshwright check chimera.json")
+    CONSOLE.print(str(check(chimera)))
+    CONSOLE.print(str(check(broken())), markup=False)
 
-    step("3. What a wrong order looks like", "meshwright check broken.json")
-    lowered = lower(chimera)
-    first = list(lowered.lists[1])
-    a, b = _two_sends(first)
-    first[a], first[b] = first[b], first[a]
-    broken = replace(lowered, period=(lowered.lists[0], tuple(first), *lowered.lists[2:]))
-    console.print(str(check(broken)), markup=False)
+    step("3. Predicted against measured, on this machine", "meshwright.train.measure.measure(trainer)")
+    trainer = job(2 * STEPS).trainer()
+    found = measure(trainer)
+    predicted = simulate(found.schedule, found.costs)
+    TRACE.write_text(both_to_perfetto(predicted, found.timeline))
+    CONSOLE.print(versus_text(versus(predicted, found.timeline, largest=1)), markup=False, soft_wrap=True)
+    CONSOLE.print(f"wrote {TRACE}, prediction and measurement side by side: open it at ui.perfetto.dev")
 
-    step("4. All schedules at equal work, 5 activations allowed", "meshwright compare --workers 4 --microbatches 8 --memory 5")
-    compare(workers=4, microbatches=8, memory=5.0)
+    step(f"4. Trained for real: {STEPS} steps on Python's own sources", f"{COMMAND} --max-steps {STEPS}")
+    trainer.args.max_steps = STEPS
+    trainer.train()
+    told(trainer)
 
-    step(
-        "5. Trained for real, equal to one process", "meshwright verify gpt --schedule chimera --pp 4 --microbatches 4 --steps 5"
-    )
-    certificate = verify(gpt, text_batch, parallel={"pp": 4, "schedule": "chimera", "microbatches": 4}, steps=5)
-    assert certificate.passed, certificate.problems
-    console.print(f"4 workers, 5 steps: loss {certificate.losses[0]:.3f} -> {certificate.losses[-1]:.3f}")
-    console.print(
-        f"largest relative error against one process: {certificate.max_relative_error:.1e} (bar {certificate.tolerance:.0e})"
-    )
+    step(f"5. Gone on from its checkpoint to step {2 * STEPS}", f"{COMMAND} --max-steps {2 * STEPS} --resume last")
+    trainer.args.max_steps = 2 * STEPS
+    trainer.train(resume_from_checkpoint=True)
+    told(trainer)
 
-    step("6. Predicted against measured", "meshwright simulate chimera ... --forward 0.01 --backward 0.02 --emulate wall")
-    costs = even_costs(stages=4, workers=4, forward_s=0.01, backward_s=0.02)
-    predicted = simulate(chimera, costs)
-    [measured] = emulate([Job(lower(chimera, costs=costs), costs, trace=True)], repeat=3)
-    console.print(
-        f"predicted {predicted.makespan_s * 1e3:.0f} ms, measured {measured.makespan_s * 1e3:.1f} ms on 4 emulated devices"
-    )
-
-    step("7. A trace to look at", "meshwright simulate chimera ... --emulate wall --trace chimera-trace.json")
-    TRACE.parent.mkdir(exist_ok=True)
-    assert measured.timeline is not None
-    TRACE.write_text(both_to_perfetto(predicted, measured.timeline))
-    console.print(f"wrote {TRACE}, prediction and measurement side by side: open it at ui.perfetto.dev")
-    console.print("\nTry next: meshwright simulate zero_bubble --option variant=auto --send 0.1")
-    console.print("          meshwright show zbv --workers 4 --microbatches 8")
+    step("6. The model, as Hugging Face writes it", "meshwright train ... --save-model build/demo/model")
+    trainer.save_model(str(FOLDER / "model"))
+    CONSOLE.print(f"wrote {', '.join(sorted(path.name for path in (FOLDER / 'model').iterdir()))}; log: {FOLDER / 'log.jsonl'}")
+    CONSOLE.print("\nTry next: meshwright verify gpt --schedule zbv --pp 4 --microbatches 8")
+    CONSOLE.print("          meshwright train llama-small --pp 2 --dp 2 --schedule zero_bubble --max-steps 20")
+    CONSOLE.print("          meshwright compare --workers 4 --microbatches 8 --memory 5")
 
 
-def _two_sends(entries: list[object]) -> tuple[int, int]:
-    """The places of two neighbouring sends to different workers."""
-    sends = [i for i, entry in enumerate(entries) if ">" in str(entry)]
-    return sends[0], sends[1]
+def job(steps: int) -> Job:
+    """The job of the tour."""
+    arguments = {"max_steps": steps, "per_device_train_batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 5}
+    more = {"logging_steps": 5, "save_steps": STEPS, "output_dir": str(FOLDER), "report_to": "none", "lr_scheduler_type": "constant_with_warmup"}
+    return Job("gpt-small", parallel=PARALLEL, arguments={**arguments, **more})
+
+
+def told(trainer: Any) -> None:
+    """The loss, from first to last."""
+    losses = [f"{entry['loss']:.2f}" for entry in trainer.state.log_history if "loss" in entry]
+    CONSOLE.print(f"loss {' '.join(losses)}")
+
+
+def step(title: str, command: str) -> None:
+    """A headline, and how to do the same by hand."""
+    CONSOLE.rule(f"[bold]{title}")
+    CONSOLE.print(f"[dim]$ {command}\n")
+
+
+def broken() -> Any:
+    """Chimera with two sends of worker 1 in the wrong order."""
+    lowered = lower(schedules.build("chimera", workers=4, microbatches=4))
+    entries = list(lowered.lists[1])
+    a, b = [i for i, entry in enumerate(entries) if ">" in str(entry)][:2]
+    entries[a], entries[b] = entries[b], entries[a]
+    return replace(lowered, period=(lowered.lists[0], tuple(entries), *lowered.lists[2:]))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json, clus
 from meshwright.ir.csv_form import from_csv, to_csv
 from meshwright.ir.effects import effects
 from meshwright.ir.files import schedule_from_json, schedule_to_json
+from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Parallel
+from meshwright.ir.plan_file import plan_from_json, plan_to_json
 from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
 from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
@@ -22,7 +24,12 @@ from meshwright.simulate import simulate
 from meshwright.simulate.budget import stage_aware
 
 if TYPE_CHECKING:
+    from meshwright.capture.graph import capture
+    from meshwright.train.arguments import TrainingArguments
     from meshwright.train.certificate import Certificate
+    from meshwright.train.parallelize import parallelize
+    from meshwright.train.session import Session
+    from meshwright.train.trainer import Trainer
     from meshwright.train.verify import verify
 
 __version__ = "0.1.0"
@@ -33,20 +40,26 @@ __all__ = [
     "Certificate",
     "CheckResult",
     "Cluster",
+    "Cuts",
     "Duplex",
     "Lane",
     "Link",
     "MeshwrightError",
+    "ModelGraph",
     "Op",
     "Parallel",
     "Placement",
     "Recompute",
     "Schedule",
+    "Session",
     "Span",
     "StageCost",
     "Timeline",
+    "Trainer",
+    "TrainingArguments",
     "Transfer",
     "Value",
+    "capture",
     "check",
     "cluster_from_json",
     "cluster_to_json",
@@ -57,6 +70,11 @@ __all__ = [
     "forward_only",
     "from_csv",
     "lower",
+    "model_from_json",
+    "model_to_json",
+    "parallelize",
+    "plan_from_json",
+    "plan_to_json",
     "schedule_from_json",
     "schedule_to_json",
     "schedules",
@@ -66,7 +84,15 @@ __all__ = [
     "verify",
 ]
 
-_WITH_TORCH = {"verify": "meshwright.train.verify", "Certificate": "meshwright.train.certificate"}
+_WITH_TORCH = {
+    "Certificate": "meshwright.train.certificate",
+    "capture": "meshwright.capture.graph",
+    "Session": "meshwright.train.session",
+    "Trainer": "meshwright.train.trainer",
+    "TrainingArguments": "meshwright.train.arguments",
+    "parallelize": "meshwright.train.parallelize",
+    "verify": "meshwright.train.verify",
+}
 """Names that load torch when they are first asked for; everything else does without it."""
 
 

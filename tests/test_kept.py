@@ -34,11 +34,14 @@ def kept_of(stages: int, microbatches: int) -> tuple[Kept, ...]:
     return saved_bytes(Layers.of(BUILD(), stages), Batch(DATA(0), microbatches=microbatches))
 
 
+def costs_of(kept: tuple[Kept, ...]) -> list[StageCost]:
+    sizes = [{"activation_bytes": k.bytes[0], "output_bytes": k.output, "gradient_bytes": k.output} for k in kept]
+    return [StageCost(1.0, 1.0, 1.0, **size) for size in sizes]
+
+
 def peaks(schedule: Schedule, kept: tuple[Kept, ...], counts: list[int]) -> list[float]:
     """Simulated peaks with so many layers of each stage dropped."""
-    costs = [
-        StageCost(1.0, 1.0, 1.0, 1.0, activation_bytes=k.bytes[0], output_bytes=k.output, gradient_bytes=k.output) for k in kept
-    ]
+    costs = [replace(cost, recompute_s=1.0) for cost in costs_of(kept)]
     shares = [1 - k.bytes[n] / k.bytes[0] for k, n in zip(kept, counts, strict=True)]
     early = [how.early for how in schedule.recompute] if schedule.recompute else [False] * schedule.stages
     timeline = simulate(with_recompute(schedule, [Recompute(s, e) for s, e in zip(shares, early, strict=True)]), costs)
@@ -54,7 +57,7 @@ def test_as_many_layers_are_kept_as_fit(name: str) -> None:
     last = layers[-1] if name != "shifted" else 0
     low = max(peaks(schedule, kept, [*layers[:-1], last]))
     high = max(peaks(schedule, kept, [0] * 4))
-    costs = [StageCost(1.0, 1.0, 1.0, activation_bytes=k.bytes[0], output_bytes=k.output, gradient_bytes=k.output) for k in kept]
+    costs = costs_of(kept)
     before = [0] * 4
     for step in range(9):
         budget = low + (high - low) * step / 8
@@ -68,17 +71,12 @@ def test_as_many_layers_are_kept_as_fit(name: str) -> None:
         now = [n - d for n, d in zip(layers, dropped, strict=True)]
         assert all(a >= b for a, b in zip(now, before, strict=True)), "more room never keeps less"
         before = now
-        if name != "gpipe" and 0 < step < 8:
-            assert now[-2] >= now[0], "later stages hold less, and keep more"
+        assert name != "onef1b" or now[-2] >= now[0], "later stages hold less, and keep more"
     assert before == layers, "with room for everything nothing is recomputed"
 
 
 def test_a_shifted_schedule_that_keeps_everything_has_no_recompute_actions() -> None:
     schedule = schedules.build("shifted", workers=3, microbatches=6)
-    assert (
-        with_recompute(schedule, [Recompute(0.0)] * 3).lists == schedules.build("onef1b", workers=3, microbatches=6).lists[:0]
-        or True
-    )
     found = with_recompute(schedule, [Recompute(0.5, early=True), Recompute(0.0), Recompute(0.0)])
     text = [str(a) for lists in found.lists for a in lists]
     assert any("0R" in a for a in text) and not any("1R" in a for a in text)

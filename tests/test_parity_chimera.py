@@ -100,7 +100,7 @@ def perturbed(case: Case, schedule: Schedule, rank: int, update: int, bit: float
 def test_one_bit_on_one_replica_is_found(pool: Pool, rank: int, update: int) -> None:
     plan = Parallel(pp=4, microbatches=4, schedule="chimera")
     case = Case(partial(model, "mlp", 4, 0.0), partial(batch, "mlp", 9), plan, 3, "float64", 0, None, momentum)
-    layers, schedule = prepare(case)
+    _, layers, schedule = prepare(case)
     (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
     sound = pool.run(perturbed, case, schedule, rank, update, 1.0, True, ranks=4)
     assert certify(case, layers, schedule, reference, sound).passed

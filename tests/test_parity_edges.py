@@ -28,7 +28,7 @@ def traces(pool: Pool, build: Any, data: Any, steps: int = 2, **plan: Any) -> li
     from meshwright import Parallel
 
     case = Case(build, data, Parallel.of(plan), steps, "float64", 0, None, momentum)
-    _, schedule = prepare(case)
+    _, _, schedule = prepare(case)
     return pool.run(rank_trace, case, schedule, ranks=case.parallel.ranks)
 
 

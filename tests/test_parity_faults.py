@@ -148,7 +148,7 @@ def judged(pool: Pool, fault: Patch, **plan: Any) -> Certificate:
     """The verdict on a run with a fault."""
     chosen = Parallel.of({"pp": 2, "microbatches": 4, **plan})
     case = Case(partial(model, "mlp", 2, 0.0), partial(batch, "mlp", 17), chosen, 4, "float64", 0, None, momentum)
-    layers, schedule = prepare(case)
+    _, layers, schedule = prepare(case)
     (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
     traces = pool.run(broken, case, schedule, fault, ranks=chosen.ranks)
     return certify(case, layers, schedule, reference, traces)

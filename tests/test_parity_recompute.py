@@ -51,7 +51,7 @@ def count(pool: Pool, layers: int, **plan: Any) -> tuple[Schedule, dict[int, lis
     """For each layer how often it ran for each microbatch of one step."""
     build, data = partial(counted, layers), partial(batch, "mlp", 17)
     case = Case(build, data, Parallel.of(plan), 1, "float64", 0, None, momentum)
-    _, schedule = prepare(case)
+    _, _, schedule = prepare(case)
     total: Counter[tuple[int, int]] = Counter()
     for calls in pool.run(calls_of, case, schedule, ranks=case.parallel.ranks):
         total.update(calls)

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from meshwright.cli import check, compare, show, simulate, verify
+from meshwright.cli import check, compare, show, simulate, train, verify
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("check")(check.check)
 app.command("simulate")(simulate.simulate)
 app.command("compare")(compare.compare)
 app.command("verify")(verify.verify)
+app.command("train", context_settings=train.CONTEXT)(train.train)
 
 
 def main() -> None:

@@ -53,6 +53,7 @@ def attach(
     rank, world, local_rank = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", default=0)
     name = f"meshwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store, watching = _stores(rank)
+    name = f"{name}/{store.add(f'{name}/attached/{rank}', 1)}"  # a script may join more than once, all ranks equally often
     board = Board(PrefixStore(f"{name}/watch", watching), world)
     with _Exit(board, rank) as exit_:
         here = Attached(rank, world, local_rank, devices.choose(local_rank, device=device))

@@ -1,12 +1,15 @@
 """The tensors of a step, cut by rows: into microbatches, and further for halves and teams.
 
 A batch is a tuple whose last tensor is the target, or a mapping in which the target has one of its usual names; what is
-left goes to the first stage. Microbatch i of copy j is cut number j N + i of N dp cuts; a short batch gives short cuts.
+left goes to the first stage. A captured model takes columns by name on any stage: `names` says which, and a tuple is named
+in that order; a column that a rank does not read may be on the meta device, where it has a shape and no memory. Microbatch i of copy j is cut number j N + i of N dp cuts; a short batch gives short cuts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,33 +23,54 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 Given = Mapping[str, Tensor] | Sequence[Tensor]
 
 
+@dataclass(frozen=True)
+class Own:
+    """The rows of one copy alone, where each copy loads its own."""
+
+    tensors: Given
+
+
 class Batch:
     """One step's tensors on one copy."""
 
-    def __init__(self, given: Given, *, microbatches: int, copy: int = 0, copies: int = 1, device: torch.device | None = None):
-        args, kwargs, target = _sorted(given)
-        sizes = {t.shape[0] if t.dim() else 0 for t in (*args, *kwargs.values(), *([] if target is None else [target]))}
+    def __init__(
+        self,
+        given: Given | Own,
+        *,
+        microbatches: int,
+        copy: int = 0,
+        copies: int = 1,
+        device: torch.device | None = None,
+        names: tuple[str, ...] | None = None,
+    ) -> None:
+        alone, tensors = isinstance(given, Own), given.tensors if isinstance(given, Own) else given
+        args, kwargs, target, columns = (*_sorted(tensors), {}) if names is None else _named(tensors, names)
+        every = (*args, *kwargs.values(), *columns.values(), *([] if target is None else [target]))
+        sizes = {t.shape[0] if t.dim() else 0 for t in every}
         if len(sizes) != 1:
             raise MeshwrightError(f"the tensors of a batch have different numbers of rows: {sorted(sizes)}")
         self.size = sizes.pop()
         self.microbatches, self.copy, self.copies = microbatches, copy, copies
-        whole, cuts, first = Rows(0, self.size), copies * microbatches, copy * microbatches
+        whole = Rows(0, self.size)
+        cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
         self._rows = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
-        self._weights: dict[Rows, float] = {}
+        self._weights: dict[Rows, Weight] = {}
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
-        self.form = (self.size, *(tuple(t.shape[1:]) for t in (*self.args, *self.kwargs.values())))
+        self.columns = {name: t if t.is_meta else t.to(device) for name, t in columns.items()}
+        shaped = (*self.args, *self.kwargs.values(), *self.columns.values())
+        self.form = (self.size, *(tuple(t.shape[1:]) for t in shaped))
         """What the shapes of everything that follows depend on; equal on all ranks."""
 
     @property
     def count(self) -> int:
         """How many losses the whole batch adds up at most: labels, or rows where there are none."""
-        target = self.target
-        return self.size if target is None or target.is_floating_point() else target.numel()
+        labels = [t for t in (self.target, *(self.columns.get(name) for name in TARGETS)) if t is not None]
+        return max((t.numel() for t in labels if not t.is_floating_point()), default=self.size)
 
     def rows(self, mb: int) -> Rows:
-        """The rows of microbatch `mb` of this copy, in the whole batch."""
+        """The rows of microbatch `mb` of this copy, among those that are here."""
         return self._rows[mb]
 
     def inputs(self, rows: Rows) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -54,16 +78,21 @@ class Batch:
         start, stop = rows
         return tuple(t[start:stop] for t in self.args), {name: t[start:stop] for name, t in self.kwargs.items()}
 
+    def named(self, names: Iterable[str], rows: Rows) -> dict[str, Tensor]:
+        """Columns by name, cut to some rows."""
+        return {name: self.columns[name][rows.start : rows.stop] for name in names}
+
     def targets(self, rows: Rows) -> Tensor | None:
         """What the loss compares with."""
         return None if self.target is None else self.target[rows.start : rows.stop]
 
-    def weight(self, rows: Rows, objective: Objective) -> float:
+    def weight(self, rows: Rows, objective: Objective) -> Weight:
         """What these rows count, asked for by every stage and worked out once."""
         found = self._weights.get(rows)
         if found is None:
             labelled = self.target is not None and not self.target.is_floating_point()
-            found = self._weights[rows] = objective.weight(self.targets(rows) if labelled else None, rows)
+            columns = self.named(objective.columns, rows)
+            found = self._weights[rows] = objective.weight(self.targets(rows) if labelled else None, rows, columns)
         return found
 
 
@@ -81,28 +110,98 @@ def _sorted(given: Given) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor
     return (tensors[:-1], {}, tensors[-1]) if len(tensors) > 1 else (tensors, {}, None)
 
 
+def _named(
+    given: Given, names: tuple[str, ...]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
+    """The columns of a captured model, and the target that it leaves."""
+    if isinstance(given, Mapping):
+        if missing := [name for name in names if name not in given]:
+            raise MeshwrightError(
+                f"the batch has no column {missing[0]!r}, which the model was captured with; it has {', '.join(map(repr, given))}",
+                fix=f"a batch with {missing[0]!r}",
+            )
+        left = [given[name] for name in TARGETS if name in given and name not in names]
+        return (), {}, left[0] if left else None, {name: given[name] for name in names}
+    tensors = (given,) if isinstance(given, Tensor) else tuple(given)
+    if len(tensors) < len(names):
+        raise MeshwrightError(
+            f"the batch has {len(tensors)} tensors, the model was captured with {len(names)}: {', '.join(names)}",
+            fix=f"a batch with {names[len(tensors)]!r}",
+        )
+    target = tensors[len(names)] if len(tensors) > len(names) else None
+    return (), {}, target, dict(zip(names, tensors, strict=False))
+
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """A user's own: output and target of some rows to their mean loss."""
+
+
+class Weigh(Protocol):
+    """Works out from some columns what the loss of their rows counts."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What it reads."""
+        ...
+
+    def __call__(self, columns: Mapping[str, Tensor]) -> float:
+        """The weight."""
+        ...
+
+
+class Weight(NamedTuple):
+    """How many items the mean of some rows is over, and how many they count for in the mean of the whole batch."""
+
+    items: float
+    counts: float
+
+
+Count = Callable[[Tensor], float]
+"""How many items some labels count for, where a user's habits say otherwise than the model's loss."""
 
 
 class Objective:
     """The sum of the losses of some rows and the weight it is to be divided by: rows, or tokens that count.
 
-    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean.
+    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean. Where no loss
+    is wanted (outputs alone are) nothing counts.
     """
 
-    def __init__(self, loss: Loss | None = None, *, ignored: int = -100) -> None:
-        self.loss, self.ignored = loss, ignored
+    def __init__(
+        self,
+        loss: Loss | None = None,
+        *,
+        ignored: int = -100,
+        wanted: bool = True,
+        weigh: Weigh | None = None,
+        count: Count | None = None,
+    ) -> None:
+        self.loss, self.ignored, self.wanted, self.weigh, self.count = loss, ignored, wanted, weigh, count
 
-    def weight(self, target: Tensor | None, rows: Rows) -> float:
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The batch columns that weights are worked out from."""
+        return () if self.weigh is None else self.weigh.columns
+
+    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> Weight:
         """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
+        if not self.wanted:
+            return Weight(0.0, 0.0)
+        if self.weigh is not None and columns is not None:
+            items = self.weigh(columns)
+            labels = [columns[name] for name in TARGETS if name in columns]
+            return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
         if target is not None and not target.is_floating_point():
-            return float((target != self.ignored).sum())
-        return float(rows.stop - rows.start)
+            items = self._labelled(target) if self.count is None else self.count(target)
+            return Weight(items, items)
+        return Weight(*[float(rows.stop - rows.start)] * 2)
 
-    def __call__(self, output: Tensor, target: Tensor | None, rows: Rows) -> Tensor:
+    def _labelled(self, target: Tensor) -> float:
+        """Labels that are not ignored. What has no sign holds no -100, which torch would compare with what it wraps to."""
+        return float((target != self.ignored).sum() if target.dtype.is_signed else target.numel())
+
+    def __call__(self, output: Tensor, target: Tensor | None, rows: Rows, count: float) -> Tensor:
         """The sum over these rows; where nothing counts there is nothing to learn, and a mean would be no number."""
-        count = self.weight(target, rows)
         if not count:
             return torch.zeros((), dtype=torch.float32, device=output.device)
         if output.dtype in (torch.bfloat16, torch.float16):

@@ -67,7 +67,7 @@ class Compute:
         if rows.start == rows.stop:
             return
         received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
-        bundles = []
+        bundles: list[Bundle] = []
         for index in range(len(saved) or 1):
             part = rows.cut(index, len(saved) or 1)
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
@@ -79,7 +79,9 @@ class Compute:
             if stage.is_last:
                 tally = self.tallies.setdefault((self.base + action.mb) // self.microbatches, Tally())
                 tally.loss = tally.loss + bundle.tensors[0].double()
-                tally.weight += call.weight
+                tally.weight += call.counts
+            elif part != rows:
+                self._check_rows(bundle, part)
             bundles.append(bundle)
         if Kind.ACT in step.writes:
             self._scatter(step.writes[Kind.ACT], _joined(bundles), rows)
@@ -100,7 +102,7 @@ class Compute:
         if Kind.GRAD in step.writes:
             self._scatter(step.writes[Kind.GRAD], Bundle(found, (False,) * len(found)), record.call.rows)
         if weights:
-            self.parameters.count(step, record.call.weight)
+            self.parameters.count(step, record.call.counts)
         else:
             self.store.slots[step.writes[Kind.REST][0]] = record
 
@@ -109,7 +111,7 @@ class Compute:
         record: Record | None = self.store.pop(step.reads[Kind.REST][0])
         if record is not None:
             self.stages[step.action.stage].finish(record)
-            self.parameters.count(step, record.call.weight)
+            self.parameters.count(step, record.call.counts)
 
     def recompute(self, step: Step) -> None:
         """Bring back what a forward did not keep."""
@@ -226,7 +228,8 @@ class Compute:
         stage = self.stages[step.action.stage]
         target = batch.targets(rows) if stage.is_last else None
         weight = batch.weight(rows, stage.objective)
-        return Call(inputs, named, target, rows, key, weight, self.parameters.versions(step))
+        columns = batch.named(stage.columns, rows)
+        return Call(inputs, named, target, rows, key, weight.items, weight.counts, self.parameters.versions(step), columns)
 
     def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
         """Only what has a row per row of the batch can be cut by rows."""

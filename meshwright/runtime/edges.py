@@ -86,11 +86,7 @@ class Edges:
                 contract = self.sent[channel, shape] = _contract(bundle)
                 self.transport.send(channel, _header(contract, channel).to(self.device))
         elif not _fits(contract, bundle):
-            raise MeshwrightError(
-                f"what rank {channel.source} sends to {channel.target} ({channel.kind.value}) has other shapes than before, "
-                f"for a batch of the same shape: {_shapes(bundle)} after {[size for size, _, _ in contract]}",
-                fix="let shapes follow from the shapes of the batch alone",
-            )
+            raise _changed(channel, contract, _contract(bundle))
         for tensor in bundle.tensors:
             self.transport.send(channel, tensor)
         self.waiting = None
@@ -125,14 +121,25 @@ class Edges:
 def _fits(contract: Contract, bundle: Bundle) -> bool:
     if len(contract) != len(bundle.tensors):
         return False
-    for (size, dtype, _), tensor in zip(contract, bundle.tensors, strict=True):
-        if size != tensor.shape or dtype is not tensor.dtype:
+    for (size, dtype, flag), tensor, learns in zip(contract, bundle.tensors, bundle.flags, strict=True):
+        if size != tensor.shape or dtype is not tensor.dtype or flag is not learns:
             return False
     return True
 
 
-def _shapes(bundle: Bundle) -> list[tuple[int, ...]]:
-    return [tuple(t.shape) for t in bundle.tensors]
+def _changed(channel: Channel, before: Contract, now: Contract) -> MeshwrightError:
+    """What to say where a message breaks the contract of its edge."""
+    where = f"what rank {channel.source} sends to {channel.target} ({channel.kind.value})"
+    if [(size, dtype) for size, dtype, _ in before] == [(size, dtype) for size, dtype, _ in now]:
+        return MeshwrightError(
+            f"{where} takes a gradient in one microbatch and none in another",
+            fix="let it follow from the shapes of the batch alone which layers run",
+        )
+    return MeshwrightError(
+        f"{where} has other shapes than before, for a batch of the same shape: "
+        f"{[size for size, _, _ in now]} after {[size for size, _, _ in before]}",
+        fix="let shapes follow from the shapes of the batch alone",
+    )
 
 
 def _contract(bundle: Bundle) -> Contract:

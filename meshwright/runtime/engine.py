@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
-from meshwright.runtime.batch import Batch, Given, Loss, Objective
+from meshwright.runtime.batch import Batch, Count, Given, Loss, Objective, Own
 from meshwright.runtime.compute import Compute, Tally
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
@@ -39,6 +39,7 @@ class Settings:
     copies: int = 1
     scheduler: Scheduler | None = None
     loss: Loss | None = None
+    count: Count | None = None
     rules: Rules = field(default_factory=Rules)
     transport: str = "auto"
     seed: int = 0
@@ -51,6 +52,7 @@ class Engine:
 
     def __init__(self, schedule: Schedule, layers: Layers, settings: Settings, trace: Trace | None = None) -> None:
         _refuse(schedule, layers, settings)
+        _refuse_unequal(layers)
         self.schedule, self.layers, self.settings = schedule, layers, settings
         self.scaler = settings.precision.scaler()
         self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
@@ -70,10 +72,12 @@ class Engine:
         if trace is not None:
             self._watch(trace)
 
-    def run(self, batch: Callable[[int], Given], first_step: int = 0) -> dict[int, Tally]:
+    def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
         """Walk the schedule once with the batches of its steps."""
         self._batch = batch
         self._batches: dict[int, Batch] = {}
+        if self.scaler is not None and not self.scaler.unit:
+            self.scaler.measure(self._largest(self._feed(first_step).count))
         self.executor.run(first_step)
         return self.compute.tallies
 
@@ -89,9 +93,8 @@ class Engine:
                 copy=self.mesh.copy,
                 copies=settings.copies,
                 device=settings.device,
+                names=self.layers.columns,
             )
-            if self.scaler is not None:
-                self.scaler.measure(self._batches[step].count)
         return self._batches[step]
 
     def timeline(self) -> Timeline | None:
@@ -123,7 +126,7 @@ class Engine:
             first_layer=self.layers.starts[stage],
             device=self.settings.device,
             is_last=stage == schedule.stages - 1,
-            objective=Objective(self.settings.loss),
+            objective=Objective(self.settings.loss, weigh=self.layers.weigh, count=self.settings.count),
             seed=self.settings.seed,
             share=share,
             precision=self.settings.precision,
@@ -141,6 +144,12 @@ class Engine:
             group=self.groups.get(ranks),
             versioned=not self.schedule.flush,
         )
+
+    def _largest(self, count: int) -> float:
+        """The largest of all ranks' numbers; all ranks ask together."""
+        found = torch.tensor([float(count)], device=self.settings.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
 
     def _start_equal(self) -> None:
         """Copies of a unit begin with the values of their first holder; not by trust in seeds."""
@@ -171,3 +180,15 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
     require(settings.precision.dtype, settings.device)
     if not schedule.norm and settings.rules.skip_nonfinite:
         raise MeshwrightError(f"{schedule.name} has no flush: a step cannot be skipped as a whole", fix="skip_nonfinite=False")
+
+
+def _refuse_unequal(layers: Layers) -> None:
+    """Ranks that cut the model in different ways would send each other nonsense: their hashes are compared first of all."""
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, layers.digest)
+    if len(set(found)) > 1:
+        other = next(rank for rank, digest in enumerate(found) if digest != found[0])
+        raise MeshwrightError(
+            f"ranks cut the model in different ways: rank 0 has {found[0]}, rank {other} has {found[other]}",
+            fix="the same model, example batch, plan and versions of torch on all ranks",
+        )

@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -38,11 +38,13 @@ class Workers:
     """Local processes, one per rank; `run` gives all of them the same function and returns what each returned.
 
     `timeout_s`: how long a run may stand still, with at least one rank inside a schedule or a collective.
+    `preload`: modules to load once for all of them, where these workers are the first of this process.
     """
 
-    def __init__(self, count: int, *, timeout_s: float = Patience.timeout_s) -> None:
+    def __init__(self, count: int, *, timeout_s: float = Patience.timeout_s, preload: Sequence[str] = ()) -> None:
         _refuse_inside_a_worker()
         self.count, self.jobs = count, 0
+        self.preload = ["meshwright.runtime.preload", *preload]
         self.patience = Patience(timeout_s=timeout_s)
         self.store: TCPStore | None = None
         self.pipes: list[Connection] = []
@@ -90,7 +92,7 @@ class Workers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["meshwright.runtime.preload"])
+        context.set_forkserver_preload(self.preload)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=ANSWER_S)
         for rank in range(self.count):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from torch import nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.batch import Weigh
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,12 @@ class Layers:
 
     modules: tuple[nn.Module, ...]
     starts: tuple[int, ...]
+    original: Mapping[nn.Parameter, str] | None = None
+    """The names that a captured model itself has for its parameters."""
+    columns: tuple[str, ...] | None = None
+    """The batch columns that a captured model takes, in order; each of its layers names those it reads."""
+    weigh: Weigh | None = None
+    """What the loss of some rows counts, from their columns, where the model's own loss says so."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:
@@ -48,12 +56,22 @@ class Layers:
 
     @cached_property
     def names(self) -> dict[nn.Parameter, str]:
-        """The first name of every parameter, as in the list of layers."""
+        """The first name of every parameter, as in the list of layers, or as the captured model has it."""
         found: dict[nn.Parameter, str] = {}
         for index, module in enumerate(self.modules):
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 found.setdefault(parameter, f"{index}.{name}")
-        return found
+        return found if self.original is None else {parameter: self.original[parameter] for parameter in found}
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on all ranks that cut equal models in the same way."""
+        shapes = [(name, tuple(p.shape), str(p.dtype), self.users[p]) for p, name in self.names.items()]
+        return sha256(repr((self.starts, shapes, self.columns)).encode()).hexdigest()[:16]
+
+    def columns_of(self, stage: int) -> tuple[str, ...]:
+        """The batch columns that a stage reads by name."""
+        return tuple(dict.fromkeys(name for layer in self.of_stage(stage) for name in columns_of(layer)))
 
     @cached_property
     def users(self) -> dict[nn.Parameter, tuple[int, ...]]:
@@ -76,6 +94,12 @@ class Layers:
         """The parameters of a sync unit: a stage's own, or those of a tie group."""
         wanted = (number,) if number < self.stages else self.ties[number - self.stages]
         return [parameter for parameter, stages in self.users.items() if stages == wanted]
+
+
+def columns_of(layer: nn.Module) -> tuple[str, ...]:
+    """The batch columns that a layer takes by name besides what crosses from the layer before it."""
+    names: tuple[str, ...] = getattr(layer, "columns", ())
+    return names
 
 
 def require_layers(layers: Sequence[nn.Module], share: float, stage: int) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind, Value
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.precision import Scaler
@@ -23,6 +24,15 @@ class Rules:
 
     clip: float | None = None
     skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise MeshwrightError(f"gradients are clipped to a norm above 0, got {self.clip!r}", fix="clip=1.0, or clip=None")
+
+    def scale(self, norm: float) -> float:
+        """What gradients of this norm are multiplied by; a norm that is no number leaves none in them, as in torch."""
+        found = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
+        return 1.0 if found > 1.0 else found
 
 
 class Parameters:
@@ -132,14 +142,14 @@ class Parameters:
             self.skipped.append(number)
             self._scale = None
         elif self.rules.clip is not None:
-            self._scale = min(1.0, self.rules.clip / (norm + 1e-6))
+            self._scale = self.rules.scale(norm)
 
     def update(self, step: Step) -> None:
         """Turn version k into k + 1; without a flush a norm is that of the unit alone."""
         unit = self.units[step.action.stage]
         scale = self._scale
         if not self.schedule.norm and self.rules.clip is not None:
-            scale = min(1.0, self.rules.clip / (unit.square(step.round) ** 0.5 + 1e-6))
+            scale = self.rules.scale(unit.square(step.round) ** 0.5)
         unit.update(step.round, in_place=step.in_place, scale=scale, factor=self._factor)
         if step.releases:
             unit.release(step.round)

@@ -6,7 +6,7 @@
     rest = deferred.end()
     run(rest)                          W: no forward and no graph; bit for bit what B would have added to .grad
 
-Linear, transformers' Conv1D, Embedding and convolutions are split where their weight is a leaf that needs a gradient. All else
+Linear, transformers' Conv1D, products of rows that say so (`splits_rows`), Embedding and convolutions are split where their weight is a leaf that needs a gradient. All else
 is left to autograd and gets its gradients during I: other modules, computed weights, autocast, and the options seen in `_kind`.
 Between I and W a rest holds the very tensors: neither the inputs nor a received gradient may be overwritten.
 Hooks on modules fire as ever; hooks on a split parameter itself see None in I and nothing in W.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.runtime.nodes import Rest, Slot, convolution, lookup, product
 
@@ -116,12 +117,16 @@ def _slot(module: nn.Module) -> Slot | None:
 
 def _kind(module: Any, plain: object) -> Call | None:
     """How to call a module, judged by the function that is its forward: a subclass with its own forward is left alone."""
+    if is_parametrized(module):  # to look at its weight is to compute it
+        return None
     if plain is nn.Linear.forward:
         return _linear
     if plain is nn.Embedding.forward:
         return _embedding if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq else None
     if plain in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
         return _convolution if module.padding_mode == "zeros" and not isinstance(module.padding, str) else None
+    if getattr(module, "splits_rows", False):
+        return _rows
     for base in type(module).__mro__:
         if base.__name__ == "Conv1D" and plain is not None and vars(base).get("forward") is plain and hasattr(module, "nf"):
             return _conv1d
@@ -154,6 +159,11 @@ def _conv1d(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
     if not _ready(x, weight, bias):
         return None
     return product(slot, x.view(-1, x.shape[-1]), weight, bias, False).view(*x.shape[:-1], module.nf)
+
+
+def _rows(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+    weight, bias = module.weight, module.bias
+    return product(slot, x, weight, bias, False) if x.dim() == 2 and _ready(x, weight, bias) else None
 
 
 def _embedding(slot: Slot, module: Any, x: Tensor) -> Tensor | None:

@@ -25,6 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import TARGETS, Objective
+from meshwright.runtime.layers import columns_of
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
 
@@ -55,8 +56,10 @@ class Call:
     target: Tensor | None
     rows: Rows
     key: Key
-    weight: float = 0.0
+    items: float = 0.0
+    counts: float = 0.0
     weights: Weights | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -83,15 +86,21 @@ class Stage:
     seed: int = 0
     share: float = 0.0
     splits: bool = False
+    keep: Callable[[Rows, Any], None] | None = None
+    """Shown what the last layer returns for some rows, before the objective makes one number of it."""
     precision: Precision = field(default_factory=Precision)
     scaler: Scaler | None = None
 
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
-        # What changes its input in place must not change what is kept for the backward, nor the batch.
+        # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
+        # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
         self.takes_target = takes_target(self.layers[-1])
+        mine = [name for layer in self.layers for name in columns_of(layer)]
+        self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
         self.inplace = changes_in_place(self.layers)
+        self.untouched: set[int] = set()
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -144,11 +153,14 @@ class Stage:
 
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         named = call.named if which.start == 0 else {}
-        if self.inplace or (self.first_layer == 0 and which.start == 0):
-            values = tuple([t.clone() for t in values])
+        watched: tuple[Tensor, ...] = ()
+        of_batch = self.first_layer == 0 and which.start == 0
+        if self.inplace or of_batch or which.start not in self.untouched:
+            watched = values = tuple([t.clone() for t in values])
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
             layer, number = self.layers[index], self.first_layer + index
+            named = {**named, **self._columns(layer, call)}
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
             if self.is_last and index == len(self.layers) - 1 and call.target is not None and self.takes_target(len(values)):
                 values = (*values, call.target)
@@ -157,10 +169,19 @@ class Stage:
                     output = layer(*values, **named)
                 else:
                     output = functional_call(layer, dict(call.weights[index]), values, dict(named))
+            if self.keep is not None and self.is_last and index == len(self.layers) - 1:
+                self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}
+        if watched and not any(t._version for t in watched):
+            self.untouched.add(which.start)
         if self.is_last and which.stop == len(self.layers):
-            return (self.objective(values[0], call.target, call.rows),)
+            return (self.objective(values[0], call.target, call.rows, call.items),)
         return values
+
+    def _columns(self, layer: nn.Module, call: Call) -> dict[str, Tensor]:
+        """What a layer takes of the batch by name; one that changes tensors in place gets copies."""
+        found = {name: call.columns[name] for name in columns_of(layer)}
+        return {name: t.clone() for name, t in found.items()} if getattr(layer, "inplace", False) else found
 
 
 def changes_in_place(layers: Sequence[nn.Module]) -> bool:
@@ -215,7 +236,9 @@ def _learns(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 """Layers that keep statistics of what they saw."""
 
 

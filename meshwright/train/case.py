@@ -5,13 +5,15 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.capture.export import flatten
+from meshwright.capture.flat import Flat
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
@@ -21,8 +23,9 @@ from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer
+from meshwright.train.layers import LISTS, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
-from meshwright.train.saved import Kept, saved_bytes
+from meshwright.train.saved import kept_for
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
@@ -44,6 +47,8 @@ class Case:
     loss: Loss | None
     optimizer: Optimizer
     precision: Precision = field(default_factory=Precision)
+    flat: Flat | None = None
+    """The graph of a model that is captured, once for all workers."""
 
     @property
     def tolerance(self) -> float:
@@ -51,13 +56,19 @@ class Case:
         dtype = self.precision.dtype
         return TOLERANCE[self.dtype if dtype is None else str(dtype).removeprefix("torch.")]
 
-    def layers(self, stages: int) -> Layers:
-        """The model, built from the seed in the dtype."""
+    def model(self) -> Any:
+        """What the user built, from the seed, in the dtype."""
         torch.manual_seed(self.seed)
-        layers = Layers.of(_called("build()", self.build), stages)
-        for module in layers.modules:
-            module.to(getattr(torch, self.dtype))
-        return layers
+        built = _called("build()", self.build)
+        for module in built if isinstance(built, LISTS) else [built]:
+            if isinstance(module, nn.Module):
+                module.to(getattr(torch, self.dtype))
+        return built
+
+    def layers(self, stages: int, built: Any = None) -> Layers:
+        """The model cut into stages."""
+        built = self.model() if built is None else built
+        return layers_for(built, self.data(0), stages, flat=self.flat, own_loss=self.loss is not None)
 
     def data(self, step: int) -> Given:
         """A batch in the dtype."""
@@ -104,39 +115,38 @@ def _no_tensor(what: str, given: object) -> MeshwrightError:
     return MeshwrightError(what, fix="torch.from_numpy" if array else "a tuple or a mapping of tensors")
 
 
-def prepare(case: Case) -> tuple[Layers, Schedule]:
-    """The model cut into stages and the proved lists; everything that a user can mend is said here."""
+def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
+    """The case with its captured graph, the model cut into stages, the proved lists; what a user can mend is said here."""
     if case.dtype not in TOLERANCE:
         raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
     if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
         raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
     if isinstance(case.seed, bool) or not isinstance(case.seed, int) or not 0 <= case.seed < SEEDS:
         raise MeshwrightError(f"a seed is a whole number of at least 0 and below 2**63, got {case.seed!r}", fix="seed=0")
+    if case.loss is not None and not callable(case.loss):
+        raise MeshwrightError(f"loss is a function of output and target, got {case.loss!r}", fix="loss=mse_loss")
     parse_name(case.parallel.transport)
     refuse_crowd(case.parallel.ranks)
     _refuse_local(case)
     stages = stages_of(case.parallel)
-    layers = case.layers(stages)
+    built = case.model()
+    if is_captured(built):
+        case = replace(case, flat=flatten(built, case.data(0), own_loss=case.loss is not None))
+    layers = case.layers(stages, built)
     if not any(p.requires_grad for p in layers.names):
         raise MeshwrightError(
             "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
         )
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
     _refuse_rows(case)
-    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=_kept(case, layers))
+    objective = Objective(case.loss, weigh=layers.weigh)
+    kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
+    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
-    return layers, schedule
-
-
-def _kept(case: Case, layers: Layers) -> tuple[Kept, ...] | None:
-    """What stages keep of the first batch, where recompute is chosen by a budget."""
-    if case.parallel.budget_bytes is None:
-        return None
-    first = Batch(case.data(0), microbatches=case.parallel.microbatches, copies=case.parallel.dp)
-    return saved_bytes(layers, first, objective=Objective(case.loss), precision=case.precision)
+    return case, layers, schedule
 
 
 def _refuse_local(case: Case) -> None:
@@ -168,10 +178,27 @@ def _refuse_rows(case: Case) -> None:
     """Every microbatch of the first batch has a row; later batches may be shorter."""
     parallel = case.parallel
     cuts = parallel.microbatches * parallel.dp
-    rows = Batch(case.data(0), microbatches=parallel.microbatches, copies=parallel.dp).size
+    first = case.data(0)
+    if not _same(first, case.data(0)):
+        raise MeshwrightError(
+            "batch(0) gives other tensors when it is called again, and every worker calls it",
+            fix="draw from torch.Generator().manual_seed(step)",
+        )
+    rows = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp).size
     if rows < cuts:
         copies = f" on each of {parallel.dp} copies" if parallel.dp > 1 else ""
         raise MeshwrightError(
             f"a batch of {rows} rows cannot be cut into {parallel.microbatches} microbatches{copies}",
             fix=f"batches of at least {cuts} rows, or fewer microbatches",
         )
+
+
+def _same(a: Given, b: Given) -> bool:
+    """Whether two batches are equal; what is no number equals itself here."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return list(a) == list(b) and _same(tuple(a.values()), tuple(b.values()))
+    return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return x.shape == y.shape and x.dtype is y.dtype and bool(((x == y) | ((x != x) & (y != y))).all())

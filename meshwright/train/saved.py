@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.runtime.batch import Batch, Objective
+from meshwright.ir.plan import Parallel
+from meshwright.runtime.batch import Batch, Given, Objective
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import Call, Key, Stage, changes_in_place, leaf
@@ -45,20 +46,31 @@ def saved_bytes(
     """For each stage what it keeps of a microbatch of this batch, its largest."""
     rows = max((batch.rows(mb) for mb in range(batch.microbatches)), key=lambda rows: rows.stop - rows.start)
     values, named = batch.inputs(rows)
+    objective = objective or Objective(weigh=layers.weigh)
     found: list[_Saved] = []
     state = torch.get_rng_state()
     for index, layer in enumerate(layers.modules):
         last = index == len(layers.modules) - 1
-        call = Call(values, named if index == 0 else {}, batch.targets(rows), rows, Key(0, 0), weight=1.0)
-        call.weights = [_stand_in(layer)]
-        objective, precision = objective or Objective(), precision or Precision()
-        stage = Stage([layer], index, torch.device("cpu"), is_last=last, objective=objective, precision=precision)
+        stage = Stage([layer], index, torch.device("cpu"), is_last=last, objective=objective, precision=precision or Precision())
+        call = Call(values, named if index == 0 else {}, batch.targets(rows) if last else None, rows, Key(0, 0), items=1.0)
+        call.weights, call.columns = [_stand_in(layer)], batch.named(stage.columns, rows)
+        stage.untouched.add(0)  # no copy of the input for a first look
         values, one = _measured(stage, call)
         found.append(one)
     torch.set_rng_state(state)
     return tuple(
         _kept(found[a:b], first=a == 0, inplace=changes_in_place(layers.modules[a:b])) for a, b in pairwise(layers.starts)
     )
+
+
+def kept_for(
+    parallel: Parallel, layers: Layers, batch: Given, *, objective: Objective | None = None, precision: Precision | None = None
+) -> tuple[Kept, ...] | None:
+    """What stages keep of a microbatch of a whole batch; None where the plan has no budget to choose recompute by."""
+    if parallel.budget_bytes is None:
+        return None
+    cut = Batch(batch, microbatches=parallel.microbatches, copies=parallel.dp, names=layers.columns)
+    return saved_bytes(layers, cut, objective=objective, precision=precision)
 
 
 def _kept(layers: list[_Saved], *, first: bool, inplace: bool) -> Kept:

@@ -6,8 +6,9 @@ versions; which, is read from its lists, so the reference is that schedule's own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,23 @@ from torch.func import functional_call
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind, Op, walk
 from meshwright.ir.effects import rule
+from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
-from meshwright.runtime.layers import Layers
+from meshwright.runtime.layers import Layers, columns_of
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import takes_target, tensors_of
 from meshwright.runtime.unit import Optimizer
+
+
+class Whole(Protocol):
+    """A model uncut: its loss, or its output, for some columns with these tensors as its parameters."""
+
+    def __call__(self, weights: Weights, columns: Mapping[str, Tensor]) -> Tensor:
+        """Run it."""
+        ...
+
 
 Versions = dict[tuple[int, int], dict[int, int]]
 """For (stage, microbatch) the version of each unit that its forward reads."""
@@ -65,9 +76,11 @@ class Serial:
     loss: Loss | None = None
     seed: int = 0
     precision: Precision = field(default_factory=Precision)
+    whole: Whole | None = None
+    """The model itself, uncut: what its captured layers are compared with."""
 
     def __post_init__(self) -> None:
-        self.objective = Objective(self.loss)
+        self.objective = Objective(self.loss, weigh=self.layers.weigh)
         self.scaler = self.precision.scaler()
         self.units = {unit: [p for p in self.layers.unit(unit) if p.requires_grad] for unit in range(self.schedule.units)}
         self.params = [p for params in self.units.values() for p in params]
@@ -91,7 +104,7 @@ class Serial:
         for step in range(steps):
             mine = [sums[step, copy] for copy in range(self.copies)]
             weight = sum(w for _, w in mine)
-            trace.losses.append(sum(s for s, _ in mine) / weight if weight else float("nan"))
+            trace.losses.append(sum(s for s, _ in mine) / weight if weight else 0.0)  # nothing counted, nothing lost
         trace.weights = {name: p.detach().clone() for p, name in self.layers.names.items()}
         return trace
 
@@ -115,14 +128,14 @@ class Serial:
             added: Weights = {}
             for mb in range(round_ * count, (round_ + 1) * count):
                 step, local = divmod(mb, self.microbatches)
-                data = Batch(batch(step), microbatches=self.microbatches, copy=copy, copies=self.copies)
+                data = self._batch(batch(step), copy)
                 if self.scaler is not None:
                     self.scaler.measure(data.count)
                 rows = data.rows(local)
                 if rows.start == rows.stop:
                     continue
                 sums[step, copy][0] += self._microbatch(data, step, local, self._weights(mb), added)
-                counted = self.objective.weight(data.targets(rows), rows)
+                counted = self._weight(data, rows)
                 sums[step, copy][1] += counted
                 weight += counted
             for p, gradient in added.items():
@@ -135,6 +148,13 @@ class Serial:
         factor = self.scaler.factor if self.scaler else 1.0
         for p in self.params:
             p.grad = total[p] / ((weight or 1.0) * factor) if p in total else torch.zeros_like(p)
+
+    def _batch(self, given: Given, copy: int) -> Batch:
+        names = self.layers.columns
+        return Batch(given, microbatches=self.microbatches, copy=copy, copies=self.copies, names=names)
+
+    def _weight(self, data: Batch, rows: Rows) -> float:
+        return self.objective.weight(data.targets(rows), rows, data.named(self.objective.columns, rows)).counts
 
     def _weights(self, mb: int) -> list[Weights]:
         """For each stage its parameters as leaves, of the versions that it reads."""
@@ -153,6 +173,24 @@ class Serial:
 
     def _microbatch(self, data: Batch, step: int, local: int, weights: list[Weights], added: Weights) -> float:
         """One forward and backward through all layers; gradients are added up."""
+        rows = data.rows(local)
+        if self.whole is None:
+            output = self._through_layers(data, step, local, weights)
+        else:
+            leaves_of = {p: at for held in weights for p, at in held.items()}
+            with self.precision.autocast(torch.device("cpu")):
+                output = self.whole(leaves_of, data.named(data.columns, rows))
+        loss = self.objective(output, data.targets(rows), rows, self._weight(data, rows))
+        if loss.requires_grad:
+            loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))
+        leaves = {id(at): (p, at) for held in weights for p, at in held.items()}
+        for p, at in leaves.values():
+            if at.grad is not None:
+                added[p] = added[p] + at.grad if p in added else at.grad.clone()
+        return float(loss.detach())
+
+    def _through_layers(self, data: Batch, step: int, local: int, weights: list[Weights]) -> Tensor:
+        """One layer after another, each with random streams of its own."""
         rows, number = data.rows(local), data.copy * self.microbatches + local
         values, named = data.inputs(rows)
         values, named = tuple(t.clone() for t in values), {name: t.clone() for name, t in named.items()}
@@ -163,15 +201,9 @@ class Serial:
                 devices.seed(torch.device("cpu"), devices.stream(self.seed, step, number, index))
                 if index == count - 1 and target is not None and self.takes_target(len(values)):
                     values = (*values, target)
+                named |= {name: t.clone() for name, t in data.named(columns_of(layer), rows).items()}
                 own = {n: weights[stage].get(p, p) for n, p in layer.named_parameters(remove_duplicate=False)}
                 with self.precision.autocast(torch.device("cpu")):
                     output = functional_call(layer, own, values, named)
                 values, named = tensors_of(output, index), {}
-        loss = self.objective(values[0], target, rows)
-        if loss.requires_grad:
-            loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))
-        leaves = {id(at): (p, at) for held in weights for p, at in held.items()}
-        for p, at in leaves.values():
-            if at.grad is not None:
-                added[p] = added[p] + at.grad if p in added else at.grad.clone()
-        return float(loss.detach())
+        return values[0]

@@ -24,6 +24,7 @@ from meshwright.runtime.precision import Precision
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.case import Case, prepare
 from meshwright.train.certificate import Certificate, RankTrace, certify, digest
+from meshwright.train.layers import Uncut
 from meshwright.train.serial import Serial, Trace
 
 
@@ -47,7 +48,7 @@ def verify(
 ) -> Certificate:
     """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name."""
     case = Case(build, batch, Parallel.of(parallel), steps, dtype, seed, loss, optimizer, Precision.of(precision))
-    layers, schedule = prepare(case)
+    case, layers, schedule = prepare(case)
     pool = workers or Workers(case.parallel.ranks)
     try:
         (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
@@ -60,11 +61,14 @@ def verify(
 
 def serial_trace(case: Case, schedule: Schedule) -> Trace:
     """What one process does with all layers."""
-    layers = case.layers(schedule.stages)
-    parallel = case.parallel
+    built, parallel = case.model(), case.parallel
+    layers = case.layers(schedule.stages, built)
     one = Serial(
         schedule, layers, case.optimizer, parallel.microbatches, parallel.dp, case.loss, case.seed, precision=case.precision
     )
+    if case.flat is not None and schedule.flush and not case.flat.random and case.precision.dtype is None:
+        # Nothing is drawn or rounded on the way, so that the model itself can be asked: what capture gets wrong shows too.
+        one.whole = Uncut.of(built, case.data(0), own_loss=case.loss is not None)
     return one.run(case.data, case.steps)
 
 

@@ -1,0 +1,1 @@
+"""One script twice: for the Hugging Face Trainer, and for this one."""

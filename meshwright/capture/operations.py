@@ -1,0 +1,100 @@
+"""Operations by name: how the functions of a traced graph are written down, found again, and what is special about some."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.errors import MeshwrightError
+
+_PLACES = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}
+
+PRODUCTS = (
+    "aten.linear",
+    "aten.addmm",
+    "aten.mm",
+    "aten.matmul",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten.einsum",
+    "aten.conv1d",
+    "aten.conv2d",
+    "aten.conv3d",
+    "aten.convolution",
+    "aten.conv_transpose1d",
+    "aten.conv_transpose2d",
+    "aten._grouped_mm",
+)
+"""Operations whose cost is that of a matrix product."""
+
+LOOKUPS = ("aten.embedding",)
+CORES = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
+"""What attention mixes rows with."""
+
+VIEWS = (
+    *("aten.view", "aten.slice", "aten.select", "aten.transpose", "aten.permute", "aten.unsqueeze", "aten.squeeze"),
+    *("aten.expand", "aten.reshape", "aten.t", "aten.alias", "aten.detach", "aten.diagonal", "aten.split", "aten.chunk"),
+    *("aten.unbind", "aten.narrow", "aten.as_strided", "aten.view_as", "aten.flatten", "aten.contiguous", "aten.to"),
+    *("aten.split_with_sizes", "aten.movedim", "aten.unflatten", "aten.expand_as", "aten.numpy_T", "aten.dropout"),
+    *("operator.getitem", "aten.T", "aten.mT", "aten.type_as", "aten.lift_fresh", "aten.unfold", "aten.swapaxes"),
+)
+"""Operations whose result may share memory with their first argument."""
+
+NORMS = ("aten.batch_norm",)
+"""Operations that count what they saw in buffers of their own."""
+
+CHECKS = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar", "aten.sym_constrain_range")
+"""Operations that only look whether the trace still holds."""
+
+
+def is_one_of(target: str, names: tuple[str, ...]) -> bool:
+    """Is an operation, whatever its overload, among some?"""
+    return any(target == name or target.startswith(name + ".") for name in names)
+
+
+def name_of(function: Any) -> str:
+    """The name under which `function_of` finds an operation again."""
+    if hasattr(function, "overloadpacket"):
+        return str(function)
+    if callable(getattr(function, "name", None)) and hasattr(torch.ops.higher_order, function.name()):
+        return f"higher_order.{function.name()}"
+    name = getattr(function, "__name__", "")
+    for place, where in _PLACES.items():
+        if getattr(where, name, None) is function:
+            return f"{place}.{name}"
+    raise MeshwrightError(f"the model calls {function!r}, which has no name to be found by", fix="an operation of torch")
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """An operation by its name."""
+    place, _, rest = name.partition(".")
+    if place in _PLACES:
+        found: Callable[..., Any] = getattr(_PLACES[place], rest)
+        return found
+    at: Any = torch.ops
+    for part in name.split("."):
+        at = getattr(at, part)
+    result: Callable[..., Any] = at
+    return result
+
+
+def is_random(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does an operation draw numbers? Dropout that is switched off does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
+        return False
+    name = str(function)
+    if is_one_of(name, ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout")):
+        return bool(args[1]) and bool(args[2])
+    if is_one_of(name, ("aten.scaled_dot_product_attention",)):
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    return True
+
+
+def is_inplace(function: Any) -> bool:
+    """Does an operation change its first argument?"""
+    return torch.Tag.inplace in getattr(function, "tags", ())

@@ -1,0 +1,56 @@
+"""What the loss of some rows counts: the labels behind a mean cross entropy that are not ignored, else rows.
+
+The target of that operation depends on no parameter: it is worked out from columns alone, shift and all, on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from meshwright.capture.build import free_graph
+from meshwright.capture.crossing import Line
+from meshwright.capture.flat import Node, Ref
+from meshwright.capture.operations import is_one_of
+
+MEAN = 1
+"""torch's number for the mean."""
+
+
+@dataclass(frozen=True)
+class Weigher:
+    """Counts labels; `columns` are what it reads."""
+
+    columns: tuple[str, ...]
+    targets: fx.GraphModule
+    ignored: int
+
+    def __call__(self, columns: Mapping[str, Tensor]) -> float:
+        """How many labels count."""
+        found: Tensor = self.targets(*(columns[name] for name in self.columns))
+        return float((found != self.ignored).sum())
+
+
+def weigher(line: Line) -> Weigher | None:
+    """The one mean over labels that the loss is made of; None where there is none, or more than one."""
+    found = [
+        node for node in line.work if is_one_of(node.target, ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
+    ]
+    if len(found) != 1 or "loss" not in line.flat.outputs[:1] and line.flat.outputs[:1] != ("output",):
+        return None
+    node = found[0]
+    target, weights = _argument(node, 1, "target", None), _argument(node, 2, "weight", None)
+    if not isinstance(target, Ref) or target.name not in line.free or weights is not None:
+        return None
+    size = line.flat.by_name[target.name].size
+    if size is None or size.learns or _argument(node, 3, "reduction", MEAN) != MEAN:
+        return None
+    graph, columns = free_graph(line, target.name)
+    return Weigher(columns, graph, int(_argument(node, 4, "ignore_index", -100)))
+
+
+def _argument(node: Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name, default)

@@ -1,0 +1,103 @@
+"""`meshwright train`: train a model on local workers or under torchrun, from a TOML file or from flags."""
+
+from __future__ import annotations
+
+import gc
+import json
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli import inputs
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan_file import asked
+
+if TYPE_CHECKING:
+    from meshwright.train.job import Job
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Flags of the training arguments are read by their own names."""
+
+
+def train(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|JOB.toml", help="A preset, a TOML, a config.json, package.module:function; or a whole job."
+        ),
+    ],
+    parallel: Annotated[
+        str | None, typer.Option(metavar="PLAN", help="A plan file (.json, .toml), or JSON text.", rich_help_panel=inputs.SIZES)
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)] = None,
+    dp: Annotated[int | None, typer.Option(help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)] = None,
+    schedule: Annotated[str | None, typer.Option(help="A schedule by name.", rich_help_panel=inputs.SIZES)] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.", rich_help_panel=inputs.SIZES)] = None,
+    dataset: Annotated[str | None, typer.Option(help="stdlib, digits, or package.module:function.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="last|FOLDER", help="Go on from a checkpoint.")] = None,
+    save_model: Annotated[Path | None, typer.Option(help="Write the trained model here.")] = None,
+    as_json: inputs.Json = False,
+) -> None:
+    """Train a model. Every training argument of Hugging Face is a flag: --max-steps 100 --learning-rate 1e-3 ...
+
+    Exit code 0: trained. 2: the job cannot be used. 3: it ran, and the loss is no number.
+    """
+    gc.enable()  # unlike other verbs this one runs for long
+    degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches}
+    given = {name: value for name, value in degrees.items() if value is not None}
+    if parallel is not None and given:
+        raise MeshwrightError(f"--parallel and --{next(iter(given))} both say how to split", fix="one of them")
+    plan = asked(parallel) if parallel is not None else given
+    asked(plan)
+    job = _job(model, context.args, {"parallel": plan, "dataset": dataset, "length": length, "resume": resume})
+    trainer = job.trainer()
+    output = trainer.train(resume_from_checkpoint=True if job.resume == "last" else job.resume)
+    if save_model is not None:
+        trainer.save_model(str(save_model))
+    if trainer.is_world_process_zero():
+        _report(trainer, output, as_json=as_json)
+    if not isfinite(output.training_loss):
+        raise typer.Exit(3)
+
+
+def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
+    """A job from a file, or from flags; a file is complete, so flags beside it are refused."""
+    from meshwright.train.job import KEYS, Job, flags_to_arguments, read_job
+
+    path = Path(model)
+    if path.suffix == ".toml" and path.exists() and _is_job(inputs.read(path)):
+        if beside := [f"--{name}" for name, value in given.items() if value] + flags:
+            raise MeshwrightError(f"{model} is a whole job, and {beside[0]} stands beside it", fix=f"write it into {model}")
+        return read_job(path)
+    assert set(given) <= KEYS
+    return Job(model=model, arguments=flags_to_arguments(flags), **given)
+
+
+def _is_job(text: str) -> bool:
+    """A job names its model; the file of a model does not."""
+    import tomllib
+
+    try:
+        return "config" not in tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise MeshwrightError(f"this is not TOML: {error}") from error
+
+
+def _report(trainer: Any, output: Any, *, as_json: bool) -> None:
+    """Where the loss went, and how fast."""
+    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    if as_json:
+        typer.echo(json.dumps({"steps": output.global_step, "loss": output.training_loss, "log": trainer.state.log_history}))
+        return
+    first, last = (losses[0]["loss"], losses[-1]["loss"]) if losses else (output.training_loss, output.training_loss)
+    rate = output.metrics.get("train_samples_per_second", 0.0)
+    plan = trainer.args.plan
+    typer.echo(
+        f"{plan.schedule}  pp {plan.pp}, dp {plan.dp}, {plan.microbatches} microbatches: {output.global_step} steps, "
+        f"loss {first:.3f} -> {last:.3f}, {rate:.0f} rows/s"
+    )
+    typer.echo(f"log: {Path(trainer.args.output_dir) / 'log.jsonl'}")

@@ -1,0 +1,265 @@
+"""A model as a chain of layers that a planner may cut between: what each costs, what crosses behind it, what is tied.
+
+Sizes and operations are those of one example batch. `output` is everything that crosses behind a layer: the hidden state, and
+skips that pass over the cut; masks, positions and labels are made again on each stage and are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.partition import partition
+from meshwright.ir.reading import Reader, count, number, parsed, rows, text
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that crosses a cut; `since` is the layer that made it."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter, under its first name."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A run of operations that is not cut; `modules` are those that begin in it, `saved_bytes` what its backward needs."""
+
+    name: str
+    flops: float
+    parameters: tuple[str, ...]
+    parameter_bytes: int
+    output: tuple[Crossing, ...]
+    saved_bytes: int
+    columns: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    @property
+    def output_bytes(self) -> int:
+        """What crosses behind it."""
+        return sum(value.bytes for value in self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several layers use."""
+
+    name: str
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stage of a cut model: its layers from `first` to before `last`, and what crosses behind it."""
+
+    first: int
+    last: int
+    layers: tuple[str, ...]
+    parameters: int
+    parameter_bytes: int
+    flops: float
+    saved_bytes: int
+    boundary: tuple[Crossing, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where a model is cut; `starts` ends with the number of layers. `best` is the lightest possible heaviest stage."""
+
+    starts: tuple[int, ...]
+    parts: tuple[Part, ...]
+    best: float
+
+    @property
+    def heaviest(self) -> float:
+        """The operations of the heaviest stage."""
+        return max(part.flops for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """Equal where cuts are equal."""
+        return sha256(repr((self.starts, self.parts)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """Layers in a chain, and all parameters."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    weights: tuple[Weight, ...]
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that several layers use."""
+        users: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            for name in layer.parameters:
+                users.setdefault(name, []).append(index)
+        return tuple(Tie(name, tuple(found)) for name, found in users.items() if len(found) > 1)
+
+    @property
+    def flops(self) -> float:
+        """The operations of a forward."""
+        return sum(layer.flops for layer in self.layers)
+
+    @cached_property
+    def skips(self) -> tuple[Crossing, ...]:
+        """Values that pass over at least one layer on the way to where they are used."""
+        found = {value.name: value for i, layer in enumerate(self.layers) for value in layer.output if value.since < i}
+        return tuple(found.values())
+
+    def cuts(self, stages: int, *, at: Sequence[str | int] | None = None) -> Cuts:
+        """Cut into stages: the lightest heaviest stage, within a tolerance the fewest bytes; or where modules `at` begin."""
+        costs = [layer.flops for layer in self.layers]
+        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+            raise MeshwrightError(f"a model is cut into at least 1 stage, got {stages!r}", fix="stages=2")
+        if len(costs) < stages:
+            raise MeshwrightError(
+                f"{self.name} has {len(costs)} layers and cannot be cut into {stages} stages", fix=f"pp={len(costs)} or less"
+            )
+        best, starts = partition(costs, [layer.output_bytes for layer in self.layers], stages)
+        if at is not None:
+            starts = self._chosen(stages, at)
+        parts = tuple(self._part(a, b, best, chosen=at is not None) for a, b in zip(starts, starts[1:], strict=False))
+        return Cuts(starts, parts, best)
+
+    def _chosen(self, stages: int, at: Sequence[str | int]) -> tuple[int, ...]:
+        """Starts from modules by name, or from numbers of layers."""
+        found = [self._layer_of(name) if isinstance(name, str) else name for name in at]
+        starts = (0, *found, len(self.layers))
+        if len(found) != stages - 1 or any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+            raise MeshwrightError(
+                f"{stages} stages need {stages - 1} cuts in order, behind the first layer and before the end; "
+                f"got {list(at)}, which are layers {found} of {len(self.layers)}",
+                fix="each cut names the module that begins the next stage",
+            )
+        return starts
+
+    def _layer_of(self, module: str) -> int:
+        for index, layer in enumerate(self.layers):
+            if module in layer.modules:
+                return index
+        known = [name for layer in self.layers[1:] for name in layer.modules[:1]]
+        raise MeshwrightError(
+            f"no layer of {self.name} begins with the module {module!r}",
+            fix=f"one of {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
+        )
+
+    def _part(self, first: int, last: int, best: float, *, chosen: bool) -> Part:
+        layers = self.layers[first:last]
+        names = {name for layer in layers for name in layer.parameters}
+        mine = [weight for weight in self.weights if weight.name in names]
+        numbers = [_product(weight.shape) for weight in mine]
+        boundary = layers[-1].output if last < len(self.layers) else ()
+        flops = sum(layer.flops for layer in layers)
+        return Part(
+            first=first,
+            last=last,
+            layers=tuple(layer.name for layer in layers),
+            parameters=sum(numbers),
+            parameter_bytes=sum(weight.bytes for weight in mine),
+            flops=flops,
+            saved_bytes=sum(layer.saved_bytes for layer in layers),
+            boundary=boundary,
+            why=_why(self, last, flops, best, boundary, chosen=chosen),
+        )
+
+
+def _why(graph: ModelGraph, last: int, flops: float, best: float, boundary: Sequence[Crossing], *, chosen: bool) -> str:
+    """A cut in one sentence."""
+    share = f"{flops / best:.2f} of the lightest possible heaviest stage" if best else "nothing to weigh"
+    if last == len(graph.layers):
+        return f"ends with the model; {share}"
+    skips = [value.name for value in boundary if value.since < last - 1]
+    carried = f", carrying {len(skips)} skip{'s' if len(skips) > 1 else ''} over it" if skips else ""
+    least = min(layer.output_bytes for layer in graph.layers[:-1])
+    size = sum(value.bytes for value in boundary)
+    bytes_ = "the fewest bytes of any cut" if size == least else f"{size / max(least, 1):.1f} times the fewest bytes of any cut"
+    return f"{'asked for; ' if chosen else ''}{share}; {bytes_}{carried}"
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def model_to_json(graph: ModelGraph) -> str:
+    """The file form of a model."""
+    layers = [asdict(layer) for layer in graph.layers]
+    weights = [asdict(weight) for weight in graph.weights]
+    return json.dumps({"schema": SCHEMA, "kind": "model", "name": graph.name, "layers": layers, "weights": weights}, indent=1)
+
+
+def model_from_json(given: str) -> ModelGraph:
+    """Read a model."""
+    keys = frozenset({"schema", "kind", "name", "layers", "weights"})
+    read = Reader(parsed(given, "a model file"), "a model file", kind="model", schema=SCHEMA, keys=keys)
+    layers = tuple(_layer(index, row) for index, row in enumerate(read("layers", rows)))
+    weights = tuple(_weight(index, row) for index, row in enumerate(read("weights", rows)))
+    known = {weight.name for weight in weights}
+    for layer in layers:
+        if lost := [name for name in layer.parameters if name not in known]:
+            raise MeshwrightError(f"a model file: layer {layer.name!r} has the parameter {lost[0]!r}, which has no size")
+    return ModelGraph(read("name", text), layers, weights)
+
+
+def _layer(index: int, row: Any) -> Layer:
+    names = frozenset({"name", "flops", "parameters", "parameter_bytes", "output", "saved_bytes", "columns", "modules"})
+    what = f"layer {index} of a model file"
+    read = Reader(row, what, kind=None, schema=SCHEMA, keys=names)
+    return Layer(
+        name=read("name", text),
+        flops=read("flops", number),
+        parameters=read("parameters", _texts),
+        parameter_bytes=read("parameter_bytes", _bytes),
+        output=tuple(_crossing(what, item) for item in read("output", rows)),
+        saved_bytes=read("saved_bytes", _bytes),
+        columns=read("columns", _texts, ()),
+        modules=read("modules", _texts, ()),
+    )
+
+
+def _crossing(what: str, row: Any) -> Crossing:
+    read = Reader(row, f"an output of {what}", kind=None, schema=SCHEMA, keys=frozenset({"name", "shape", "bytes", "since"}))
+    return Crossing(read("name", text), read("shape", _shape), read("bytes", _bytes), read("since", count))
+
+
+def _weight(index: int, row: Any) -> Weight:
+    read = Reader(row, f"weight {index} of a model file", kind=None, schema=SCHEMA, keys=frozenset({"name", "shape", "bytes"}))
+    return Weight(read("name", text), read("shape", _shape), read("bytes", _bytes))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(text(item) for item in rows(value))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(count(item) for item in rows(value))
+
+
+def _bytes(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise MeshwrightError(f"{value!r} is not a number of bytes")
+    return value

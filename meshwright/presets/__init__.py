@@ -1,0 +1,1 @@
+"""Files that come with the package: models by name."""

@@ -1,0 +1,112 @@
+"""`TrainingArguments`: those of Hugging Face, by name and habit, and one more: `parallel`.
+
+Nothing here touches a device or a process group; that is done where training runs. What Meshwright does not do is refused
+by name when arguments are made, not ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers.training_args import ParallelMode
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan import Parallel
+from meshwright.ir.plan_file import asked
+from meshwright.train.rows import StepRows, plan_for
+
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "torch_compile": (False, "stages run as they are"),
+    "deepspeed": (None, "parallel= says how to split"),
+    "use_liger_kernel": (False, "the model runs as it is"),
+    "neftune_noise_alpha": (None, "add the noise in the model"),
+    "auto_find_batch_size": (False, "set per_device_train_batch_size"),
+    "push_to_hub": (False, "trainer.save_model(), then upload"),
+    "full_determinism": (False, "one thread per worker is deterministic already"),
+    "batch_eval_metrics": (False, "compute_metrics gets all predictions at once"),
+    "enable_jit_checkpoint": (False, "save_steps"),
+    "torch_empty_cache_steps": (None, "leave it out"),
+    "label_smoothing_factor": (0.0, "compute_loss_func with torch.nn.CrossEntropyLoss(label_smoothing=...)"),
+}
+"""Arguments that are not supported: what they are when off, and what to do instead."""
+
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    """Hugging Face's arguments, with `parallel`: degrees, a Parallel, or a plan file. None trains in one process."""
+
+    parallel: dict | str | None = field(  # type: ignore[type-arg]  # as HfArgumentParser reads it
+        default=None, metadata={"help": "A plan: a JSON or TOML file, or JSON text such as '{\"pp\": 4}'."}
+    )
+
+    def __post_init__(self) -> None:
+        self.parallel = asked(self.parallel)
+        if not torch.cuda.is_available():
+            self.use_cpu = True
+        super().__post_init__()
+        self._refuse()
+        self.plan  # noqa: B018  # contradictions are said here, before anything starts
+
+    @property
+    def plan(self) -> Parallel:
+        """How training runs, with its number of microbatches."""
+        wanted: dict[str, Any] = dict(self.parallel or {})  # type: ignore[arg-type]
+        if self.gradient_checkpointing and wanted.get("recompute") is None:
+            wanted["recompute"] = "inline"
+        return plan_for(wanted, device=self.per_device_train_batch_size, accumulation=self.gradient_accumulation_steps)
+
+    @property
+    def rows(self) -> StepRows:
+        """The rows of a step."""
+        return StepRows(self.per_device_train_batch_size, self.gradient_accumulation_steps, self.plan.dp)
+
+    @property
+    def device(self) -> torch.device:
+        """Where a process of this host computes; set up where training runs."""
+        return torch.device("cpu" if self.use_cpu else "cuda")
+
+    @property
+    def n_gpu(self) -> int:
+        """Devices per process: one at most."""
+        return 0 if self.use_cpu else 1
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """One process, or several."""
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.plan.ranks
+
+    @property
+    def process_index(self) -> int:
+        """This process among all."""
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", 0))
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those of its host."""
+        return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else self.process_index
+
+    def _refuse(self) -> None:
+        for name, (off, instead) in _REFUSED.items():
+            if (found := getattr(self, name)) != off and found:
+                raise MeshwrightError(f"{name}={found!r} is not supported", fix=instead)
+        if self.fsdp:
+            raise MeshwrightError(f"fsdp={self.fsdp!r} is not supported", fix="parallel=dict(pp=..., dp=...)")
+        degrees = self.parallelism_config
+        if degrees is not None:
+            axes = {name: n for name in ("cp_size", "sp_size", "tp_size") if (n := getattr(degrees, name, 1)) not in (None, 1)}
+            what = ", ".join(f"{name}={n}" for name, n in axes.items()) or "parallelism_config"
+            name = "context parallelism" if "cp_size" in axes else "accelerate's parallelism"
+            raise MeshwrightError(f"{name} ({what}) is not supported", fix="parallel=dict(pp=..., dp=...)")
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise MeshwrightError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r} is not supported", fix="random or sequential"
+            )

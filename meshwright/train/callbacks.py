@@ -1,0 +1,96 @@
+"""What looks on while training runs: the flow of logging, evaluation and saving, a progress bar, and a log of JSON lines."""
+
+from __future__ import annotations
+
+import json
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from meshwright.report.progress import Bar
+
+LOG = "log.jsonl"
+"""The file of the log inside output_dir."""
+
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class JsonLines(TrainerCallback):
+    """Every log as one line of JSON in output_dir."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """A new run starts a new file; one that goes on adds to it."""
+        if state.is_world_process_zero:
+            path = Path(args.output_dir, LOG)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not state.global_step:
+                path.write_text("")
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
+        """Add a line."""
+        if state.is_world_process_zero and logs:
+            finite = {k: v if not isinstance(v, float) or isfinite(v) else str(v) for k, v in logs.items()}
+            path = Path(args.output_dir, LOG)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **finite}) + "\n")
+
+
+class ProgressBar(TrainerCallback):
+    """A bar on rank 0: steps, the last loss, and how long it will take."""
+
+    def __init__(self) -> None:
+        self.bar: Bar | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Show it."""
+        if state.is_world_process_zero:
+            self.bar = Bar(state.max_steps, state.global_step)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """One step further."""
+        if self.bar is not None:
+            self.bar.at(state.global_step)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
+        """The last loss beside it."""
+        if self.bar is not None and logs:
+            self.bar.say({key: logs[key] for key in ("loss", "eval_loss") if key in logs})
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Take it down."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+class Watchers:
+    """All callbacks of a run. Those of a user may decide by anything, so what rank 0 decides holds for all."""
+
+    def __init__(self, own: list[TrainerCallback], report_to: list[str], *, bar: bool, **seen: Any) -> None:
+        from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+        reports = [kind() for kind in get_reporting_integration_callbacks(report_to)]
+        ours = [DefaultFlowCallback(), JsonLines(), *([ProgressBar()] if bar else [])]
+        self.handler = CallbackHandler([*ours, *reports, *own], **seen)
+        self.own = bool(own)
+        self.control = TrainerControl()
+
+    def __call__(self, event: str, args: Any, state: TrainerState, **more: Any) -> TrainerControl:
+        """Tell them of an event."""
+        self.control = getattr(self.handler, event)(args, state, self.control, **more)
+        return self.control
+
+    def agree(self) -> TrainerControl:
+        """After events that may change what comes next: all ranks go by rank 0."""
+        if self.own and dist.get_world_size() > 1:
+            flags = torch.tensor([getattr(self.control, name) for name in _FLAGS], dtype=torch.uint8)
+            dist.broadcast(flags, src=0)
+            for name, flag in zip(_FLAGS, flags.tolist(), strict=True):
+                setattr(self.control, name, bool(flag))
+        return self.control

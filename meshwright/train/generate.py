@@ -1,0 +1,119 @@
+"""Greedy generation under any plan: the tokens that the model in one process would give.
+
+Every new token is one forward-only walk over the sequences as they are so far; the rows of a batch are microbatches, so
+several sequences are in flight at once. Only the chosen tokens travel back. There is no cache of keys and values: this is
+for samples and for generation metrics during training, not for serving.
+
+Padding of a prompt is moved behind it, where a causal model does not see it, and each row goes on behind its own last token:
+what the model is told of positions is then right by itself, and the stages that train are the stages that generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.placement import Rows
+from meshwright.runtime.batch import TARGETS, Given
+from meshwright.runtime.forward import Forward, Outputs
+
+TOKENS, MASK, DECODER = "input_ids", "attention_mask", "decoder_input_ids"
+
+
+def generate(
+    forward: Forward,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    attention_mask: Tensor | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    decoder_start_token_id: int | None = None,
+    more: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """The most likely continuation of each row, one token after another, on every rank; it ends when all rows have ended.
+
+    With `decoder_start_token_id` the model has an encoder, which reads `input_ids`; what is returned is the decoder's.
+    `more` are columns that stay as they are. A row that has ended is filled with `pad_token_id`.
+    """
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    ends = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ()), dtype=torch.long)
+    pad = pad_token_id if pad_token_id is not None else int(ends[0]) if len(ends) else 0
+    _refuse(input_ids, mask, max_new_tokens)
+    if decoder_start_token_id is None:
+        tokens, lengths = _moved(input_ids, mask, pad)
+        still: dict[str, Tensor] = dict(more or {})
+    else:
+        tokens = torch.full_like(input_ids[:, :1], decoder_start_token_id)
+        lengths = torch.ones(len(tokens), dtype=torch.long)
+        still = {TOKENS: input_ids, MASK: mask, **(more or {})}
+    new = tokens[:, :0]
+    going = torch.ones(len(tokens), dtype=torch.bool)
+    for _ in range(max_new_tokens):
+        chosen = _next(forward, tokens, lengths, still, encoder=decoder_start_token_id is not None)
+        chosen = torch.where(going, chosen, pad).to(tokens.dtype)
+        new = torch.cat([new, chosen[:, None]], dim=1)
+        going = going & ~torch.isin(chosen, ends)
+        if not going.any():
+            break
+        tokens, lengths = _longer(tokens, lengths, chosen, pad), lengths + 1
+    return torch.cat([input_ids if decoder_start_token_id is None else tokens[:, :1], new], dim=1)
+
+
+def _moved(tokens: Tensor, mask: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """Every row with its padding at the end, and its length."""
+    order = (mask == 0).long().argsort(dim=1, stable=True)
+    lengths = (mask != 0).sum(1)
+    moved = tokens.gather(1, order)[:, : int(lengths.max())]
+    behind = torch.arange(moved.shape[1])[None] >= lengths[:, None]
+    return moved.masked_fill(behind, pad), lengths
+
+
+def _longer(tokens: Tensor, lengths: Tensor, chosen: Tensor, pad: int) -> Tensor:
+    """Each row with one more token behind its last."""
+    if int(lengths.max()) == tokens.shape[1]:
+        tokens = torch.cat([tokens, torch.full_like(tokens[:, :1], pad)], dim=1)
+    return tokens.scatter(1, lengths[:, None], chosen[:, None])
+
+
+def _next(forward: Forward, tokens: Tensor, lengths: Tensor, still: Mapping[str, Tensor], *, encoder: bool) -> Tensor:
+    """The most likely next token of every row."""
+    known: tuple[str, ...] | None = getattr(forward.layers, "columns", None)
+    mask = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long()
+    given = {**still, DECODER: tokens} if encoder else {TOKENS: tokens, MASK: mask, **still}
+    for name in TARGETS:
+        if known is not None and name in known:
+            # No loss is wanted, but the graph reads labels; a decoder that is fed with them sees them one place later.
+            given[name] = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1) if encoder else tokens
+    if known is not None and (missing := [name for name in known if name not in given]):
+        raise MeshwrightError(
+            f"the model reads the column {missing[0]!r}", fix=f"more={{{missing[0]!r}: ...}}, one row per prompt"
+        )
+    batch: Given = (tokens,) if known is None else {name: given[name] for name in known}
+    found = forward(batch, outputs=Outputs.EVERYBODY, reduce=partial(_most_likely, lengths), loss=False)
+    return found.outputs[0]
+
+
+def _most_likely(lengths: Tensor, rows: Rows, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The first output has scores for every position; those of each row's last token count."""
+    if not outputs or outputs[0].dim() != 3:
+        shapes = [tuple(t.shape) for t in outputs]
+        raise MeshwrightError(f"the model returns {shapes}: no scores of rows x positions x tokens", fix="a language model")
+    scores = outputs[0]
+    last = (lengths[rows.start : rows.stop] - 1).to(scores.device)
+    return (scores[torch.arange(len(scores), device=scores.device), last].float().argmax(dim=-1),)
+
+
+def _refuse(tokens: Tensor, mask: Tensor, count: int) -> None:
+    if tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
+        raise MeshwrightError(f"input_ids are {tuple(tokens.shape)} of {tokens.dtype}", fix="rows x positions of whole numbers")
+    if mask.shape != tokens.shape:
+        raise MeshwrightError(f"attention_mask is {tuple(mask.shape)}, input_ids are {tuple(tokens.shape)}")
+    if not bool((mask != 0).any(1).all()):
+        raise MeshwrightError("a prompt is all padding: there is nothing to go on from", fix="at least one token in each row")
+    if count < 1:
+        raise MeshwrightError(f"max_new_tokens must be at least 1, got {count}", fix="max_new_tokens=20")

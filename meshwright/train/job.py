@@ -1,0 +1,139 @@
+"""A training job as data: model, data set, plan and arguments, from a TOML file or from flags, which say the same things.
+
+schema = 1
+model = "gpt-small"
+dataset = "stdlib"
+[parallel]
+pp = 4
+schedule = "chimera"
+[arguments]
+max_steps = 100
+output_dir = "out"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan_file import asked
+from meshwright.ir.reading import Reader, positive, text
+from meshwright.train import datasets
+from meshwright.train.arguments import TrainingArguments
+from meshwright.train.named import function, model_file
+from meshwright.train.trainer import Trainer
+
+SCHEMA = 1
+KEYS = frozenset({"schema", "model", "dataset", "length", "parallel", "arguments", "resume"})
+OUTPUT = "trainer_output"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `meshwright train` runs."""
+
+    model: str
+    dataset: str | None = None
+    length: int | None = None
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    resume: str | bool | None = None
+
+    def trainer(self) -> Trainer:
+        """The trainer, ready to train; everything that is wrong with the job is said here."""
+        args = arguments({"output_dir": OUTPUT, **self.arguments, "parallel": dict(self.parallel)})
+        own = ":" in self.model
+        known = None if own else model_file(self.model)
+        build = function(self.model) if known is None else known.build
+        name = self.dataset or (known.dataset if known is not None else None)
+        if name is None:
+            raise MeshwrightError(f"{self.model} needs data to train on", fix="--dataset stdlib, or package.module:function")
+        length = self.length or min(64, known.length if known is not None else 64)
+        if ":" in name:
+            train, evaluation = function(name)(), None
+        else:
+            train, evaluation = (datasets.named(name, length=length, evaluation=which) for which in (False, True))
+        return Trainer(model_init=partial(_built, build, self.model), args=args, train_dataset=train, eval_dataset=evaluation)
+
+
+def _built(build: Any, name: str) -> Any:
+    found = build()
+    if found is None:
+        raise MeshwrightError(f"{name} returned no model")
+    return found
+
+
+def arguments(given: Mapping[str, Any]) -> TrainingArguments:
+    """Training arguments by name; unknown ones are refused."""
+    known = {f.name for f in fields(TrainingArguments) if f.init}
+    if unknown := sorted(set(given) - known):
+        raise MeshwrightError(
+            f"there is no training argument {', '.join(map(repr, unknown))}", fix="those of transformers.TrainingArguments"
+        )
+    try:
+        return TrainingArguments(**given)
+    except (ValueError, TypeError) as error:
+        raise MeshwrightError(f"these training arguments cannot be used: {error}") from error
+
+
+def read_job(path: Path) -> Job:
+    """A job from a TOML file."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise MeshwrightError(f"cannot read {path}: {error}") from error
+    read = Reader(data, f"the job {path}", kind=None, schema=SCHEMA, keys=KEYS)
+    if "schema" not in data:
+        raise MeshwrightError(f"the job {path} has no 'schema'", fix=f"schema = {SCHEMA}")
+    return Job(
+        model=read("model", text),
+        dataset=read("dataset", text, None),
+        length=read("length", positive, None),
+        parallel=read("parallel", asked, {}),
+        arguments=read("arguments", _table, {}),
+        resume=read("resume", lambda value: value if isinstance(value, bool) else text(value), None),
+    )
+
+
+def flags_to_arguments(flags: Sequence[str]) -> dict[str, Any]:
+    """`--max-steps 100` and the like, by the names and types of the training arguments; only what was given."""
+    given = [_snake(flag) for flag in flags]
+    named = {flag.lstrip("-").partition("=")[0] for flag in given if flag.startswith("--")}
+    if "parallel" in named:
+        raise MeshwrightError("--parallel was given twice", fix="--parallel plan.json")
+    kind: Any = TrainingArguments
+    parser = _Flags(kind, allow_abbrev=False)
+    space, left = parser.parse_known_args(given)
+    if left:
+        raise MeshwrightError(
+            f"there is no {left[0]} here", fix="--parallel, --dataset, or a flag for a training argument: --max-steps"
+        )
+    return {name: value for name, value in vars(space).items() if name in named or f"no_{name}" in named}
+
+
+class _Flags(HfArgumentParser):
+    """The parser of Hugging Face, which ends the process where a flag is wrong; ours is told."""
+
+    def error(self, message: str) -> Any:
+        raise MeshwrightError(message, fix="meshwright train --help")
+
+
+def _snake(flag: str) -> str:
+    """Flags with dashes have the names of fields with underscores."""
+    if not flag.startswith("--"):
+        return flag
+    name, sign, value = flag[2:].partition("=")
+    return f"--{name.replace('-', '_')}{sign}{value}"
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MeshwrightError(f"{value!r} is no table")
+    return value

@@ -1,0 +1,87 @@
+"""The layers of what a user built: a list as it is, a module captured, cut into the stages of a plan.
+
+layers = layers_for(model, batch, stages)         what the engine runs
+layers_for(model, batch, stages, flat=flat)       the same from a graph that was captured before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from meshwright.capture.arguments import Columns, columns_of
+from meshwright.capture.export import flatten, results
+from meshwright.capture.flat import Flat
+from meshwright.capture.split import split
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.layers import Layers
+
+LISTS = (nn.Sequential, nn.ModuleList, list, tuple)
+"""What is a list of layers already."""
+
+
+def is_captured(built: Any) -> bool:
+    """Is this a model to capture, rather than a list of layers?"""
+    return isinstance(built, nn.Module) and not isinstance(built, LISTS)
+
+
+def layers_for(
+    built: Any,
+    example_batch: Any,
+    stages: int,
+    *,
+    cuts: Sequence[str | int] | None = None,
+    flat: Flat | None = None,
+    device: torch.device | None = None,
+    own_loss: bool = False,
+) -> Layers:
+    """Cut into stages; with an own loss function the model is captured without its labels."""
+    if not is_captured(built):
+        return Layers.of(built, stages)
+    flat = flat or flatten(built, example_batch, own_loss=own_loss)
+    found = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
+    return Layers(found.modules, found.starts, found.names, flat.columns, found.weigh)
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """A model as its author wrote it, with other tensors for its parameters."""
+
+    model: nn.Module
+    columns: Columns
+
+    @classmethod
+    def of(cls, model: nn.Module, example_batch: Any, *, own_loss: bool = False) -> Uncut:
+        """With the columns that it would be captured with."""
+        return cls(model, columns_of(model, example_batch, own_loss=own_loss))
+
+    def __call__(self, weights: Mapping[nn.Parameter, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
+        """Its loss, or its output."""
+        own = {n: weights[p] for n, p in self.model.named_parameters(remove_duplicate=False) if p in weights}
+        call = _Call(self.model, self.columns)
+        found = functional_call(call, {f"model.{name}": t for name, t in own.items()}, (dict(columns),), tie_weights=False)
+        return next(iter(results(found).values()))
+
+
+class _Call(nn.Module):
+    def __init__(self, model: nn.Module, columns: Columns) -> None:
+        super().__init__()
+        self.model, self.columns = model, columns
+
+    def forward(self, given: Mapping[str, Tensor]) -> Any:
+        return self.columns.call(self.model, given)
+
+
+def refuse_shapes(flat: Flat, batch: Mapping[str, Tensor]) -> None:
+    """Sizes that a model has fixed must be those of the batch."""
+    for name, dim, size in flat.fixed:
+        if name in batch and dim and batch[name].shape[dim] != size:
+            raise MeshwrightError(
+                f"the model was captured with {name} of size {size} in dimension {dim}, the batch has {batch[name].shape[dim]}",
+                fix="batches of that size, or an example batch of the other",
+            )

@@ -1,0 +1,245 @@
+"""The training loop of one rank, with the events, logs and habits of the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from math import ceil, isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput, speed_metrics
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.batch import Own
+from meshwright.train.callbacks import Watchers
+from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.data import Position, Source, numbered_steps, streamed_steps
+from meshwright.train.evaluation import predict_on
+from meshwright.train.sampler import Sampler
+from meshwright.train.session import Session, StepResult
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank brings back from training."""
+
+    output: TrainOutput
+    state: TrainerState
+    callbacks: list[TrainerCallback]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a rank brings back from evaluation."""
+
+    metrics: dict[str, float]
+    state: TrainerState
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long training goes on: `steps` per epoch (None where nobody knows), epochs, and steps in all."""
+
+    sampler: Sampler | None
+    epochs: int
+    max_steps: int
+
+    @classmethod
+    def of(cls, args: Any, source: Source) -> Course:
+        """From arguments and the size of the data."""
+        if source.size is None:
+            if args.max_steps <= 0:
+                raise MeshwrightError("nobody knows how long an iterable data set is", fix="max_steps=1000")
+            return cls(None, 1 << 62, args.max_steps)
+        shuffle = args.train_sampling_strategy == "random"
+        sampler = Sampler(source.size, args.rows, source.seed, shuffle=shuffle, drop_last=args.dataloader_drop_last)
+        if args.max_steps > 0:
+            return cls(sampler, ceil(args.max_steps / sampler.steps), args.max_steps)
+        return cls(sampler, ceil(args.num_train_epochs), ceil(args.num_train_epochs * sampler.steps))
+
+    def batches(self, source: Source, args: Any, start: Position) -> Iterator[Own]:
+        """The batches of an epoch from a position on."""
+        if self.sampler is None:
+            return streamed_steps(source, args.rows, start)
+        return numbered_steps(source, self.sampler, start)
+
+    def epoch_at(self, at: Position) -> float:
+        """How many epochs are done once this step is."""
+        if self.sampler is None:
+            return at.epoch + (at.step + 1) / self.max_steps
+        return at.epoch + self.sampler.progress(at.step)
+
+
+@dataclass
+class _Losses:
+    """Losses since the last log, and in all."""
+
+    since: float = 0.0
+    total: float = 0.0
+    logged_at: int = 0
+    last: StepResult | None = None
+
+    def add(self, result: StepResult, step: int, *, filtered: bool) -> None:
+        """One more step; one that is no number counts as the mean so far, where that is asked for."""
+        odd = filtered and not isfinite(result.loss)
+        self.since += self.since / (1 + step - self.logged_at) if odd else result.loss
+        self.last = result
+
+    def drain(self, step: int) -> dict[str, float]:
+        """What a log says, and a new start."""
+        assert self.last is not None
+        logs = {
+            "loss": self.since / (step - self.logged_at),
+            "grad_norm": self.last.grad_norm,
+            "learning_rate": self.last.learning_rate,
+        }
+        self.total += self.since
+        self.since, self.logged_at = 0.0, step
+        return logs
+
+
+@dataclass
+class Loop:
+    """One rank while it trains."""
+
+    trainer: Trainer
+    session: Session
+    source: Source
+    course: Course
+    watchers: Watchers
+    state: TrainerState
+    checkpoints: Checkpoints | None = None
+    start: Position = field(default_factory=lambda: Position(0, 0))
+    losses: _Losses = field(default_factory=_Losses)
+
+    def run(self) -> TrainOutput:
+        """Train to the end."""
+        args, state, begun, first = self.trainer.args, self.state, time.time(), self.state.global_step
+        self.losses.logged_at, self.position = first, self.start
+        self._tell("on_train_begin")
+        if args.eval_on_start:
+            self._evaluate()
+        for epoch in range(self.start.epoch, self.course.epochs):
+            if self.watchers.control.should_training_stop or not self._epoch(epoch):
+                break
+        self.losses.total += self.losses.since
+        done = state.global_step - first
+        samples = args.rows.step * done
+        metrics = speed_metrics("train", begun, num_samples=samples, num_steps=done)
+        metrics |= {"total_flos": state.total_flos, "train_loss": self.losses.total / max(done, 0.001)}
+        self.log(metrics)
+        self._load_best()
+        self._tell("on_train_end")
+        return TrainOutput(state.global_step, metrics["train_loss"], metrics)
+
+    def _epoch(self, epoch: int) -> bool:
+        """One pass through the data; False where it gave nothing."""
+        self._tell("on_epoch_begin")
+        begin = self.start.step if epoch == self.start.epoch else 0
+        step = begin - 1
+        for step, batch in enumerate(self.course.batches(self.source, self.trainer.args, Position(epoch, begin)), begin):
+            self._step(Position(epoch, step), batch)
+            control = self.watchers.control
+            if control.should_epoch_stop or control.should_training_stop:
+                break
+        if step < begin:
+            return epoch == self.start.epoch and begin > 0
+        self._tell("on_epoch_end")
+        self._act()
+        return True
+
+    def _step(self, at: Position, batch: Own) -> None:
+        args, state = self.trainer.args, self.state
+        self._tell("on_step_begin")
+        result = self.session.step(batch)
+        self.losses.add(result, state.global_step, filtered=args.logging_nan_inf_filter)
+        self._tell("on_optimizer_step")
+        state.global_step += 1
+        state.epoch = self.course.epoch_at(at)
+        self.position = Position(at.epoch, at.step + 1)
+        self._tell("on_step_end")
+        self._act()
+
+    def _act(self) -> None:
+        """Log, evaluate and save, as the callbacks have decided."""
+        control, state = self.watchers.agree(), self.state
+        if control.should_log and state.global_step > self.losses.logged_at:
+            self.log(self.losses.drain(state.global_step))
+        if control.should_evaluate:
+            self._evaluate()
+            control = self.watchers.agree()
+        if control.should_save:
+            self._save()
+            self._tell("on_save")
+
+    def _evaluate(self) -> None:
+        """Evaluate, tell, and note whether it was the best so far."""
+        metrics = self.evaluate(self.trainer.eval_dataset, "eval")
+        wanted = self.trainer.args.metric_for_best_model
+        if wanted is None:
+            return
+        value = metrics.get(name := wanted if wanted.startswith("eval_") else f"eval_{wanted}")
+        if value is None:
+            raise MeshwrightError(
+                f"metric_for_best_model={wanted!r} is not among {', '.join(metrics)}", fix="a metric by its name"
+            )
+        self.session.rates.step(value)
+        best, sign = self.state.best_metric, 1 if self.trainer.args.greater_is_better else -1
+        better = best is None or sign * value > sign * best
+        if better:
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        if self.trainer.args.save_strategy == "best":
+            self.watchers.control.should_save = better
+        assert name
+
+    def evaluate(self, datasets: Any, prefix: str) -> dict[str, float]:
+        """Loss and metrics of a data set, or of several by name; logged, and told to the callbacks."""
+        if datasets is None:
+            raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...), or eval_strategy='no'")
+        if isinstance(datasets, dict):
+            parts = [self.evaluate(dataset, f"{prefix}_{name}") for name, dataset in datasets.items()]
+            return {name: value for part in parts for name, value in part.items()}
+        loss_only = self.trainer.compute_metrics is None
+        metrics = predict_on(self.trainer, self.session, datasets, prefix, loss_only=loss_only).metrics
+        assert metrics is not None
+        self.log(metrics)
+        self._tell("on_evaluate", metrics=metrics)
+        return metrics
+
+    def _save(self) -> None:
+        """A checkpoint of this step; the best one is kept."""
+        assert self.checkpoints is not None
+        state, path = self.state, self.trainer.folder
+        if state.best_global_step:
+            state.best_model_checkpoint = str(path / f"checkpoint-{state.best_global_step}")
+        keep = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
+        rows = self.trainer.args.rows.step * self.position.step
+        data = {"epoch": self.position.epoch, "rows": rows}
+        self.checkpoints.save(state.global_step, data=data, extra=self.saved(), keep=keep)
+
+    def _load_best(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.trainer.args.load_best_model_at_end and best is not None:
+            assert self.checkpoints is not None
+            self.checkpoints.resume(best)
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Keep a log and tell the callbacks."""
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._tell("on_log", logs=logs)
+
+    def _tell(self, event: str, **more: Any) -> None:
+        self.watchers(event, self.trainer.args, self.state, **more)
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside tensors."""
+        return {"state": asdict(self.state), "rates": self.session.rates.state_dict()}

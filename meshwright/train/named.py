@@ -1,0 +1,113 @@
+"""MODEL on the command line: a preset by name, a TOML file like one, a Hugging Face config.json, or package.module:function."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.reading import Reader, text
+
+SCHEMA = 1
+KEYS = frozenset({"schema", "head", "dataset", "config"})
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model of transformers by its configuration: `head` is the class, or the Auto class, that is made of it."""
+
+    head: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str | None = None
+
+    def build(self) -> Any:
+        """The model, with fresh weights."""
+        import transformers
+
+        options = dict(self.config)
+        kind = getattr(transformers, self.head, None)
+        if kind is None:
+            raise MeshwrightError(f"transformers has no {self.head!r}", fix="AutoModelForCausalLM")
+        try:
+            config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+        except (KeyError, ValueError, TypeError) as error:
+            raise MeshwrightError(
+                f"transformers cannot make this configuration: {error}", fix="a model_type that it knows"
+            ) from error
+        return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+
+    @property
+    def length(self) -> int:
+        """How many positions the model has, 64 where it does not say."""
+        names = ("n_positions", "max_position_embeddings")
+        return next((int(self.config[name]) for name in names if name in self.config), 64)
+
+
+def presets() -> list[str]:
+    """The models that come with the package."""
+    return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
+
+
+def model_file(name: str) -> ModelFile:
+    """A preset, a TOML file or a config.json."""
+    path = Path(name)
+    if path.suffix == ".json":
+        return _from_config(path)
+    if path.suffix != ".toml" and name not in presets():
+        raise MeshwrightError(
+            f"there is no model {name!r}", fix=f"{', '.join(presets())}, a TOML, a config.json, or package.module:function"
+        )
+    try:
+        raw = path.read_text() if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()
+        data = tomllib.loads(raw)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise MeshwrightError(f"cannot read the model {name}: {error}") from error
+    read = Reader(data, f"the model {name}", kind=None, schema=SCHEMA, keys=KEYS)
+    config = read("config", _table)
+    if "model_type" not in config:
+        raise MeshwrightError(f"the model {name} has no config.model_type", fix='model_type = "gpt2"')
+    return ModelFile(read("head", text), config, read("dataset", text, None))
+
+
+def function(name: str) -> Callable[..., Any]:
+    """A function by module and name, seen from here."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise MeshwrightError(f"cannot import {name}: {error}", fix="package.module:function, seen from here") from error
+    if not callable(found):
+        raise MeshwrightError(f"{name} is no function but {type(found).__name__}")
+    made: Callable[..., Any] = found
+    return made
+
+
+def _from_config(path: Path) -> ModelFile:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise MeshwrightError(f"cannot read the configuration {path}: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise MeshwrightError(
+            f"{path} is no configuration of transformers: it has no model_type", fix="the config.json of a model"
+        )
+    heads = config.get("architectures") or ["AutoModelForCausalLM"]
+    return ModelFile(heads[0], config)
+
+
+def _folder() -> Any:
+    return resources.files("meshwright.presets") / "models"
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MeshwrightError(f"{value!r} is no table")
+    return value

@@ -1,0 +1,95 @@
+"""`parallelize`: a model under a plan, for people with their own loop.
+
+Every rank runs the same script, in one process or under torchrun, and calls the session's methods together:
+
+    session = meshwright.parallelize(model, example_batch, dict(pp=2), optimizer=torch.optim.AdamW(model.parameters()))
+    for batch in batches:
+        result = session.step(batch)        # loss and norm of the whole batch, on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan import Parallel
+from meshwright.ir.plan_file import asked
+from meshwright.runtime.batch import Given, Loss, Objective
+from meshwright.runtime.launch import attach, process_group
+from meshwright.runtime.precision import Precision
+from meshwright.train.collate import tensors
+from meshwright.train.layers import layers_for
+from meshwright.train.lists import stages_of
+from meshwright.train.place import device_for, launched, refuse_world
+from meshwright.train.rates import Rates, Recipe
+from meshwright.train.saved import kept_for
+from meshwright.train.session import Session, SessionSettings
+
+Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def parallelize(
+    model: Any,
+    example_batch: Given,
+    plan: Parallel | Mapping[str, Any] | str | Path | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | Maker = torch.optim.AdamW,
+    scheduler: Any = None,
+    loss: Loss | None = None,
+    clip: float | None = None,
+    seed: int = 0,
+    precision: Precision | str = "fp32",
+    device: str | None = None,
+) -> Session:
+    """Cut a model into the stages of a plan and join the other ranks; close the session when done.
+
+    `optimizer` is one of the model's parameters, or what makes one; `scheduler` one of that optimizer, or what makes one.
+    """
+    parallel = Parallel.of(asked(plan))
+    refuse_world(parallel)
+    if not launched() and not dist.is_initialized() and parallel.ranks > 1:
+        raise MeshwrightError(
+            f"the plan needs {parallel.ranks} ranks and this is one process",
+            fix=f"torchrun --nproc-per-node {parallel.ranks} script.py, or meshwright.Trainer, which starts workers by itself",
+        )
+    rates = _rates(model, optimizer, scheduler)
+    closing = ExitStack()
+    with closing:
+        if not dist.is_initialized():
+            closing.enter_context(attach(device=device) if launched() else process_group(0, 1, HashStore()))
+        chosen = Precision.of(precision)
+        settings = SessionSettings(clip=clip, loss=loss, seed=seed, precision=chosen, device=device_for(device == "cpu"))
+        example = tensors(example_batch)
+        layers = layers_for(model, example, stages_of(parallel), own_loss=loss is not None)
+        objective = Objective(loss, weigh=layers.weigh)
+        kept = kept_for(parallel, layers, example, objective=objective, precision=chosen)
+        module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        session = Session(layers, parallel, rates, settings, model=module, kept=kept)
+        session.closing = closing.pop_all()
+    return session
+
+
+def _rates(model: Any, optimizer: Any, scheduler: Any) -> Rates:
+    """Groups and learning rates as the user's optimizer has them."""
+    module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    made = (
+        optimizer
+        if isinstance(optimizer, torch.optim.Optimizer)
+        else optimizer([p for p in module.parameters() if p.requires_grad])
+    )
+    if not isinstance(made, torch.optim.Optimizer):
+        raise MeshwrightError(
+            f"optimizer gave {type(made).__name__}", fix="a torch.optim.Optimizer, or a function that makes one"
+        )
+    rates = Rates(Recipe.like(made), made)
+    is_schedule = hasattr(scheduler, "state_dict")
+    rates.scheduler = scheduler if scheduler is None or is_schedule else scheduler(made)
+    return rates

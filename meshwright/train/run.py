@@ -1,0 +1,135 @@
+"""What every rank does when a trainer trains: read, cut, put together, train, and bring back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers import TrainerState, set_seed
+from transformers.trainer_utils import PredictionOutput
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.batch import Given
+from meshwright.runtime.trace import Trace
+from meshwright.train.callbacks import Watchers
+from meshwright.train.checkpoint import Checkpoints
+from meshwright.train.data import Position, Source
+from meshwright.train.evaluation import predict_on
+from meshwright.train.layers import layers_for
+from meshwright.train.lists import stages_of
+from meshwright.train.loop import Course, Judged, Loop, Outcome
+from meshwright.train.losses import OwnLoss, count_for, items
+from meshwright.train.optimizers import rates_for
+from meshwright.train.place import alone, device_for
+from meshwright.train.session import Session, SessionSettings
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+
+def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
+    """Train on this rank; all ranks call this together."""
+    set_seed(trainer.args.seed)
+    source = trainer.source(trainer.train_dataset)
+    course = Course.of(trainer.args, source)
+    session = session_for(trainer, source.example(trainer.example_rows), course.max_steps)
+    source = session.reads(source)
+    loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
+    if resume or trainer.args.save_strategy != "no":
+        loop.checkpoints = Checkpoints(trainer.folder, session.engine, limit=trainer.args.save_total_limit)
+    if resume:
+        _resume(loop, None if resume is True else str(resume))
+    output = loop.run()
+    if loop.checkpoints is not None:
+        loop.checkpoints.close()
+    weights = {}
+    if alone():
+        session.spread()
+    else:
+        weights = session.held()
+    session.close()
+    return Outcome(output, loop.state, trainer.callbacks, weights)
+
+
+def evaluate_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> Judged:
+    """Evaluate on this rank."""
+    first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    session, source = _for_evaluation(trainer, first)
+    watchers = watchers_for(trainer, session)
+    loop = Loop(trainer, session, source, Course(None, 0, 0), watchers, trainer.state)
+    metrics = loop.evaluate(dataset, prefix)
+    session.close()
+    return Judged(metrics, trainer.state)
+
+
+def predict_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> PredictionOutput:
+    """Predict on this rank."""
+    session, _ = _for_evaluation(trainer, dataset)
+    found = predict_on(trainer, session, dataset, prefix, loss_only=trainer.args.prediction_loss_only)
+    session.close()
+    return found
+
+
+def _for_evaluation(trainer: Trainer, dataset: Any) -> tuple[Session, Source]:
+    source = trainer.source(dataset)
+    return session_for(trainer, source.example(trainer.example_rows), 1), source
+
+
+def _resume(loop: Loop, folder: str | None) -> None:
+    """Go on where a checkpoint stopped."""
+    assert loop.checkpoints is not None
+    found = loop.checkpoints.resume(folder)
+    if found is None:
+        raise MeshwrightError(
+            f"there is no checkpoint in {loop.trainer.args.output_dir}", fix="train() without resume_from_checkpoint"
+        )
+    extra, data, rows = dict(found.extra or {}), dict(found.data or {}), loop.trainer.args.rows.step
+    if data["rows"] % rows:
+        raise MeshwrightError(
+            f"{found.folder.name} stopped after {data['rows']} rows of its epoch: no whole number of steps of {rows} rows",
+            fix="the batch size that it was trained with",
+        )
+    loop.session.rates.load_state_dict(extra["rates"])
+    loop.session.steps = found.step
+    fresh, kept = loop.state, extra["state"]
+    for name in ("epoch", "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos"):
+        setattr(fresh, name, kept[name])
+    if not loop.trainer.args.ignore_data_skip:
+        loop.start = Position(data["epoch"], data["rows"] // rows)
+        if loop.course.sampler is not None and loop.start.step >= loop.course.sampler.steps:
+            loop.start = Position(data["epoch"] + 1, 0)
+
+
+def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | None = None) -> Session:
+    """The model of a trainer on this rank."""
+    args = trainer.args
+    own, count = trainer.compute_loss_func, count_for(trainer.model, own_loss=trainer.compute_loss_func is not None)
+    layers = layers_for(trainer.model, example, stages_of(args.plan), flat=trainer.flat, own_loss=own is not None)
+    rates = rates_for(trainer.module, args, trainer.optimizers, trainer.optimizer_cls_and_kwargs, steps=steps)
+    loss = None if own is None else OwnLoss(own, trainer.output_name, count or items)
+    device = device_for(args.use_cpu)
+    settings = SessionSettings(clip=args.max_grad_norm or None, loss=loss, count=count, seed=args.seed, device=device)
+    return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace)
+
+
+def watchers_for(trainer: Trainer, session: Session) -> Watchers:
+    """The callbacks of a run."""
+    return Watchers(
+        trainer.callbacks,
+        list(trainer.args.report_to or ()),
+        bar=not trainer.args.disable_tqdm,
+        model=trainer.model,
+        processing_class=trainer.processing_class,
+        optimizer=session.rates.reference,
+        lr_scheduler=session.rates.scheduler,
+    )
+
+
+def new_state(trainer: Trainer, course: Course) -> TrainerState:
+    """The state at the first step."""
+    state: Any = TrainerState(max_steps=course.max_steps, num_train_epochs=course.epochs)
+    state.compute_steps(trainer.args, course.max_steps)
+    state.train_batch_size = trainer.args.train_batch_size
+    state.is_world_process_zero = dist.get_rank() == 0
+    state.is_local_process_zero = trainer.args.local_process_index == 0
+    return state

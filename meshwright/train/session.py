@@ -1,0 +1,222 @@
+"""What one rank has while it trains: a model cut into stages, a proved schedule, an engine, and where it stands.
+
+with meshwright.parallelize(model, example, dict(pp=2)) as session:
+    for batch in batches:
+        print(session.step(batch).loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan import Parallel
+from meshwright.runtime.batch import TARGETS, Count, Given, Loss, Own
+from meshwright.runtime.compute import Tally
+from meshwright.runtime.engine import Engine, Settings
+from meshwright.runtime.forward import Evaluated, Forward, Outputs
+from meshwright.runtime.layers import Layers
+from meshwright.runtime.parameters import Rules
+from meshwright.runtime.precision import Precision
+from meshwright.runtime.trace import Trace
+from meshwright.train.data import Source
+from meshwright.train.lists import lists_for
+from meshwright.train.options import facts, merged
+from meshwright.train.rates import Rates
+from meshwright.train.saved import Kept
+from meshwright.train.state import put_whole, snapshot
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, the same on every rank: the mean loss of its whole batch, and the norm of its mean gradient."""
+
+    step: int
+    loss: float
+    weight: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How a session trains, beside its plan."""
+
+    clip: float | None = None
+    loss: Loss | None = None
+    count: Count | None = None
+    seed: int = 0
+    precision: Precision = field(default_factory=Precision)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class Session:
+    """One rank of a training run; all ranks call its methods together."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        parallel: Parallel,
+        rates: Rates,
+        settings: SessionSettings,
+        *,
+        model: Any = None,
+        trace: Trace | None = None,
+        kept: Sequence[Kept] | None = None,
+    ) -> None:
+        schedule = lists_for(parallel, ties=layers.ties, kept=kept)
+        refuse_endless(parallel, flush=schedule.flush)
+        self.layers, self.parallel, self.rates, self.settings, self.model = layers, parallel, rates, settings, model
+        self.engine = Engine(
+            schedule,
+            layers,
+            Settings(
+                optimizer=rates.optimizer,
+                microbatches=parallel.microbatches,
+                copies=parallel.dp,
+                loss=settings.loss,
+                count=settings.count,
+                rules=Rules(clip=settings.clip or float("inf")),
+                transport=parallel.transport,
+                seed=settings.seed,
+                precision=settings.precision,
+                device=settings.device,
+            ),
+            trace,
+        )
+        self.rank, self.steps = self.engine.mesh.rank, 0
+        self.closing = ExitStack()
+        self._forward: Forward | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.closing.__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Give back channels and groups."""
+        self.engine.close()
+        self.closing.close()
+
+    def step(self, batch: Given | Own) -> StepResult:
+        """Train on one batch: the whole one, of which each copy takes its rows, or the rows of this copy (`Own`)."""
+        number, rates = self.steps, self.rates
+        rates.follow()
+        learning_rate = rates.learning_rate
+        self.mode(training=True)
+        tally = self.engine.run(lambda _: batch, number).get(number, Tally())
+        loss, weight = self.total(float(tally.loss), tally.weight)
+        skipped = bool(self.engine.parameters.skipped) and self.engine.parameters.skipped[-1] == number
+        if not skipped:
+            rates.step()
+        self.steps += 1
+        norm = self.engine.parameters.norms.pop(number, float("nan"))
+        return StepResult(number, loss / weight if weight else float("nan"), weight, norm, learning_rate, skipped)
+
+    @property
+    def forward(self) -> Forward:
+        """Walks without backward on the same stages, made when they are first asked for."""
+        if self._forward is None:
+            self._forward = Forward(self.engine)
+        return self._forward
+
+    def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:
+        """The mean loss of a batch without training on it, and on request what the model returns, on every rank."""
+        return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training goes on from, whole on every rank and free of the plan; checkpoints write it in parts."""
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (snapshot(self.engine), facts(self.engine)))
+        known = merged([part[1] for part in parts])  # type: ignore[index]
+        found = {name: t for part in parts for name, t in part[0].items()}  # type: ignore[index]
+        return {"step": self.steps, "tensors": found, "facts": known, "rates": self.rates.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that a session of any plan has given."""
+        put_whole(self.engine, state["tensors"], state["facts"])
+        self.rates.load_state_dict(state["rates"])
+        self.steps = state["step"]
+
+    def reads(self, source: Source) -> Source:
+        """A data set as this rank reads it: the rows of its copy, the columns of its stages."""
+        mesh = self.engine.mesh
+        return replace(source, copy=mesh.copy, copies=mesh.copies, needed=self.columns)
+
+    @property
+    def columns(self) -> frozenset[str] | None:
+        """The columns of a batch that the stages of this rank take; None where they take all."""
+        if self.layers.columns is None:
+            return None
+        names = {name for stage in self.engine.stages.values() for name in stage.columns}
+        return frozenset(names | set(TARGETS) - set(self.layers.columns))
+
+    def total(self, *numbers: float) -> list[float]:
+        """Numbers summed over all ranks: one small reduction."""
+        summed = torch.tensor(numbers, dtype=torch.float64, device=self.settings.device)
+        dist.all_reduce(summed)
+        return summed.tolist()
+
+    def rows(self, batch: Given) -> int:
+        """Rows of all copies together, where each has its own."""
+        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+        mine = first.shape[0] if self.engine.mesh.worker == 0 else 0
+        return int(self.total(mine)[0]) if self.engine.mesh.copies > 1 else int(first.shape[0])
+
+    def mode(self, *, training: bool) -> None:
+        """Train or evaluate: what dropout and norms with statistics go by."""
+        for layer in self.layers.modules:
+            layer.train(training)
+
+    def held(self) -> dict[str, Tensor]:
+        """Parameters and buffers that this rank is the first to hold, by name: together those of all ranks are the model."""
+        engine, found = self.engine, dict[str, Tensor]()
+        for unit in engine.units:
+            if engine.mesh.holders(engine.schedule, unit)[0] == self.rank:
+                found.update({self.layers.names[p]: p.detach() for p in self.layers.unit(unit)})
+        if isinstance(self.model, nn.Module):
+            mine = {
+                id(b)
+                for stage, at in engine.stages.items()
+                if self._first_of(stage)
+                for layer in at.layers
+                for b in layer.buffers()
+            }
+            found.update({name: b for name, b in self.model.named_buffers() if id(b) in mine})
+        return found
+
+    def spread(self) -> None:
+        """Give every rank all parameters and buffers of the model, as after training in one process."""
+        engine = self.engine
+        for unit in range(engine.schedule.units):
+            source = engine.mesh.holders(engine.schedule, unit)[0]
+            for parameter in self.layers.unit(unit):
+                dist.broadcast(parameter.data, src=source)
+        for stage in range(engine.schedule.stages):
+            for layer in self.layers.of_stage(stage):
+                for buffer in layer.buffers():
+                    dist.broadcast(buffer, src=engine.mesh.holders(engine.schedule, stage)[0])
+
+    def _first_of(self, stage: int) -> bool:
+        return self.engine.mesh.holders(self.engine.schedule, stage)[0] == self.rank
+
+
+def refuse_endless(parallel: Parallel, *, flush: bool) -> None:
+    """Logging, evaluation and checkpoints happen where a step ends on all workers."""
+    if not flush:
+        raise MeshwrightError(
+            f"{parallel.schedule} never ends a step on all workers at once: nothing could be logged or saved between steps",
+            fix="a schedule with a flush: onef1b, chimera, zero_bubble, ... (meshwright.verify runs the others)",
+        )

@@ -1,0 +1,212 @@
+"""`Trainer`: Hugging Face's by name and habit; `args.parallel` says how it runs.
+
+The same script trains in one process, on local workers that it starts by itself, or under torchrun. Local workers are sent
+the trainer as it is (model, data sets, collator, callbacks); trained weights, log and state come back into it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerState, set_seed
+from transformers.trainer_utils import PredictionOutput, TrainOutput
+
+from meshwright.capture.export import flatten
+from meshwright.capture.flat import Flat
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.launch import Workers
+from meshwright.train.arguments import TrainingArguments
+from meshwright.train.collate import Collate, Collator, accepted, default_collator
+from meshwright.train.data import Source, without_unused
+from meshwright.train.layers import is_captured
+from meshwright.train.loop import Judged, Outcome
+from meshwright.train.place import everywhere, refuse_world
+from meshwright.train.run import evaluate_on_rank, predict_on_rank, train_on_rank
+
+_NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
+"""Methods of the Hugging Face Trainer that a subclass may have changed, and that nothing here calls."""
+
+
+class Trainer:
+    """Trains a model under a plan."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Collator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        callbacks: list[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        workers: Workers | None = None,
+    ) -> None:
+        self.args = args or TrainingArguments(output_dir="trainer_output")
+        if not isinstance(self.args, TrainingArguments):
+            raise MeshwrightError(
+                f"args is {type(args).__module__}.{type(args).__name__}", fix="meshwright.TrainingArguments(...)"
+            )
+        self._refuse(model, model_init)
+        set_seed(self.args.seed)
+        self.model = model if model_init is None else model_init()
+        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.data_collator = data_collator or default_collator(processing_class)
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.callbacks = [c() if isinstance(c, type) else c for c in callbacks or ()]
+        self.optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
+        self.state = TrainerState()
+        self.flat: Flat | None = None
+        self._given, self._pool = workers, cast(Workers | None, None)
+
+    # -- what a script calls
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
+        if self.train_dataset is None:
+            raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
+        self.capture(self.train_dataset)
+        found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
+        self._take(found)
+        return found[0].output
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Loss and metrics of the evaluation set; those of several sets, by name, where a mapping of them is given."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if chosen is None:
+            raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
+        self.capture(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
+        found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
+        self.state = found[0].state
+        return found[0].metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Predictions for a data set, and metrics where it has labels."""
+        self.capture(test_dataset)
+        found: list[PredictionOutput] = self.everywhere(predict_on_rank, test_dataset, metric_key_prefix)
+        return found[0]
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """One more that looks on."""
+        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """One less: this one, or all of a class."""
+        self.callbacks = [c for c in self.callbacks if c is not callback and type(c) is not callback]
+
+    def is_world_process_zero(self) -> bool:
+        """Is this the process that speaks for all?"""
+        return self.args.process_index == 0
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Write the model as Hugging Face does, or its tensors as safetensors; `from_pretrained` reads it."""
+        if not self.is_world_process_zero():
+            return
+        folder = Path(output_dir) if output_dir else self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(self.model, "save_pretrained"):
+            self.model.save_pretrained(folder)
+        else:
+            from safetensors.torch import save_model
+
+            save_model(self.module, str(folder / "model.safetensors"))
+        if hasattr(self.processing_class, "save_pretrained"):
+            self.processing_class.save_pretrained(folder)
+
+    # -- what ranks ask
+
+    @property
+    def folder(self) -> Path:
+        """Where checkpoints, log and model go."""
+        return Path(self.args.output_dir or "trainer_output")
+
+    @property
+    def module(self) -> nn.Module:
+        """The model as one module; a list of layers is wrapped."""
+        return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
+
+    def capture(self, dataset: Any) -> None:
+        """The graph of the model, once for all ranks; what cannot be captured is said here, before anything starts."""
+        refuse_world(self.args.plan)
+        if self.flat is None and is_captured(self.model):
+            example = self.source(dataset).example(self.example_rows)
+            self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
+
+    @property
+    def example_rows(self) -> int:
+        """Enough rows that none of their number is taken for a constant."""
+        return max(2, self.args.rows.device * self.args.rows.accumulation // self.args.plan.microbatches)
+
+    @property
+    def output_name(self) -> str | None:
+        """What the model calls its first output; None where it returns a bare tensor."""
+        names = self.flat.outputs if self.flat is not None else ()
+        return names[0] if names and names[0] != "output" else None
+
+    def source(self, dataset: Any) -> Source:
+        """A data set, and how its rows become tensors."""
+        args = self.args
+        columns = accepted(self.model, args.label_names) if args.remove_unused_columns else None
+        seed = args.seed if args.data_seed is None else args.data_seed
+        collate = Collate(self.data_collator, columns)
+        return Source(without_unused(dataset, columns), collate, seed, processes=args.dataloader_num_workers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What workers are sent: all but the workers."""
+        return {**self.__dict__, "_given": None, "_pool": None}
+
+    # -- how
+
+    def everywhere(self, work: Callable[..., Any], *more: Any) -> list[Any]:
+        """Call `work(trainer, *more)` on every rank of the plan; what those ranks returned that this process can see."""
+        plan = self.args.plan
+        refuse_world(plan)
+        return everywhere(work, self, *more, parallel=plan, workers=self._workers)
+
+    def _workers(self) -> Workers:
+        """The workers of this trainer, started when they are first needed, and ended with it."""
+        if self.args.dataloader_num_workers:
+            raise MeshwrightError(
+                f"dataloader_num_workers={self.args.dataloader_num_workers}: local workers cannot start processes of their own",
+                fix=f"dataloader_num_workers=0, or torchrun --nproc-per-node {self.args.plan.ranks}",
+            )
+        if self._given is not None:
+            return self._given
+        if self._pool is None:
+            self._pool = Workers(self.args.plan.ranks, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
+            weakref.finalize(self, self._pool.close)
+        return self._pool
+
+    def _take(self, found: list[Outcome]) -> None:
+        """Let weights, state and what callbacks have noted come back from ranks that are other processes."""
+        self.state = found[0].state
+        if found[0].callbacks is not self.callbacks:
+            for mine, theirs in zip(self.callbacks, found[0].callbacks, strict=True):
+                mine.__dict__.update(theirs.__dict__)
+        held = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
+        with torch.no_grad():
+            for outcome in found:
+                for name, tensor in outcome.weights.items():
+                    held[name].copy_(tensor)
+
+    def _refuse(self, model: Any, model_init: Any) -> None:
+        if (model is None) == (model_init is None):
+            raise MeshwrightError("a Trainer needs a model, or model_init, and not both", fix="Trainer(model=...)")
+        for name in _NOT_OURS:
+            if hasattr(type(self), name):
+                raise MeshwrightError(
+                    f"{type(self).__name__} overrides {name}, which is never called: a model is cut into stages",
+                    fix="compute_loss_func=, optimizers= or data_collator=",
+                )

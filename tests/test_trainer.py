@@ -1,0 +1,128 @@
+"""The Trainer does what the Hugging Face Trainer does in one process, under every plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from meshwright.runtime.launch import Workers
+from tests.trainers import Notes, accuracy, distance, gpt2, llama, ours, reference, series, summed_loss, text
+
+CLOSE = 1e-5
+PLANS = [
+    None,
+    {"pp": 2},
+    {"pp": 2, "schedule": "chimera"},
+    {"pp": 4, "schedule": "zero_bubble", "microbatches": 8},
+]
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[str, float]]]:
+    """GPT-2 with ties, uneven labels, a short last batch, warmup, decay and clipping, and an evaluation after each epoch."""
+    model = gpt2()
+    log = reference(model, tmp_path_factory.mktemp("hf"), text(), eval_dataset=text(21), eval_strategy="epoch")
+    return model, log
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_losses_equal_the_hugging_face_trainer(
+    hugging_face: tuple[Any, list[dict[str, float]]], plan: Any, tmp_path: Path, workers: Workers
+) -> None:
+    expected, log = hugging_face
+    model = gpt2()
+    trainer = ours(model, tmp_path, text(), workers, parallel=plan, eval_dataset=text(21), eval_strategy="epoch")
+    output = trainer.train()
+    found = trainer.state.log_history
+    for key in ("loss", "grad_norm", "learning_rate", "epoch", "eval_loss"):
+        assert series(found, key) == pytest.approx(series(log, key), rel=CLOSE), key
+    assert [sorted(set(entry) - {"eval_model_preparation_time"}) for entry in found] == [
+        sorted(set(entry) - {"eval_model_preparation_time"}) for entry in log
+    ]
+    assert output.training_loss == pytest.approx(log[-1]["train_loss"], rel=CLOSE)
+    assert distance(model, expected) < 2e-4
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2, "microbatches": 4}, {"pp": 2, "dp": 2}], ids=str)
+def test_accumulation_is_microbatches(plan: Any, tmp_path: Path, workers: Workers) -> None:
+    log = reference(llama(), tmp_path, text(), gradient_accumulation_steps=4, per_device_train_batch_size=4)
+    device = 4 // plan.get("dp", 1)
+    trainer = ours(
+        llama(), tmp_path, text(), workers, parallel=plan, gradient_accumulation_steps=4, per_device_train_batch_size=device
+    )
+    trainer.train()
+    for key in ("loss", "grad_norm", "epoch"):
+        assert series(trainer.state.log_history, key) == pytest.approx(series(log, key), rel=CLOSE), key
+
+
+def test_an_own_loss_gets_outputs_labels_and_the_number_of_items(tmp_path: Path, workers: Workers) -> None:
+    log = reference(llama(), tmp_path, text(), compute_loss_func=summed_loss)
+    trainer = ours(llama(), tmp_path, text(), workers, parallel={"pp": 2}, compute_loss_func=summed_loss)
+    trainer.train()
+    assert series(trainer.state.log_history, "loss") == pytest.approx(series(log, "loss"), rel=CLOSE)
+
+
+def test_metrics_and_predictions_equal_the_hugging_face_trainer(tmp_path: Path, workers: Workers) -> None:
+    model = gpt2()
+    theirs = transformers.Trainer(
+        gpt2(), transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), compute_metrics=accuracy
+    )
+    expected = theirs.predict(text(21))  # type: ignore[arg-type]
+    trainer = ours(model, tmp_path, None, workers, parallel={"pp": 2, "dp": 2}, compute_metrics=accuracy, eval_dataset=text(21))
+    found = trainer.predict(text(21))
+    assert found.predictions.shape == expected.predictions.shape
+    assert torch.allclose(torch.from_numpy(found.predictions), torch.from_numpy(expected.predictions), atol=1e-5)
+    assert found.metrics["test_accuracy"] == expected.metrics["test_accuracy"]
+    metrics = trainer.evaluate()
+    assert metrics["eval_rows"] == 21
+    assert metrics["eval_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-2)
+    assert trainer.state.log_history[-1]["eval_accuracy"] == metrics["eval_accuracy"]
+
+
+def test_callbacks_are_told_and_what_they_note_comes_back(tmp_path: Path, workers: Workers) -> None:
+    events = []
+    for plan in (None, {"pp": 2}):
+        notes = Notes(stop_at=3)
+        trainer = ours(
+            gpt2(), tmp_path, text(), workers, parallel=plan, callbacks=[notes], save_strategy="steps", save_steps=2,
+            eval_dataset=text(8), eval_strategy="steps", eval_steps=2, logging_steps=2,
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.state.global_step == 3
+        events.append(notes.events)
+    assert events[0] == events[1]
+    assert events[0][0] == "begin" and events[0][-1] == "end" and "save 2" in events[0]
+    assert [e for e in events[0] if e.startswith("step")] == ["step 1", "step 2", "step 3"]
+
+
+def test_the_log_is_a_file_of_json_lines(tmp_path: Path, workers: Workers) -> None:
+    trainer = ours(gpt2(), tmp_path, text(), workers, parallel={"pp": 2}, max_steps=3, report_to=["tensorboard"])
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert [line["loss"] for line in lines[:3]] == series(trainer.state.log_history, "loss")
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize("second", [None, {"pp": 4, "schedule": "chimera"}], ids=str)
+def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(second: Any, tmp_path: Path, workers: Workers) -> None:
+    """Dropout is on: masks belong to step, microbatch and layer, not to the run."""
+    common: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "steps"}
+    plan = {"pp": 2, "microbatches": 4}
+    whole = ours(gpt2(attn_pdrop=0.1), tmp_path / "whole", text(), workers, parallel=plan, **common, save_steps=100)
+    whole.train()
+    notes = Notes(stop_at=8)
+    first = ours(gpt2(attn_pdrop=0.1), tmp_path / "parts", text(), workers, parallel=plan, callbacks=[notes], **common, save_steps=4)
+    first.train()
+    model = gpt2(seed=1, attn_pdrop=0.1)
+    again = ours(model, tmp_path / "parts", text(), workers, parallel=second, **common, save_steps=100)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == whole.state.global_step == 12
+    for key in ("loss", "learning_rate"):
+        assert series(again.state.log_history, key) == pytest.approx(series(whole.state.log_history, key), rel=CLOSE), key
+    assert distance(model, whole.model) < 1e-4
