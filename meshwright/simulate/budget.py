@@ -29,10 +29,11 @@ def stage_aware(
     costs: Sequence[StageCost],
     *,
     budget_bytes: float,
+    reserved_bytes: float = 0.0,
     cluster: Cluster | None = None,
     layers: Sequence[int | Sequence[float]] | None = None,
 ) -> tuple[Recompute, ...]:
-    """The least share per stage under the budget, in whole layers where those are given.
+    """The least share per stage under the budget, of which some may be reserved, in whole layers where those are given.
 
     `layers` has for each stage their number, or the bytes that are kept of it when none, one, two ... all of them are dropped;
     a share is then one of layers. All stages of a worker drop the same share; a stage on several workers drops what the
@@ -56,7 +57,7 @@ def stage_aware(
     def over(shares: Sequence[float]) -> dict[int, float]:
         """The workers that exceed the budget, with their peaks."""
         timeline = simulate(with_recompute(schedule, choice(shares, of_bytes=True)), rows, cluster)
-        found = {worker: timeline.peak_bytes(worker) for worker in range(schedule.workers)}
+        found = {worker: timeline.peak_bytes(worker) + reserved_bytes for worker in range(schedule.workers)}
         return {worker: peak for worker, peak in found.items() if peak > budget_bytes * (1 + 1e-12)}
 
     return choice(_least(schedule, over, budget_bytes))

@@ -58,7 +58,7 @@ def _within(schedule: Schedule, budget_bytes: float, kept: Sequence[Kept] | None
     sizes = [{"activation_bytes": of.bytes[0], "output_bytes": of.output, "gradient_bytes": of.output} for of in kept]
     costs = [StageCost(1.0, 1.0, 1.0, **size) for size in sizes]
     watched = max(of.output for of in kept)  # a first run looks at a copy of what it is given
-    shares = stage_aware(schedule, costs, budget_bytes=budget_bytes - watched, layers=[of.bytes for of in kept])
+    shares = stage_aware(schedule, costs, budget_bytes=budget_bytes, reserved_bytes=watched, layers=[of.bytes for of in kept])
     return (schedule, list(shares)) if schedule.recompute is None else (with_recompute(schedule, shares), None)
 
 
