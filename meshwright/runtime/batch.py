@@ -66,8 +66,8 @@ class Batch:
     @property
     def count(self) -> int:
         """How many losses the whole batch adds up at most: labels, or rows where there are none."""
-        target = self.target
-        return self.size if target is None or target.is_floating_point() else target.numel()
+        labels = [t for t in (self.target, *(self.columns.get(name) for name in TARGETS)) if t is not None]
+        return max((t.numel() for t in labels if not t.is_floating_point()), default=self.size)
 
     def rows(self, mb: int) -> Rows:
         """The rows of microbatch `mb` of this copy, among those that are here."""

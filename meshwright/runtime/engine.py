@@ -76,6 +76,8 @@ class Engine:
         """Walk the schedule once with the batches of its steps."""
         self._batch = batch
         self._batches: dict[int, Batch] = {}
+        if self.scaler is not None and not self.scaler.unit:
+            self.scaler.measure(self._largest(self._feed(first_step).count))
         self.executor.run(first_step)
         return self.compute.tallies
 
@@ -93,8 +95,6 @@ class Engine:
                 device=settings.device,
                 names=self.layers.columns,
             )
-            if self.scaler is not None:
-                self.scaler.measure(self._batches[step].count)
         return self._batches[step]
 
     def timeline(self) -> Timeline | None:
@@ -144,6 +144,12 @@ class Engine:
             group=self.groups.get(ranks),
             versioned=not self.schedule.flush,
         )
+
+    def _largest(self, count: int) -> float:
+        """The largest of all ranks' numbers; all ranks ask together."""
+        found = torch.tensor([float(count)], device=self.settings.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
 
     def _start_equal(self) -> None:
         """Copies of a unit begin with the values of their first holder; not by trust in seeds."""

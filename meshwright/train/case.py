@@ -17,7 +17,7 @@ from meshwright.capture.flat import Flat
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.batch import Batch, Given, Loss
+from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, require_layers
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
@@ -25,6 +25,7 @@ from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.layers import LISTS, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
+from meshwright.train.saved import kept_for
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
@@ -137,12 +138,14 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
             "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
         )
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
-    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
+    _refuse_rows(case)
+    objective = Objective(case.loss, weigh=layers.weigh)
+    kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
+    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
-    _refuse_rows(case)
     return case, layers, schedule
 
 

@@ -178,7 +178,8 @@ class Serial:
             output = self._through_layers(data, step, local, weights)
         else:
             leaves_of = {p: at for held in weights for p, at in held.items()}
-            output = self.whole(leaves_of, data.named(data.columns, rows))
+            with self.precision.autocast(torch.device("cpu")):
+                output = self.whole(leaves_of, data.named(data.columns, rows))
         loss = self.objective(output, data.targets(rows), rows, self._weight(data, rows))
         if loss.requires_grad:
             loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))
