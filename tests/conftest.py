@@ -32,7 +32,7 @@ class Pool:
         """`meshwright.verify` on these workers; degrees and names of the plan are keywords beside its own."""
         from meshwright import Parallel, verify
 
-        own = {key: more.pop(key) for key in ("steps", "dtype", "seed", "loss", "optimizer") if key in more}
+        own = {key: more.pop(key) for key in ("steps", "dtype", "seed", "loss", "optimizer", "precision") if key in more}
         try:
             return verify(build, batch, Parallel.of(more), workers=self.started(), **own)
         except BaseException:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel
+from meshwright.ir.placement import Rows
+from meshwright.runtime.batch import Objective
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.train.lists import lists_for
 from tests.conftest import Pool
@@ -92,6 +94,29 @@ class Changing(nn.Module):
         return self.line(x).repeat(self.calls, 1)
 
 
+class Quiet(nn.Module):
+    """Changes its input in place and has no word for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.0
+        return self.line(x)
+
+
+class Sometimes(nn.Module):
+    """Whether its output takes a gradient depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) if x.sum() > 0 else x
+
+
 class Borrowing(nn.Module):
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
@@ -118,6 +143,8 @@ def layers(kind: str) -> list[nn.Module]:
     return {
         "complex": [nn.Linear(8, 8), Complex(), Real(), nn.Linear(8, 8)],
         "in place": [line, nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)],
+        "quiet": [nn.Tanh(), nn.Linear(8, 8), Quiet(), Quiet()],
+        "sometimes": [Sometimes(), nn.Linear(8, 8)],
         "two": [nn.Linear(8, 8), nn.Tanh(), Two(), Sum()],
         "turned": [nn.Linear(8, 8), Turned(), nn.Tanh(), Turned()],
         "changing": [nn.Linear(8, 8), Changing(), nn.Tanh(), nn.Linear(8, 8)],
@@ -156,11 +183,40 @@ def test_a_microbatch_in_which_nothing_counts(pool: Pool) -> None:
     assert found.passed and all(loss == loss for loss in found.losses)
 
 
+def ignored(step: int) -> tuple[Tensor, Tensor]:
+    x, y = tokens(step)
+    return x, y if step != 1 else torch.full_like(y, -100)
+
+
+@pytest.mark.parametrize("schedule", ["onef1b", "pipedream"])
+def test_a_step_in_which_nothing_counts(pool: Pool, schedule: str) -> None:
+    found = pool.verify(words, ignored, pp=2, microbatches=4, schedule=schedule, steps=3)
+    assert found.passed and found.losses[0] > found.losses[1] == 0.0
+
+
 @pytest.mark.parametrize("recompute", ["none", "inline", "early"])
-@pytest.mark.parametrize("kind", ["complex", "in place", "two"])
+@pytest.mark.parametrize("kind", ["complex", "in place", "quiet", "two"])
 def test_odd_layers_train_as_in_one_process(pool: Pool, kind: str, recompute: str) -> None:
     found = pool.verify(partial(layers, kind), vectors, pp=2, microbatches=4, recompute=recompute, steps=2)
     assert found.passed, found.worst
+
+
+def test_a_layer_that_changes_its_input_unasked_is_recomputed_in_part(pool: Pool) -> None:
+    found = pool.verify(partial(layers, "quiet"), vectors, pp=2, microbatches=4, recompute=[0.5, 0.5], steps=2)
+    assert found.passed, found.worst
+
+
+def test_whether_a_gradient_crosses_follows_from_the_batch_alone(pool: Pool) -> None:
+    with pytest.raises(MeshwrightError, match="takes a gradient in one microbatch and none in another"):
+        pool.verify(partial(layers, "sometimes"), vectors, pp=2, microbatches=8, steps=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.bool])
+def test_only_labels_with_a_sign_can_be_ignored(dtype: torch.dtype) -> None:
+    """156 is what -100 would be in a byte."""
+    target = torch.tensor([1, 156, -100]).to(dtype)
+    counts = {torch.uint8: 3, torch.int8: 1, torch.int64: 2, torch.bool: 3}
+    assert Objective().weight(target, Rows(0, 3)) == counts[dtype]
 
 
 def test_half_precision_does_not_lose_the_loss(pool: Pool) -> None:
@@ -171,10 +227,13 @@ def test_half_precision_does_not_lose_the_loss(pool: Pool) -> None:
 def test_what_has_no_rows_cannot_be_cut_by_rows(pool: Pool) -> None:
     with pytest.raises(MeshwrightError, match="rows first"):
         pool.verify(partial(layers, "turned"), tokens_of_vectors, pp=2, microbatches=2, width=(1, 2), steps=1)
+    halving = {"schedule": "chimera", "options": {"mode": "halving"}}
+    with pytest.raises(MeshwrightError, match="rows first"):
+        pool.verify(partial(layers, "turned"), tokens_of_vectors, pp=2, microbatches=4, steps=1, **halving)
 
 
 def tokens_of_vectors(step: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(8, 3, 8, dtype=torch.float64)
+    x = torch.randn(8, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
     return x, x
 
 
@@ -199,25 +258,28 @@ def test_a_tie_that_cannot_be_seen_is_refused(pool: Pool) -> None:
         pool.verify(partial(layers, "borrowing"), vectors, pp=2, microbatches=4, steps=1)
 
 
-def normed() -> list[nn.Module]:
-    return [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8)]
+def normed(kind: str) -> list[nn.Module]:
+    pairs = nn.Sequential(nn.Unflatten(1, (4, 2)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten())
+    return [nn.Linear(8, 8), nn.BatchNorm1d(8) if kind == "batch" else pairs, nn.Tanh(), nn.Linear(8, 8)]
 
 
-def statistics(recompute: str) -> dict[str, Any]:
+def statistics(kind: str, recompute: str) -> dict[str, Any]:
     from meshwright.runtime.layers import Layers
     from meshwright.train.verify import momentum
 
     torch.manual_seed(0)
-    model = Layers.of([m.double() for m in normed()], 2)
+    model = Layers.of([m.double() for m in normed(kind)], 2)
     plan = Parallel(pp=2, microbatches=4, recompute=recompute)
     engine = Engine(lists_for(plan), model, Settings(optimizer=momentum, microbatches=4))
     engine.run(vectors)
     engine.close()
-    return dict(model.modules[1].state_dict())
+    return {name.rpartition(".")[2]: tensor for name, tensor in model.modules[1].state_dict().items()}
 
 
+@pytest.mark.parametrize("kind", ["batch", "instance"])
 @pytest.mark.parametrize("recompute", ["inline", "early"])
-def test_statistics_are_counted_once_under_recompute(pool: Pool, recompute: str) -> None:
-    kept, again = pool.run(statistics, "none", ranks=2)[0], pool.run(statistics, recompute, ranks=2)[0]
-    assert kept["num_batches_tracked"] == again["num_batches_tracked"] == 4
+def test_statistics_are_counted_once_under_recompute(pool: Pool, recompute: str, kind: str) -> None:
+    kept, again = pool.run(statistics, kind, "none", ranks=2)[0], pool.run(statistics, kind, recompute, ranks=2)[0]
+    assert kept["num_batches_tracked"] == again["num_batches_tracked"] == (4 if kind == "batch" else 0)
+    assert kept["running_mean"].any()
     assert torch.equal(kept["running_mean"], again["running_mean"])

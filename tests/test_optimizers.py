@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright import MeshwrightError
+from meshwright.runtime.parameters import Rules
 from meshwright.train import models
 from tests.conftest import Pool
 from tests.parity import model
@@ -181,3 +183,18 @@ def test_one_gradient_that_is_no_number_skips_the_step_everywhere(pool: Pool, pl
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_accumulation_is_microbatches(pool: Pool, count: int) -> None:
     agree(pool, Recipe(tied, texts), schedule="onef1b", pp=2, microbatches=count)
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])
+def test_a_norm_to_clip_to_is_above_zero(clip: float) -> None:
+    with pytest.raises(MeshwrightError, match="clipped to a norm above 0"):
+        Rules(clip=clip)
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 4.0, float("inf"), float("nan")])
+def test_clipping_scales_as_torch_does(norm: float) -> None:
+    """Gradients whose norm is no number become no numbers: to apply the others unclipped would hide it."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    p.grad = torch.full_like(p, norm)
+    nn.utils.clip_grad_norm_([p], 1.0)
+    torch.testing.assert_close(Rules(clip=1.0).scale(norm) * torch.full_like(p, norm), p.grad, equal_nan=True)

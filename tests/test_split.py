@@ -254,3 +254,14 @@ def test_hooks_on_a_parameter_see_nothing_in_i_and_w() -> None:
     assert seen == [False]
     backward(layer, torch.randn(3, 4))
     assert seen == [False, True]
+
+
+def test_a_computed_weight_is_computed_once_per_forward() -> None:
+    """Spectral norm takes a step of its power iteration whenever its weight is looked at."""
+    plain, split = (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(2))
+    split.load_state_dict(plain.state_dict())
+    Deferred(split)
+    x = torch.randn(2, 4)
+    assert torch.equal(plain(x), split(x)) and torch.equal(plain(x), split(x))
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, split.state_dict()[name]), name

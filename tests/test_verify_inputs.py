@@ -20,7 +20,7 @@ from meshwright.runtime.clock import Timing
 from meshwright.train import models
 from meshwright.train import verify as module
 from meshwright.train.case import Case, prepare
-from meshwright.train.certificate import RankTrace, certify
+from meshwright.train.certificate import RankTrace, certify, digest
 from meshwright.train.serial import Trace
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
@@ -216,3 +216,61 @@ def test_the_verbs_count_workers_first() -> None:
         verb.verify("mlp", dp=9999)
     with pytest.raises(MeshwrightError, match="300 workers are more than the 256"):
         simulate("onef1b", workers=300, microbatches=4, emulate=Timing.WALL)
+
+
+def unseeded(step: int) -> tuple[Tensor, Tensor]:
+    """Another batch each time."""
+    x = torch.randn(8, 16)
+    return x, x
+
+
+def without_numbers(step: int) -> dict[str, Tensor]:
+    """The same batch each time, of what does not equal itself."""
+    return {"input": torch.full((8, 16), nan), "labels": torch.zeros(8, dtype=torch.long)}
+
+
+def test_a_batch_that_is_another_each_time() -> None:
+    refused("batch\\(0\\) gives other tensors when it is called again(.|\\n)*manual_seed", batch=unseeded)
+    prepare(Case(BUILD, without_numbers, Parallel(pp=2), 1, "float64", 0, None, module.momentum))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("raise SystemExit(5)", "SystemExit")]
+)
+def test_a_module_that_cannot_be_imported(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"broken_{said.lower()}"
+    (tmp_path / f"{name}.py").write_text(text + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MeshwrightError, match=f"{name} raised {said} while it was imported") as found:
+        verb.verify(f"{name}:build", batch=f"{name}:batch")
+    assert "importlib" not in str(found.value) and f"{name}.py" in str(found.value)
+
+
+def test_no_microbatches_on_the_command_line() -> None:
+    with pytest.raises(MeshwrightError, match="--microbatches must be at least 1, got 0"):
+        verb.verify("mlp", microbatches=0)
+
+
+def test_what_is_no_number_equals_itself_bit_by_bit() -> None:
+    case = Case(BUILD, DATA, Parallel(pp=1, dp=2), 1, "float64", 0, None, module.momentum)
+    layers, schedule = prepare(case)
+    one, other = ({name: torch.full_like(p, nan) for p, name in layers.names.items()} for _ in range(2))
+    same = certify(case, layers, schedule, Trace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
+    assert same.replicas_equal and not same.passed
+    other["0.0.bias"] = -other["0.0.bias"]
+    unlike = certify(case, layers, schedule, Trace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
+    assert not unlike.replicas_equal
+
+
+def test_weights_that_are_others_on_each_worker_are_named() -> None:
+    case = Case(BUILD, DATA, Parallel(pp=1), 1, "float64", 0, None, module.momentum)
+    layers, schedule = prepare(case)
+    built = {name: digest(p) for p, name in layers.names.items()}
+    for digests, told in ((built, False), ({**built, "1.0.weight": 1}, True)):
+        found = certify(case, layers, schedule, Trace([0.0]), [RankTrace(digests={0: digests})])
+        assert any("build() gave rank 0 another 1.0.weight" in problem for problem in found.problems) is told
+
+
+def test_a_loss_that_is_no_function() -> None:
+    refused("loss is a function of output and target, got 3", loss=3)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from traceback import format_exception
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,6 +55,8 @@ def verify(
 
     Exit code 0: they agree. 2: the model or the plan cannot be used. 3: they do not agree.
     """
+    if microbatches < 1:
+        raise MeshwrightError(f"--microbatches must be at least 1, got {microbatches}", fix=f"--microbatches {max(pp, 1)}")
     parallel = Parallel(
         pp=pp,
         dp=dp,
@@ -134,10 +138,21 @@ def _function(name: str) -> Maker:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise MeshwrightError(f"cannot import {name}: {error}", fix="package.module:function, seen from here") from error
+    except (Exception, SystemExit) as error:
+        where = "".join(format_exception(type(error), error, _own_frames(error.__traceback__))).rstrip()
+        raise MeshwrightError(f"{module} raised {type(error).__name__} while it was imported: {error}\n{where}") from error
     if not callable(found):
         raise MeshwrightError(f"{name} is no function but {type(found).__name__}")
     maker: Maker = found
     return maker
+
+
+def _own_frames(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first line of the user's own on; importing has many before it."""
+    ours = (__file__, "<frozen importlib._bootstrap", sys.modules["importlib"].__file__ or "")
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
+        frames = frames.tb_next
+    return frames
 
 
 def _recompute(text: str | None) -> str | list[float] | None:

@@ -63,6 +63,12 @@ class Batch:
         self.form = (self.size, *(tuple(t.shape[1:]) for t in shaped))
         """What the shapes of everything that follows depend on; equal on all ranks."""
 
+    @property
+    def count(self) -> int:
+        """How many losses the whole batch adds up at most: labels, or rows where there are none."""
+        target = self.target
+        return self.size if target is None or target.is_floating_point() else target.numel()
+
     def rows(self, mb: int) -> Rows:
         """The rows of microbatch `mb` of this copy, among those that are here."""
         return self._rows[mb]
@@ -186,9 +192,13 @@ class Objective:
             labels = [columns[name] for name in TARGETS if name in columns]
             return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
         if target is not None and not target.is_floating_point():
-            items = self.count(target) if self.count is not None else float((target != self.ignored).sum())
+            items = self._labelled(target) if self.count is None else self.count(target)
             return Weight(items, items)
         return Weight(*[float(rows.stop - rows.start)] * 2)
+
+    def _labelled(self, target: Tensor) -> float:
+        """Labels that are not ignored. What has no sign holds no -100, which torch would compare with what it wraps to."""
+        return float((target != self.ignored).sum() if target.dtype.is_signed else target.numel())
 
     def __call__(self, output: Tensor, target: Tensor | None, rows: Rows, count: float) -> Tensor:
         """The sum over these rows; where nothing counts there is nothing to learn, and a mean would be no number."""

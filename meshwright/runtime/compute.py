@@ -67,7 +67,7 @@ class Compute:
         if rows.start == rows.stop:
             return
         received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
-        bundles = []
+        bundles: list[Bundle] = []
         for index in range(len(saved) or 1):
             part = rows.cut(index, len(saved) or 1)
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
@@ -80,6 +80,8 @@ class Compute:
                 tally = self.tallies.setdefault((self.base + action.mb) // self.microbatches, Tally())
                 tally.loss = tally.loss + bundle.tensors[0].double()
                 tally.weight += call.counts
+            elif part != rows:
+                self._check_rows(bundle, part)
             bundles.append(bundle)
         if Kind.ACT in step.writes:
             self._scatter(step.writes[Kind.ACT], _joined(bundles), rows)

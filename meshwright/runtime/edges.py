@@ -79,17 +79,14 @@ class Edges:
 
     def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
         """Start to send; `shape` names what the contract depends on."""
-        key = (channel, shape)
         self.waiting = channel
-        if key not in self.sent and channel.kind in SHAPED and not isinstance(shape, Bare):
-            self.sent[key] = _contract(bundle)
-            self.transport.send(channel, _header(self.sent[key], channel).to(self.device))
-        elif channel.kind in SHAPED and not isinstance(shape, Bare) and not _fits(self.sent[key], bundle):
-            raise MeshwrightError(
-                f"what rank {channel.source} sends to {channel.target} ({channel.kind.value}) has other shapes than before, "
-                f"for a batch of the same shape: {_shapes(bundle)} after {[size for size, _, _ in self.sent[key]]}",
-                fix="let shapes follow from the shapes of the batch alone",
-            )
+        contract = self.sent.get((channel, shape))
+        if contract is None:
+            if channel.kind in SHAPED and not isinstance(shape, Bare):
+                contract = self.sent[channel, shape] = _contract(bundle)
+                self.transport.send(channel, _header(contract, channel).to(self.device))
+        elif not _fits(contract, bundle):
+            raise _changed(channel, contract, _contract(bundle))
         for tensor in bundle.tensors:
             self.transport.send(channel, tensor)
         self.waiting = None
@@ -122,13 +119,27 @@ class Edges:
 
 
 def _fits(contract: Contract, bundle: Bundle) -> bool:
-    return len(contract) == len(bundle.tensors) and all(
-        size == t.shape and dtype is t.dtype for (size, dtype, _), t in zip(contract, bundle.tensors, strict=True)
+    if len(contract) != len(bundle.tensors):
+        return False
+    for (size, dtype, flag), tensor, learns in zip(contract, bundle.tensors, bundle.flags, strict=True):
+        if size != tensor.shape or dtype is not tensor.dtype or flag is not learns:
+            return False
+    return True
+
+
+def _changed(channel: Channel, before: Contract, now: Contract) -> MeshwrightError:
+    """What to say where a message breaks the contract of its edge."""
+    where = f"what rank {channel.source} sends to {channel.target} ({channel.kind.value})"
+    if [(size, dtype) for size, dtype, _ in before] == [(size, dtype) for size, dtype, _ in now]:
+        return MeshwrightError(
+            f"{where} takes a gradient in one microbatch and none in another",
+            fix="let it follow from the shapes of the batch alone which layers run",
+        )
+    return MeshwrightError(
+        f"{where} has other shapes than before, for a batch of the same shape: "
+        f"{[size for size, _, _ in now]} after {[size for size, _, _ in before]}",
+        fix="let shapes follow from the shapes of the batch alone",
     )
-
-
-def _shapes(bundle: Bundle) -> list[tuple[int, ...]]:
-    return [tuple(t.shape) for t in bundle.tensors]
 
 
 def _contract(bundle: Bundle) -> Contract:

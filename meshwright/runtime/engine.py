@@ -21,6 +21,8 @@ from meshwright.runtime.layers import Layers, require_layers
 from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.offsets import common_clock
 from meshwright.runtime.parameters import Parameters, Rules
+from meshwright.runtime.precision import Precision, refuse
+from meshwright.runtime.probe import require
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
 from meshwright.runtime.trace import Trace, gather
@@ -41,6 +43,7 @@ class Settings:
     rules: Rules = field(default_factory=Rules)
     transport: str = "auto"
     seed: int = 0
+    precision: Precision = field(default_factory=Precision)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -51,6 +54,7 @@ class Engine:
         _refuse(schedule, layers, settings)
         _refuse_unequal(layers)
         self.schedule, self.layers, self.settings = schedule, layers, settings
+        self.scaler = settings.precision.scaler()
         self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
         self.groups = sync_groups(self.mesh, schedule)
         lines = channels(schedule, settings.copies)
@@ -60,7 +64,9 @@ class Engine:
         self._start_equal()
         self.units = {unit: self._unit(unit) for unit in self.program.units}
         layers_here = {stage: at.layers for stage, at in self.stages.items()}
-        self.parameters = Parameters(self.program, self.mesh, self.units, layers_here, settings.rules, settings.device)
+        self.parameters = Parameters(
+            self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
+        )
         self.compute = Compute(self.program, self.stages, self.parameters, self._feed, settings.microbatches)
         self.executor = Executor(self.program, Edges(self.transport, settings.device), self.compute, trace)
         if trace is not None:
@@ -87,6 +93,8 @@ class Engine:
                 device=settings.device,
                 names=self.layers.columns,
             )
+            if self.scaler is not None:
+                self.scaler.measure(self._batches[step].count)
         return self._batches[step]
 
     def timeline(self) -> Timeline | None:
@@ -121,6 +129,8 @@ class Engine:
             objective=Objective(self.settings.loss, weigh=self.layers.weigh, count=self.settings.count),
             seed=self.settings.seed,
             share=share,
+            precision=self.settings.precision,
+            scaler=self.scaler,
             splits=any(a.op is Op.I and a.stage == stage for a in walk(schedule.lists[self.mesh.worker])),
         )
 
@@ -160,6 +170,8 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
         raise MeshwrightError(f"the model ties stages {layers.ties}, the schedule was lowered for ties {schedule.ties}")
     if not schedule.lowered:
         raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
+    refuse(settings.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
+    require(settings.precision.dtype, settings.device)
     if not schedule.norm and settings.rules.skip_nonfinite:
         raise MeshwrightError(f"{schedule.name} has no flush: a step cannot be skipped as a whole", fix="skip_nonfinite=False")
 

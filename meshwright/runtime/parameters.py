@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind, Value
 from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.precision import Scaler
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle, Weights
 from meshwright.runtime.unit import Unit
@@ -22,6 +24,15 @@ class Rules:
 
     clip: float | None = None
     skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise MeshwrightError(f"gradients are clipped to a norm above 0, got {self.clip!r}", fix="clip=1.0, or clip=None")
+
+    def scale(self, norm: float) -> float:
+        """What gradients of this norm are multiplied by; a norm that is no number leaves none in them, as in torch."""
+        found = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
+        return 1.0 if found > 1.0 else found
 
 
 class Parameters:
@@ -35,14 +46,16 @@ class Parameters:
         layers: Mapping[int, Sequence[nn.Module]],
         rules: Rules,
         device: torch.device,
+        scaler: Scaler | None = None,
     ) -> None:
         self.program, self.mesh, self.units, self.layers = program, mesh, units, layers
-        self.rules, self.device = rules, device
+        self.rules, self.device, self.scaler = rules, device, scaler
         self.schedule = program.schedule
         self.versioned = not self.schedule.flush
         self.norms: dict[int, float] = {}
         self.skipped: list[int] = []
         self._scale: float | None = 1.0
+        self._factor = 1.0
         self._first_step = 0
 
     def begin(self, first_step: int) -> None:
@@ -114,28 +127,30 @@ class Parameters:
     def norm(self, step: Step) -> None:
         """The norm of all gradients, each unit counted once; one that is not finite makes all ranks skip the step."""
         self._scale = 1.0
-        if self.rules.clip is None and not self.rules.skip_nonfinite:
+        if self.rules.clip is None and not self.rules.skip_nonfinite and self.scaler is None:
             return
+        self._factor = self.scaler.factor if self.scaler else 1.0
         mine = [n for n in self.units if self.mesh.holders(self.schedule, n)[0] == self.mesh.rank]
-        square = sum(self.units[n].square(step.round) for n in mine)
+        square = sum(self.units[n].square(step.round, self._factor) for n in mine)
         total = torch.tensor([square], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         norm = total.sqrt().item()
         number = self._first_step + step.round
         self.norms[number] = norm
-        if self.rules.skip_nonfinite and not norm < float("inf"):
+        taken = self.scaler.update(norm) if self.scaler else norm < float("inf") or not self.rules.skip_nonfinite
+        if not taken:
             self.skipped.append(number)
             self._scale = None
         elif self.rules.clip is not None:
-            self._scale = min(1.0, self.rules.clip / (norm + 1e-6))
+            self._scale = self.rules.scale(norm)
 
     def update(self, step: Step) -> None:
         """Turn version k into k + 1; without a flush a norm is that of the unit alone."""
         unit = self.units[step.action.stage]
         scale = self._scale
         if not self.schedule.norm and self.rules.clip is not None:
-            scale = min(1.0, self.rules.clip / (unit.square(step.round) ** 0.5 + 1e-6))
-        unit.update(step.round, in_place=step.in_place, scale=scale)
+            scale = self.rules.scale(unit.square(step.round) ** 0.5)
+        unit.update(step.round, in_place=step.in_place, scale=scale, factor=self._factor)
         if step.releases:
             unit.release(step.round)
         if self.versioned:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.runtime.nodes import Rest, Slot, convolution, lookup, product
 
@@ -116,6 +117,8 @@ def _slot(module: nn.Module) -> Slot | None:
 
 def _kind(module: Any, plain: object) -> Call | None:
     """How to call a module, judged by the function that is its forward: a subclass with its own forward is left alone."""
+    if is_parametrized(module):  # to look at its weight is to compute it
+        return None
     if plain is nn.Linear.forward:
         return _linear
     if plain is nn.Embedding.forward:

@@ -26,6 +26,7 @@ from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import TARGETS, Objective
 from meshwright.runtime.layers import columns_of
+from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
 
 Weights = Sequence[Mapping[str, Tensor]]
@@ -87,15 +88,19 @@ class Stage:
     splits: bool = False
     keep: Callable[[Rows, Any], None] | None = None
     """Shown what the last layer returns for some rows, before the objective makes one number of it."""
+    precision: Precision = field(default_factory=Precision)
+    scaler: Scaler | None = None
 
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
-        # What changes its input in place must not change what is kept for the backward, nor the batch.
+        # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
+        # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
         self.takes_target = takes_target(self.layers[-1])
         mine = [name for layer in self.layers for name in columns_of(layer)]
         self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
         self.copies = self.first_layer == 0 or any(getattr(m, "inplace", False) for at in self.layers for m in at.modules())
+        self._untouched: set[int] = set()
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -125,7 +130,7 @@ class Stage:
         if not weights and self.deferred is not None:
             self.deferred.begin()
         outputs = tuple(t for t, flag in zip(record.outputs, record.flags, strict=True) if flag)
-        _backward(outputs, (None,) * len(outputs) if self.is_last else gradients)
+        _backward(outputs, [self._start(t) for t in outputs] if self.is_last else gradients)
         if record.middle:
             leaves = [t for t in record.middle if t.requires_grad]
             flagged = [t for t, leaf in zip(record.head, record.middle, strict=True) if leaf.requires_grad]
@@ -142,10 +147,15 @@ class Stage:
             run(record.rest)
             record.rest = None
 
+    def _start(self, loss: Tensor) -> Tensor | None:
+        """What the backward of a loss begins with."""
+        return None if self.scaler is None else torch.full_like(loss, self.scaler.factor)
+
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         named = call.named if which.start == 0 else {}
-        if self.copies:
-            values = tuple([t.clone() for t in values])
+        watched: tuple[Tensor, ...] = ()
+        if self.copies or which.start not in self._untouched:
+            watched = values = tuple([t.clone() for t in values])
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
             layer, number = self.layers[index], self.first_layer + index
@@ -153,13 +163,16 @@ class Stage:
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
             if self.is_last and index == len(self.layers) - 1 and call.target is not None and self.takes_target(len(values)):
                 values = (*values, call.target)
-            if call.weights is None:
-                output = layer(*values, **named)
-            else:
-                output = functional_call(layer, dict(call.weights[index]), values, dict(named))
+            with self.precision.autocast(self.device):
+                if call.weights is None:
+                    output = layer(*values, **named)
+                else:
+                    output = functional_call(layer, dict(call.weights[index]), values, dict(named))
             if self.keep is not None and self.is_last and index == len(self.layers) - 1:
                 self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}
+        if watched and not any(t._version for t in watched):
+            self._untouched.add(which.start)
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows, call.items),)
         return values
@@ -217,7 +230,9 @@ def _learns(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 """Layers that keep statistics of what they saw."""
 
 

@@ -69,15 +69,15 @@ class Buffer:
         """Write the weight of what is here into its place."""
         self.flats[-1][-1] = self.weight
 
-    def finish(self) -> None:
-        """Wait for the sum, and divide it by its weight, once."""
+    def finish(self, factor: float = 1.0) -> None:
+        """Wait for the sum, and divide it by its weight, once, and by what the losses were multiplied by."""
         for work in self.works:
             work.wait()
         self.works.clear()
         total = self.flats[-1][-1].item()
         if total > 0:
             for flat in self.flats:
-                flat.div_(total)
+                flat.div_(total * factor)
             self.flats[-1][-1] = -total
 
     @property
@@ -138,14 +138,14 @@ class Unit:
         else:
             buffer.seal()
 
-    def square(self, round_: int) -> float:
+    def square(self, round_: int, factor: float = 1.0) -> float:
         """The sum of the squares of the mean gradient."""
-        buffer = self._finished(round_)
+        buffer = self._finished(round_, factor)
         return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in buffer.views))
 
-    def update(self, round_: int, *, in_place: bool = True, scale: float | None = 1.0) -> None:
+    def update(self, round_: int, *, in_place: bool = True, scale: float | None = 1.0, factor: float = 1.0) -> None:
         """Turn version k into k + 1 with the mean gradient times `scale`; None leaves the parameters as they are."""
-        buffer = self._finished(round_)
+        buffer = self._finished(round_, factor)
         if self.watch is not None:
             self.watch(round_, self.params, buffer.views)
         if self.versioned:
@@ -163,10 +163,10 @@ class Unit:
         if self.versioned:
             self.leaves[round_ + 1] = self._fresh_leaves()
 
-    def _finished(self, round_: int) -> Buffer:
+    def _finished(self, round_: int, factor: float) -> Buffer:
         """A round's mean gradient, waited for."""
         buffer = self.buffer(round_)
-        buffer.finish()
+        buffer.finish(factor)
         if self.landed is not None:
             self.landed(round_)
         return buffer

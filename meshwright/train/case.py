@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -19,6 +19,8 @@ from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss
 from meshwright.runtime.layers import Layers, require_layers
+from meshwright.runtime.precision import Precision, refuse
+from meshwright.runtime.probe import require
 from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.layers import LISTS, is_captured, layers_for
@@ -43,8 +45,15 @@ class Case:
     seed: int
     loss: Loss | None
     optimizer: Optimizer
+    precision: Precision = field(default_factory=Precision)
     flat: Flat | None = None
     """The graph of a model that is captured, once for all workers."""
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error that passes: that of what is computed in."""
+        dtype = self.precision.dtype
+        return TOLERANCE[self.dtype if dtype is None else str(dtype).removeprefix("torch.")]
 
     def model(self) -> Any:
         """What the user built, from the seed, in the dtype."""
@@ -113,6 +122,8 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
         raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
     if isinstance(case.seed, bool) or not isinstance(case.seed, int) or not 0 <= case.seed < SEEDS:
         raise MeshwrightError(f"a seed is a whole number of at least 0 and below 2**63, got {case.seed!r}", fix="seed=0")
+    if case.loss is not None and not callable(case.loss):
+        raise MeshwrightError(f"loss is a function of output and target, got {case.loss!r}", fix="loss=mse_loss")
     parse_name(case.parallel.transport)
     refuse_crowd(case.parallel.ranks)
     _refuse_local(case)
@@ -127,6 +138,8 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
         )
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
+    refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
+    require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
     _refuse_rows(case)
@@ -162,10 +175,27 @@ def _refuse_rows(case: Case) -> None:
     """Every microbatch of the first batch has a row; later batches may be shorter."""
     parallel = case.parallel
     cuts = parallel.microbatches * parallel.dp
-    rows = Batch(case.data(0), microbatches=parallel.microbatches, copies=parallel.dp).size
+    first = case.data(0)
+    if not _same(first, case.data(0)):
+        raise MeshwrightError(
+            "batch(0) gives other tensors when it is called again, and every worker calls it",
+            fix="draw from torch.Generator().manual_seed(step)",
+        )
+    rows = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp).size
     if rows < cuts:
         copies = f" on each of {parallel.dp} copies" if parallel.dp > 1 else ""
         raise MeshwrightError(
             f"a batch of {rows} rows cannot be cut into {parallel.microbatches} microbatches{copies}",
             fix=f"batches of at least {cuts} rows, or fewer microbatches",
         )
+
+
+def _same(a: Given, b: Given) -> bool:
+    """Whether two batches are equal; what is no number equals itself here."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return list(a) == list(b) and _same(tuple(a.values()), tuple(b.values()))
+    return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return x.shape == y.shape and x.dtype is y.dtype and bool(((x == y) | ((x != x) & (y != y))).all())

@@ -19,7 +19,8 @@ from torch import Tensor
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.mesh import Mesh
-from meshwright.train.case import TOLERANCE, Case
+from meshwright.runtime.precision import written
+from meshwright.train.case import Case
 from meshwright.train.serial import Trace
 
 FLOOR = 1e-3
@@ -48,6 +49,8 @@ class Certificate:
     compared: int
     steps: int
     dtype: str
+    precision: dict[str, Any]
+    skipped: tuple[int, ...]
     seed: int
     parallel: dict[str, Any]
     schedule: str
@@ -67,19 +70,25 @@ class RankTrace:
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     digests: dict[int, dict[str, int]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
 
 
 def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, traces: list[RankTrace]) -> Certificate:
     """Compare what all ranks saw with one process."""
     held = _holdings(layers, schedule, case.parallel.dp)
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
-    problems = list(_missing(held, trainable, traces, len(reference.gradients)))
+    problems = [*_missing(held, trainable, traces, len(reference.gradients)), *_other_starts(layers, traces)]
     unequal = list(_unequal(traces))
+    problems += [
+        f"rank {rank} skipped the updates {trace.skipped}, one process {reference.skipped}"
+        for rank, trace in enumerate(traces)
+        if trace.skipped != reference.skipped
+    ]
     gradients = [(0.0, "nothing"), *_gradient_errors(reference, traces)]
     weights = [(0.0, "nothing"), *_weight_errors(reference, traces)]
     losses = _losses(traces, case.steps)
     loss_error = max(_relative(a, b) for a, b in zip(losses, reference.losses, strict=True))
-    gradient, weight, tolerance = max(gradients), max(weights), TOLERANCE[case.dtype]
+    gradient, weight, tolerance = max(gradients), max(weights), case.tolerance
     worst = max(gradient, weight)
     return Certificate(
         passed=worst[0] <= tolerance and loss_error <= tolerance and not unequal and not problems,
@@ -97,6 +106,8 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, tr
         compared=len(gradients) + len(weights) - 2,
         steps=case.steps,
         dtype=case.dtype,
+        precision=written(case.precision),
+        skipped=tuple(reference.skipped),
         seed=case.seed,
         parallel=asdict(case.parallel),
         schedule=schedule.name,
@@ -106,11 +117,16 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, tr
 
 def digest(tensor: Tensor) -> int:
     """A number that differs, but for one chance in 2^64, where a bit differs or two elements change places."""
-    flat = tensor.detach().contiguous().flatten()
-    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
+    bits = _bits(tensor).long()
     mixed = (bits ^ (torch.arange(1, len(bits) + 1) * -7046029254386353131)) * -4658895280553007687
     return int(((mixed ^ (mixed >> 29)) * -7723592293110705685).sum())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers: unlike floats they equal themselves whatever they stand for."""
+    flat = tensor.detach().contiguous().flatten()
+    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
 def _holdings(layers: Layers, schedule: Schedule, copies: int) -> list[set[str]]:
@@ -144,6 +160,14 @@ def _absent(where: str, names: set[str], found: Mapping[str, object]) -> Iterato
         yield f"{where}: {more[0]} should not be there"
 
 
+def _other_starts(layers: Layers, traces: list[RankTrace]) -> Iterator[str]:
+    """Weights that a worker built otherwise than this process: then it is not the plan that differs."""
+    built = {name: digest(p) for p, name in layers.names.items() if p.requires_grad}
+    for rank, trace in enumerate(traces):
+        if other := [name for name, found in trace.digests.get(0, {}).items() if found != built[name]]:
+            yield f"build() gave rank {rank} another {other[0]} than here: let it draw from torch's generator"
+
+
 def _unequal(traces: list[RankTrace]) -> Iterator[str]:
     """Copies of a parameter, version by version, and at the end bit by bit."""
     first: dict[tuple[int, str], tuple[int, int]] = {}
@@ -157,14 +181,14 @@ def _unequal(traces: list[RankTrace]) -> Iterator[str]:
     for rank, trace in enumerate(traces):
         for name, tensor in trace.weights.items():
             other, same = last.setdefault(name, (rank, tensor))
-            if not torch.equal(tensor, same):
+            if tensor.shape != same.shape or not torch.equal(_bits(tensor), _bits(same)):
                 yield f"{name} differs between ranks {other} and {rank} at the end"
 
 
 def _gradient_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
     for update, expected in enumerate(reference.gradients):
         largest = _largest(expected)
-        for trace in traces:
+        for trace in traces if update not in reference.skipped else ():
             for name, found in trace.gradients.get(update, {}).items():
                 if name in expected:
                     yield _error(found, expected[name], largest), f"gradient of {name} at update {update}"
@@ -186,7 +210,7 @@ def _losses(traces: list[RankTrace], steps: int) -> list[float]:
     for step in range(steps):
         sums = [trace.sums[step] for trace in traces if step in trace.sums]
         weight = sum(w for _, w in sums)
-        found.append(sum(s for s, _ in sums) / weight if weight else float("nan"))
+        found.append(sum(s for s, _ in sums) / (weight or 1.0) if sums else float("nan"))
     return found
 
 

@@ -22,6 +22,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, columns_of
+from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import takes_target, tensors_of
 from meshwright.runtime.unit import Optimizer
 
@@ -48,6 +49,7 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
 
 
 def versions_read(schedule: Schedule) -> Versions:
@@ -73,11 +75,13 @@ class Serial:
     copies: int = 1
     loss: Loss | None = None
     seed: int = 0
+    precision: Precision = field(default_factory=Precision)
     whole: Whole | None = None
     """The model itself, uncut: what its captured layers are compared with."""
 
     def __post_init__(self) -> None:
         self.objective = Objective(self.loss, weigh=self.layers.weigh)
+        self.scaler = self.precision.scaler()
         self.units = {unit: [p for p in self.layers.unit(unit) if p.requires_grad] for unit in range(self.schedule.units)}
         self.params = [p for params in self.units.values() for p in params]
         self.reads = {} if self.schedule.flush else versions_read(self.schedule)
@@ -92,16 +96,27 @@ class Serial:
         for round_ in range(steps * self.microbatches // self.schedule.microbatches):
             self._gradients(batch, round_, sums)
             trace.gradients.append({self.layers.names[p]: p.grad.clone() for p in self.params if p.grad is not None})
-            for optimizer in optimizers:
-                optimizer.step()
+            if self._is_taken(trace, round_):
+                for optimizer in optimizers:
+                    optimizer.step()
             newest = {p: p.detach().clone() for p in self.params}
             self.history = [newest] if self.schedule.flush else [*self.history, newest]
         for step in range(steps):
             mine = [sums[step, copy] for copy in range(self.copies)]
             weight = sum(w for _, w in mine)
-            trace.losses.append(sum(s for s, _ in mine) / weight if weight else float("nan"))
+            trace.losses.append(sum(s for s, _ in mine) / weight if weight else 0.0)  # nothing counted, nothing lost
         trace.weights = {name: p.detach().clone() for p, name in self.layers.names.items()}
         return trace
+
+    def _is_taken(self, trace: Trace, round_: int) -> bool:
+        """With a scaled loss a step whose gradient overflows is left out."""
+        if self.scaler is None:
+            return True
+        square = sum(float(torch.linalg.vector_norm(p.grad.double()) ** 2) for p in self.params if p.grad is not None)
+        if taken := self.scaler.update(square**0.5):
+            return taken
+        trace.skipped.append(round_)
+        return False
 
     def _gradients(self, batch: Callable[[int], Given], round_: int, sums: dict[tuple[int, int], list[float]]) -> None:
         """The mean gradient of a round: sums over microbatches, then over copies, divided once."""
@@ -114,6 +129,8 @@ class Serial:
             for mb in range(round_ * count, (round_ + 1) * count):
                 step, local = divmod(mb, self.microbatches)
                 data = self._batch(batch(step), copy)
+                if self.scaler is not None:
+                    self.scaler.measure(data.count)
                 rows = data.rows(local)
                 if rows.start == rows.stop:
                     continue
@@ -128,8 +145,9 @@ class Serial:
                 f"a layer uses {stray[0]} of another one without having it as its own: the tie cannot be seen",
                 fix="register the shared parameter in both: second.weight = first.weight",
             )
+        factor = self.scaler.factor if self.scaler else 1.0
         for p in self.params:
-            p.grad = total[p] / (weight or 1.0) if p in total else torch.zeros_like(p)
+            p.grad = total[p] / ((weight or 1.0) * factor) if p in total else torch.zeros_like(p)
 
     def _batch(self, given: Given, copy: int) -> Batch:
         names = self.layers.columns
@@ -163,7 +181,7 @@ class Serial:
             output = self.whole(leaves_of, data.named(data.columns, rows))
         loss = self.objective(output, data.targets(rows), rows, self._weight(data, rows))
         if loss.requires_grad:
-            loss.backward()
+            loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))
         leaves = {id(at): (p, at) for held in weights for p, at in held.items()}
         for p, at in leaves.values():
             if at.grad is not None:
@@ -184,5 +202,7 @@ class Serial:
                     values = (*values, target)
                 named |= {name: t.clone() for name, t in data.named(columns_of(layer), rows).items()}
                 own = {n: weights[stage].get(p, p) for n, p in layer.named_parameters(remove_duplicate=False)}
-                values, named = tensors_of(functional_call(layer, own, values, named), index), {}
+                with self.precision.autocast(torch.device("cpu")):
+                    output = functional_call(layer, own, values, named)
+                values, named = tensors_of(output, index), {}
         return values[0]

@@ -20,6 +20,7 @@ from meshwright.runtime.compute import Tally
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.precision import Precision
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.case import Case, prepare
 from meshwright.train.certificate import Certificate, RankTrace, certify, digest
@@ -42,10 +43,11 @@ def verify(
     seed: int = 0,
     loss: Loss | None = None,
     optimizer: Optimizer = momentum,
+    precision: Precision | str = "fp32",
     workers: Workers | None = None,
 ) -> Certificate:
     """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name."""
-    case = Case(build, batch, Parallel.of(parallel), steps, dtype, seed, loss, optimizer)
+    case = Case(build, batch, Parallel.of(parallel), steps, dtype, seed, loss, optimizer, Precision.of(precision))
     case, layers, schedule = prepare(case)
     pool = workers or Workers(case.parallel.ranks)
     try:
@@ -59,11 +61,13 @@ def verify(
 
 def serial_trace(case: Case, schedule: Schedule) -> Trace:
     """What one process does with all layers."""
-    built = case.model()
+    built, parallel = case.model(), case.parallel
     layers = case.layers(schedule.stages, built)
-    one = Serial(schedule, layers, case.optimizer, case.parallel.microbatches, case.parallel.dp, case.loss, case.seed)
-    if case.flat is not None and schedule.flush and not case.flat.random:
-        # Nothing is drawn, so that the model itself can be asked: what capture gets wrong shows too.
+    one = Serial(
+        schedule, layers, case.optimizer, parallel.microbatches, parallel.dp, case.loss, case.seed, precision=case.precision
+    )
+    if case.flat is not None and schedule.flush and not case.flat.random and case.precision.dtype is None:
+        # Nothing is drawn or rounded on the way, so that the model itself can be asked: what capture gets wrong shows too.
         one.whole = Uncut.of(built, case.data(0), own_loss=case.loss is not None)
     return one.run(case.data, case.steps)
 
@@ -78,6 +82,7 @@ def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
         loss=case.loss,
         transport=case.parallel.transport,
         seed=case.seed,
+        precision=case.precision,
     )
     engine = Engine(schedule, layers, settings)
     trace, tallies = RankTrace(), dict[int, Tally]()
@@ -87,6 +92,7 @@ def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
             unit.watch = partial(_note, layers, trace, first)
         tallies |= engine.run(case.data, first)
         updates = first + schedule.steps
+    trace.skipped = list(engine.parameters.skipped)
     trace.sums = {step: (float(tally.loss), tally.weight) for step, tally in tallies.items()}
     trainable = [p for unit in engine.units.values() for p in unit.params]
     trace.digests[updates] = {layers.names[p]: digest(p) for p in trainable}
