@@ -72,7 +72,13 @@ def main() -> None:
 def job(steps: int) -> Job:
     """The job of the tour."""
     arguments = {"max_steps": steps, "per_device_train_batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 5}
-    more = {"logging_steps": 5, "save_steps": STEPS, "output_dir": str(FOLDER), "report_to": "none", "lr_scheduler_type": "constant_with_warmup"}
+    more = {
+        "logging_steps": 5,
+        "save_steps": STEPS,
+        "output_dir": str(FOLDER),
+        "report_to": "none",
+        "lr_scheduler_type": "constant_with_warmup",
+    }
     return Job("gpt-small", parallel=PARALLEL, arguments={**arguments, **more})
 
 
