@@ -1,4 +1,4 @@
-"""A script for the Hugging Face Trainer and the same for ours: at most five lines apart, shown in the README, with equal losses."""
+"""A script for the Hugging Face Trainer and for ours: at most five lines apart, shown in the README, with equal losses."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ several places without work between them the cheapest is taken, then the one tha
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,7 +34,7 @@ class Chain:
         if not weighty:
             return (0, len(line.work))
         found = [0]
-        for before, behind in zip(weighty, weighty[1:], strict=False):
+        for before, behind in itertools.pairwise(weighty):
             places = [p for p in range(before + 1, behind + 1) if self.is_good(p)]
             lookups = all(is_one_of(line.work[i].target, LOOKUPS) for i in (before, behind))
             if places and not lookups:
