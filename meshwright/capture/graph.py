@@ -54,9 +54,7 @@ def graph_of(model: nn.Module, line: Line, places: tuple[int, ...]) -> ModelGrap
             )
         )
     used = {name for at in layers for name in at.parameters}
-    weights = tuple(
-        Weight(name, tuple(p.shape), p.numel() * p.element_size()) for p, name in first.items() if name in used
-    )
+    weights = tuple(Weight(name, tuple(p.shape), p.numel() * p.element_size()) for p, name in first.items() if name in used)
     return ModelGraph(type(model).__name__, tuple(layers), weights)
 
 
