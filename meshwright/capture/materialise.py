@@ -2,6 +2,7 @@
 
     skeleton = sketch(build, seed=0)          the model on the meta device: no memory, little time
     skeleton.fill(names)                      these parameters and buffers for real, in the same objects
+    skeleton.fill(skeleton.names_in(layers))  those of some layers, once the model is cut
 
 All ranks draw every random number of the initialisation and keep what is their own: memory of that, time of the model. Where
 building cannot be recorded the model is built for real once, and what is not wanted is dropped; `skeleton.note` says why.
@@ -10,7 +11,7 @@ building cannot be recorded the model is built for real once, and what is not wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ class Skeleton:
     def names(self) -> tuple[str, ...]:
         """All parameters and buffers, by every name they have."""
         return tuple(self.places or self._values)
+
+    def names_in(self, modules: Iterable[nn.Module]) -> tuple[str, ...]:
+        """The names of what these modules hold of the model: layers that it was cut into, or parts of it."""
+        mine = {id(t) for _, t in tensors_of(list(modules))}
+        return tuple(name for name, t in tensors_of(self.model) if id(t) in mine)
 
     def _chosen(self, names: Collection[str] | None) -> tuple[str, ...]:
         chosen = self.names if names is None else tuple(names)

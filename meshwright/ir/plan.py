@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
@@ -11,6 +12,10 @@ from meshwright.errors import MeshwrightError
 
 LOCAL_RANKS = 256
 """More processes than this are not started on one host."""
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]B|[KMG]iB)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +28,7 @@ class Parallel:
     microbatches: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
     sync: str = "eager"
-    recompute: str | Sequence[float] | None = None
+    recompute: str | float | Sequence[float] | None = None
     width: tuple[int, ...] = ()
     transport: str = "auto"
 
@@ -54,6 +59,11 @@ class Parallel:
         return cls(**given)
 
     @property
+    def budget_bytes(self) -> float | None:
+        """What a worker may keep between forwards and backwards, where recompute is to be chosen by that."""
+        return self.recompute if isinstance(self.recompute, float) else None
+
+    @property
     def workers(self) -> int:
         """Workers of one copy."""
         return sum(self.width) if self.width else self.pp
@@ -81,14 +91,19 @@ def _options(given: object) -> dict[str, object]:
     return dict(given)
 
 
-def _recompute(given: object) -> str | tuple[float, ...] | None:
-    """A mode by name, or shares; that there is one for each stage is checked where the stages are known."""
-    if given is None or isinstance(given, str):
-        return given
+def _recompute(given: object) -> str | float | tuple[float, ...] | None:
+    """A mode by name, a budget in bytes, or shares; that there is one for each stage is checked where stages are known."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        size = _SIZE.fullmatch(given.strip())
+        return float(size[1]) * _UNITS[size[2].upper()] if size else given
+    if isinstance(given, Real) and not isinstance(given, bool) and float(given) > 1:
+        return float(given)
     if not isinstance(given, Sequence) or not all(_is_share(share) for share in given):
         raise MeshwrightError(
-            f"recompute is a mode, or for each stage a share of its layers between 0 and 1, got {given!r}",
-            fix="recompute='inline', or recompute=[0.5, 1]",
+            f"recompute is a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, got {given!r}",
+            fix="recompute='inline', recompute='2GB', or recompute=[0.5, 1]",
         )
     return tuple(float(share) for share in given)
 

@@ -76,6 +76,8 @@ class Engine:
         """Walk the schedule once with the batches of its steps."""
         self._batch = batch
         self._batches: dict[int, Batch] = {}
+        if self.scaler is not None and not self.scaler.unit:
+            self.scaler.measure(self._largest(self._feed(first_step).count))
         self.executor.run(first_step)
         return self.compute.tallies
 
@@ -93,9 +95,14 @@ class Engine:
                 device=settings.device,
                 names=self.layers.columns,
             )
-            if self.scaler is not None:
-                self.scaler.measure(self._batches[step].count)
+            self._refuse_sizes(self._batches[step])
         return self._batches[step]
+
+    def _refuse_sizes(self, batch: Batch) -> None:
+        for mb in range(self.settings.microbatches if self.layers.fixed else 0):
+            rows = batch.rows(mb)
+            if rows.start < rows.stop:
+                self.layers.refuse_sizes(batch.columns, rows.stop - rows.start)
 
     def timeline(self) -> Timeline | None:
         """What was traced, of all ranks on one clock: on rank 0, None elsewhere; all ranks call this together."""
@@ -144,6 +151,12 @@ class Engine:
             group=self.groups.get(ranks),
             versioned=not self.schedule.flush,
         )
+
+    def _largest(self, count: int) -> float:
+        """The largest of all ranks' numbers; all ranks ask together."""
+        found = torch.tensor([float(count)], device=self.settings.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
 
     def _start_equal(self) -> None:
         """Copies of a unit begin with the values of their first holder; not by trust in seeds."""

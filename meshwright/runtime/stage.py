@@ -99,8 +99,8 @@ class Stage:
         self.takes_target = takes_target(self.layers[-1])
         mine = [name for layer in self.layers for name in columns_of(layer)]
         self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
-        self.copies = self.first_layer == 0 or any(getattr(m, "inplace", False) for at in self.layers for m in at.modules())
-        self._untouched: set[int] = set()
+        self.inplace = changes_in_place(self.layers)
+        self.untouched: set[int] = set()
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -154,7 +154,8 @@ class Stage:
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         named = call.named if which.start == 0 else {}
         watched: tuple[Tensor, ...] = ()
-        if self.copies or which.start not in self._untouched:
+        of_batch = self.first_layer == 0 and which.start == 0
+        if self.inplace or of_batch or which.start not in self.untouched:
             watched = values = tuple([t.clone() for t in values])
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
@@ -172,7 +173,7 @@ class Stage:
                 self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}
         if watched and not any(t._version for t in watched):
-            self._untouched.add(which.start)
+            self.untouched.add(which.start)
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows, call.items),)
         return values
@@ -181,6 +182,11 @@ class Stage:
         """What a layer takes of the batch by name; one that changes tensors in place gets copies."""
         found = {name: call.columns[name] for name in columns_of(layer)}
         return {name: t.clone() for name, t in found.items()} if getattr(layer, "inplace", False) else found
+
+
+def changes_in_place(layers: Sequence[nn.Module]) -> bool:
+    """May one of these layers change what it is given?"""
+    return any(getattr(m, "inplace", False) for at in layers for m in at.modules())
 
 
 def leaf(tensor: Tensor, flag: bool) -> Tensor:

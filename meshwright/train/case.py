@@ -17,7 +17,7 @@ from meshwright.capture.flat import Flat
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.batch import Batch, Given, Loss
+from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, require_layers
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
@@ -25,6 +25,7 @@ from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.layers import LISTS, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
+from meshwright.train.saved import kept_for
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
@@ -137,12 +138,14 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
             "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
         )
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
-    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps)
+    _refuse_rows(case, layers)
+    objective = Objective(case.loss, weigh=layers.weigh)
+    kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
+    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
-    _refuse_rows(case)
     return case, layers, schedule
 
 
@@ -171,7 +174,7 @@ def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
         )
 
 
-def _refuse_rows(case: Case) -> None:
+def _refuse_rows(case: Case, layers: Layers) -> None:
     """Every microbatch of the first batch has a row; later batches may be shorter."""
     parallel = case.parallel
     cuts = parallel.microbatches * parallel.dp
@@ -181,13 +184,16 @@ def _refuse_rows(case: Case) -> None:
             "batch(0) gives other tensors when it is called again, and every worker calls it",
             fix="draw from torch.Generator().manual_seed(step)",
         )
-    rows = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp).size
+    batch = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp, names=layers.columns)
+    rows = batch.size
     if rows < cuts:
         copies = f" on each of {parallel.dp} copies" if parallel.dp > 1 else ""
         raise MeshwrightError(
             f"a batch of {rows} rows cannot be cut into {parallel.microbatches} microbatches{copies}",
             fix=f"batches of at least {cuts} rows, or fewer microbatches",
         )
+    for mb in range(parallel.microbatches):
+        layers.refuse_sizes(batch.columns, batch.rows(mb).stop - batch.rows(mb).start)
 
 
 def _same(a: Given, b: Given) -> bool:

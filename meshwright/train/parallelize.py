@@ -21,13 +21,15 @@ from torch import nn
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
-from meshwright.runtime.batch import Given, Loss
+from meshwright.runtime.batch import Given, Loss, Objective
 from meshwright.runtime.launch import attach
+from meshwright.runtime.precision import Precision
 from meshwright.train.collate import tensors
 from meshwright.train.layers import layers_for
 from meshwright.train.lists import stages_of
 from meshwright.train.place import device_for, launched, one_process, refuse_world
 from meshwright.train.rates import Rates, Recipe
+from meshwright.train.saved import kept_for
 from meshwright.train.session import Session, SessionSettings
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -43,6 +45,7 @@ def parallelize(
     loss: Loss | None = None,
     clip: float | None = None,
     seed: int = 0,
+    precision: Precision | str = "fp32",
     device: str | None = None,
 ) -> Session:
     """Cut a model into the stages of a plan and join the other ranks; close the session when done.
@@ -61,11 +64,14 @@ def parallelize(
     with closing:
         if not dist.is_initialized():
             closing.enter_context(attach(device=device) if launched() else one_process())
-        settings = SessionSettings(clip=clip, loss=loss, seed=seed, device=device_for(device == "cpu"))
-        layers = layers_for(model, tensors(example_batch), stages_of(parallel), own_loss=loss is not None)
-        session = Session(
-            layers, parallel, rates, settings, model=model if isinstance(model, nn.Module) else nn.ModuleList(model)
-        )
+        chosen = Precision.of(precision)
+        settings = SessionSettings(clip=clip, loss=loss, seed=seed, precision=chosen, device=device_for(device == "cpu"))
+        example = tensors(example_batch)
+        layers = layers_for(model, example, stages_of(parallel), own_loss=loss is not None)
+        objective = Objective(loss, weigh=layers.weigh)
+        kept = kept_for(parallel, layers, example, objective=objective, precision=chosen)
+        module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        session = Session(layers, parallel, rates, settings, model=module, kept=kept)
         session.closing = closing.pop_all()
     return session
 

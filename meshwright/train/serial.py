@@ -50,6 +50,8 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
+    capture_error: float = 0.0
+    """How far a captured model is from itself uncut, where that could only be asked in evaluation."""
 
 
 def versions_read(schedule: Schedule) -> Versions:
@@ -178,7 +180,8 @@ class Serial:
             output = self._through_layers(data, step, local, weights)
         else:
             leaves_of = {p: at for held in weights for p, at in held.items()}
-            output = self.whole(leaves_of, data.named(data.columns, rows))
+            with self.precision.autocast(torch.device("cpu")):
+                output = self.whole(leaves_of, data.named(data.columns, rows))
         loss = self.objective(output, data.targets(rows), rows, self._weight(data, rows))
         if loss.requires_grad:
             loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))

@@ -7,7 +7,7 @@ with meshwright.parallelize(model, example, dict(pp=2)) as session:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,11 +24,13 @@ from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.forward import Evaluated, Forward, Outputs
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.parameters import Rules
+from meshwright.runtime.precision import Precision
 from meshwright.runtime.trace import Trace
 from meshwright.train.data import Source
 from meshwright.train.lists import lists_for
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
+from meshwright.train.saved import Kept
 from meshwright.train.state import put_whole, snapshot
 
 
@@ -52,6 +54,7 @@ class SessionSettings:
     loss: Loss | None = None
     count: Count | None = None
     seed: int = 0
+    precision: Precision = field(default_factory=Precision)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -67,8 +70,9 @@ class Session:
         *,
         model: Any = None,
         trace: Trace | None = None,
+        kept: Sequence[Kept] | None = None,
     ) -> None:
-        schedule = lists_for(parallel, ties=layers.ties)
+        schedule = lists_for(parallel, ties=layers.ties, kept=kept)
         refuse_endless(parallel, flush=schedule.flush)
         self.layers, self.parallel, self.rates, self.settings, self.model = layers, parallel, rates, settings, model
         self.engine = Engine(
@@ -83,6 +87,7 @@ class Session:
                 rules=Rules(clip=settings.clip or float("inf")),
                 transport=parallel.transport,
                 seed=settings.seed,
+                precision=settings.precision,
                 device=settings.device,
             ),
             trace,
