@@ -183,3 +183,25 @@ def test_an_own_loop(workers: Workers, tmp_path: Path) -> None:
     assert first == pytest.approx(serial[1:], rel=CLOSE)
     with pytest.raises(MeshwrightError, match="needs 2 ranks and this is one process"):
         mw.parallelize(model, text_batch(0), {"pp": 2})
+
+
+@pytest.mark.parametrize("how", [{"bf16": True}, {"fp16": True}], ids=str)
+def test_short_formats_stay_near_and_are_the_same_under_every_plan(how: dict[str, bool], tmp_path: Path, workers: Workers) -> None:
+    logs = []
+    for plan, more in ((None, {}), (None, how), ({"pp": 2}, how)):
+        trainer = ours(gpt2(), tmp_path, text(), workers, parallel=plan, max_steps=4, gradient_accumulation_steps=2, **more)
+        trainer.train()
+        logs.append(series(trainer.state.log_history, "loss"))
+    assert logs[1] != logs[0] and logs[1] == pytest.approx(logs[0], rel=2e-2)
+    assert logs[2] == pytest.approx(logs[1], rel=2e-3)
+
+
+def test_recompute_by_a_budget(tmp_path: Path, workers: Workers) -> None:
+    logs = []
+    for recompute in (None, 300_000.0, "inline"):
+        trainer = ours(gpt2(), tmp_path, text(), workers, parallel={"pp": 2, "recompute": recompute}, max_steps=2)
+        trainer.train()
+        logs.append(series(trainer.state.log_history, "loss"))
+    assert logs[0] == logs[1] == logs[2]
+    with pytest.raises(MeshwrightError, match="the budget is 10"):
+        ours(gpt2(), tmp_path, text(), parallel={"pp": 2, "recompute": 10.0}, max_steps=2).train()

@@ -17,6 +17,7 @@ from transformers.training_args import ParallelMode
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
+from meshwright.runtime.precision import Precision
 from meshwright.train.rows import StepRows, plan_for
 
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -63,6 +64,11 @@ class TrainingArguments(transformers.TrainingArguments):
     def rows(self) -> StepRows:
         """The rows of a step."""
         return StepRows(self.per_device_train_batch_size, self.gradient_accumulation_steps, self.plan.dp)
+
+    @property
+    def precision(self) -> Precision:
+        """What layers compute in; weights stay as they are."""
+        return Precision(compute="bf16" if self.bf16 else "fp16" if self.fp16 else "fp32")
 
     @property
     def device(self) -> torch.device:

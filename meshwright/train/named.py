@@ -15,6 +15,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.reading import Reader, text
 
 SCHEMA = 1
+CAUSAL = "AutoModelForCausalLM"
 KEYS = frozenset({"schema", "head", "dataset", "config"})
 
 
@@ -33,14 +34,17 @@ class ModelFile:
         options = dict(self.config)
         kind = getattr(transformers, self.head, None)
         if kind is None:
-            raise MeshwrightError(f"transformers has no {self.head!r}", fix="AutoModelForCausalLM")
+            raise MeshwrightError(f"transformers has no {self.head!r}", fix=CAUSAL)
         try:
             config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
         except (KeyError, ValueError, TypeError) as error:
             raise MeshwrightError(
                 f"transformers cannot make this configuration: {error}", fix="a model_type that it knows"
             ) from error
-        return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        if self.head == CAUSAL and getattr(model, "loss_type", None) is None:
+            model.loss_type = "ForCausalLM"  # a class whose name does not say so; it is what its loss does
+        return model
 
     @property
     def length(self) -> int:
@@ -99,7 +103,7 @@ def _from_config(path: Path) -> ModelFile:
         raise MeshwrightError(
             f"{path} is no configuration of transformers: it has no model_type", fix="the config.json of a model"
         )
-    heads = config.get("architectures") or ["AutoModelForCausalLM"]
+    heads = config.get("architectures") or [CAUSAL]
     return ModelFile(heads[0], config)
 
 

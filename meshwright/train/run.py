@@ -9,7 +9,8 @@ from transformers import TrainerState, set_seed
 from transformers.trainer_utils import PredictionOutput
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.batch import Given
+from meshwright.runtime.batch import Batch, Given, Objective
+from meshwright.runtime.layers import Layers
 from meshwright.runtime.trace import Trace
 from meshwright.train.callbacks import Watchers
 from meshwright.train.checkpoint import Checkpoints
@@ -21,6 +22,7 @@ from meshwright.train.loop import Course, Judged, Loop, Outcome
 from meshwright.train.losses import OwnLoss, count_for, items
 from meshwright.train.optimizers import rates_for
 from meshwright.train.place import alone, device_for
+from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
 
 if TYPE_CHECKING:
@@ -104,12 +106,25 @@ def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | Non
     """The model of a trainer on this rank."""
     args = trainer.args
     own, count = trainer.compute_loss_func, count_for(trainer.model, own_loss=trainer.compute_loss_func is not None)
-    layers = layers_for(trainer.model, example, stages_of(args.plan), flat=trainer.flat, own_loss=own is not None)
+    layers, kept = cut(trainer, example)
     rates = rates_for(trainer.module, args, trainer.optimizers, trainer.optimizer_cls_and_kwargs, steps=steps)
     loss = None if own is None else OwnLoss(own, trainer.output_name, count or items)
     device = device_for(args.use_cpu)
-    settings = SessionSettings(clip=args.max_grad_norm or None, loss=loss, count=count, seed=args.seed, device=device)
-    return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace)
+    clip = args.max_grad_norm or None
+    settings = SessionSettings(clip, loss, count, seed=args.seed, precision=args.precision, device=device)
+    return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace, kept=kept)
+
+
+def cut(trainer: Trainer, example: Given) -> tuple[Layers, tuple[Kept, ...] | None]:
+    """The model of a trainer as layers, and what its stages keep of one microbatch where recompute is chosen by a budget."""
+    plan, own = trainer.args.plan, trainer.compute_loss_func is not None
+    layers = layers_for(trainer.model, example, stages_of(plan), flat=trainer.flat, own_loss=own)
+    if plan.budget_bytes is None:
+        return layers, None
+    loss = None if trainer.compute_loss_func is None else OwnLoss(trainer.compute_loss_func, trainer.output_name, items)
+    batch = Batch(example, microbatches=1, names=layers.columns)
+    objective = Objective(loss, weigh=layers.weigh)
+    return layers, saved_bytes(layers, batch, objective=objective, precision=trainer.args.precision)
 
 
 def watchers_for(trainer: Trainer, session: Session) -> Watchers:

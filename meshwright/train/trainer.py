@@ -23,11 +23,11 @@ from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
-from meshwright.train.layers import is_captured, layers_for
+from meshwright.train.layers import is_captured
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.loop import Judged, Outcome
 from meshwright.train.place import everywhere, launched, refuse_world
-from meshwright.train.run import evaluate_on_rank, predict_on_rank, train_on_rank
+from meshwright.train.run import cut, evaluate_on_rank, predict_on_rank, train_on_rank
 from meshwright.train.session import refuse_endless
 
 _NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
@@ -143,13 +143,13 @@ class Trainer:
         """The graph of the model, once for all ranks; what cannot be captured is said here, before anything starts."""
         plan = self.args.plan
         refuse_world(plan)
-        stages, own = stages_of(plan), self.compute_loss_func is not None
-        refuse_endless(plan, flush=lists_for(plan).flush)
+        stages_of(plan)
         example = self.source(dataset).example(self.example_rows)
         if self.flat is None and is_captured(self.model):
-            self.flat = flatten(self.model, example, own_loss=own)
+            self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
         if plan.ranks > 1 and not launched():
-            lists_for(plan, ties=layers_for(self.model, example, stages, flat=self.flat, own_loss=own).ties)
+            layers, kept = cut(self, example)
+            refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept).flush)
 
     @property
     def example_rows(self) -> int:
