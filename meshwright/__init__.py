@@ -24,7 +24,7 @@ from meshwright.simulate import simulate
 from meshwright.simulate.budget import stage_aware
 
 if TYPE_CHECKING:
-    from meshwright.capture.graph import capture
+    from meshwright import capture
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.certificate import Certificate
     from meshwright.train.parallelize import parallelize
@@ -86,10 +86,10 @@ __all__ = [
 
 _WITH_TORCH = {
     "Certificate": "meshwright.train.certificate",
-    "capture": "meshwright.capture.graph",
     "Session": "meshwright.train.session",
     "Trainer": "meshwright.train.trainer",
     "TrainingArguments": "meshwright.train.arguments",
+    "capture": "meshwright.capture",
     "parallelize": "meshwright.train.parallelize",
     "verify": "meshwright.train.verify",
 }
@@ -99,4 +99,5 @@ _WITH_TORCH = {
 def __getattr__(name: str) -> Any:
     if name not in _WITH_TORCH:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    return getattr(import_module(_WITH_TORCH[name]), name)
+    module = import_module(_WITH_TORCH[name])
+    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)

@@ -132,3 +132,13 @@ def tokens(step: int) -> tuple[Tensor, Tensor]:
     """A batch as a tuple."""
     given = text(step)
     return given["input_ids"], given["labels"]
+
+
+def only_tokens(step: int) -> tuple[Tensor]:
+    """A batch that lacks its labels."""
+    return (tokens(step)[0],)
+
+
+def no_labels(step: int) -> dict[str, Tensor]:
+    """The same by name."""
+    return {"tokens": tokens(step)[0]}

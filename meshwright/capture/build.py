@@ -33,16 +33,26 @@ class Captured(nn.Module):
 class States:
     """Parameters, buffers and constants of a model by name; one that is tied has several names and is one object."""
 
-    def __init__(self, model: nn.Module, constants: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.buffers = {**dict(constants or {}), **dict(model.named_buffers(remove_duplicate=False))}
+        self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.first: dict[nn.Parameter, str] = {}
         for name, parameter in self.parameters.items():
             self.first.setdefault(parameter, name)
 
-    def __getitem__(self, name: str) -> Tensor:
-        found = self.parameters.get(name, self.buffers.get(name))
+    def of(self, node: Node, device: torch.device | None) -> Tensor:
+        """The tensor behind a node: a parameter, a buffer, a constant, or a tensor that a module merely has."""
+        name = node.target
+        if node.constant is not None and node.size is not None:
+            dtype = getattr(torch, node.size.dtype)
+            return torch.tensor(node.constant, dtype=dtype, device=device).reshape(node.size.shape)
+        found: Any = self.parameters.get(name, self.buffers.get(name))
         if found is None:
+            found = self.model
+            for part in name.split("."):
+                found = getattr(found, part, None)
+        if not isinstance(found, Tensor):
             raise MeshwrightError(f"the captured graph reads {name!r}, which the model does not have")
         return found
 
@@ -104,7 +114,7 @@ class _Builder:
             self.root[name] = _region(node.body, self.states, self.device)
         else:
             assert node.kind is Kind.STATE, f"{node.name} is read before it is made"
-            self.root[name] = self.states[node.target]
+            self.root[name] = self.states.of(node, self.device)
             if node.target in self.states.parameters:
                 self.names[f"body.{name}"] = self.states.first[self.states.parameters[node.target]]
         self.made[node.name] = self.graph.get_attr(name)
@@ -162,10 +172,12 @@ def needed(line: Line, names: Iterable[str]) -> dict[str, None]:
     return dict.fromkeys(sorted(found, key=order.__getitem__))
 
 
-def free_graph(line: Line, name: str, device: torch.device | None = None) -> tuple[fx.GraphModule, tuple[str, ...]]:
+def free_graph(
+    line: Line, name: str, states: States, device: torch.device | None = None
+) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """A value that depends on no parameter, from columns alone."""
     wanted = needed(line, [name])
-    builder = _Builder(line, States(nn.Module(), {}), device)
+    builder = _Builder(line, states, device)
     columns = [n for n in wanted if line.flat.by_name[n].kind is Kind.COLUMN]
     for column in columns:
         builder.made[column] = builder.graph.placeholder(column)

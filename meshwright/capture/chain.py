@@ -130,10 +130,11 @@ class Chain:
                         if before in seen:
                             continue
                         seen.add(before)
-                        if self._is_weighty(self.line.work[index[before]]):
+                        source = self.line.work[index[before]]
+                        if self.is_product(source):
                             feeds = min(feeds, index[before])
-                        else:
-                            wanted.append(before)
+                        elif before not in self.long and not is_one_of(source.target, LOOKUPS):
+                            wanted.append(before)  # a bias that all layers share is not made here
                 found |= set(range(feeds + 1, self._end_of_attention(i) + 1))
         return frozenset(found)
 

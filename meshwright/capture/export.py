@@ -11,7 +11,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,14 @@ from torch.export import Dim, export
 
 from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.flat import Flat, Kind, Node, Ref, Size
+from meshwright.capture.hollow import standing
 from meshwright.capture.operations import is_inplace, is_random, name_of
 from meshwright.errors import MeshwrightError
 
 _INNER = "model"
+
+STILLED = 8
+"""So many modules of a model may drop layers at random."""
 
 
 class _Plain(nn.Module):
@@ -46,16 +50,18 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
     outputs: list[str] = []
     plain = _Plain(model, columns, lambda names: outputs.__setitem__(slice(None), names))
     given = {name: _two_rows(t) for name, t in columns.given(example).items()}
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     try:
-        if not was_training:
+        if not model.training:
             model.train()
-        program = _exported(plain, given)
+        with standing(model):
+            program = _exported(plain, given)
     finally:
-        if not was_training:
-            model.eval()
+        for module, training in modes.items():
+            module.training = training
     graph = program.module(check_guards=False).graph
-    return _written(graph, tuple(outputs), tuple(given))
+    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    return _written(graph, tuple(outputs), tuple(given), known)
 
 
 def _two_rows(tensor: Tensor) -> Tensor:
@@ -70,15 +76,36 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> Any:
     problem: Exception | None = None
     for lengths in (True, False):
         shapes = ({name: _open_sizes(t, lengths) for name, t in given.items()},)
-        try:
-            with _quiet():
-                return export(plain, (dict(given),), dynamic_shapes=shapes, strict=False)
-        except MeshwrightError:
-            raise
-        except Exception as error:  # whatever the model or the tracer raises is the reason
-            problem = problem or error
+        for _ in range(STILLED):
+            try:
+                with _quiet():
+                    return export(plain, (dict(given),), dynamic_shapes=shapes, strict=False)
+            except MeshwrightError:
+                raise
+            except Exception as error:  # whatever the model or the tracer raises is the reason
+                problem = problem or error
+                if not _stilled(plain.model, error):
+                    break
     assert problem is not None
     raise _unexportable(problem) from problem
+
+
+def _stilled(model: nn.Module, error: Exception) -> bool:
+    """Where a module branches on a value while it trains, let it, but not its children, run as in evaluation.
+
+    That is how layers are dropped at random; with a rate of zero nothing is lost, and any other rate is refused.
+    """
+    own, found = set(model.modules()), None
+    at = error.__traceback__
+    while at is not None:
+        module = at.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in own:
+            found = module
+        at = at.tb_next
+    if found is None or not found.training or "data-dependent" not in str(error) or getattr(found, "layerdrop", None) != 0:
+        return False
+    found.training = False
+    return True
 
 
 def _open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
@@ -153,7 +180,9 @@ def results(output: Any) -> dict[str, Tensor]:
     )
 
 
-def _written(graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str, ...]) -> Flat:
+def _written(
+    graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str, ...], known: Collection[str]
+) -> Flat:
     """A traced graph as data."""
     nodes: list[Node] = []
     result: Any = None
@@ -163,7 +192,7 @@ def _written(graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str
         if node.op == "output":
             result = _tree(node.args[0])
         else:
-            nodes.append(_node(node, names))
+            nodes.append(_node(node, names, known))
     return Flat(tuple(nodes), tuple(_flattened(result)), outputs, columns, _fixed(inputs, names))
 
 
@@ -184,7 +213,7 @@ def _fixed(inputs: list[torch.fx.Node], names: Mapping[str, str]) -> tuple[tuple
     return tuple(found)
 
 
-def _node(node: torch.fx.Node, columns: Mapping[str, str]) -> Node:
+def _node(node: torch.fx.Node, columns: Mapping[str, str], known: Collection[str]) -> Node:
     value = node.meta.get("val")
     size, several = _size(value), isinstance(value, tuple | list)
     if node.op == "placeholder":
@@ -194,8 +223,10 @@ def _node(node: torch.fx.Node, columns: Mapping[str, str]) -> Node:
         for part in str(node.target).split("."):
             owner = getattr(owner, part)
         if isinstance(owner, torch.fx.GraphModule):
-            return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph))
-        return Node(node.name, Kind.STATE, str(node.target).removeprefix(f"{_INNER}."), size=_size(owner))
+            return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph, known))
+        name = str(node.target).removeprefix(f"{_INNER}.")
+        value = None if name in known or owner.is_meta else owner.detach().tolist()
+        return Node(node.name, Kind.STATE, name, size=_size(owner), constant=value)
     assert node.op == "call_function", f"{node.op} in an exported graph"
     return Node(
         node.name,
@@ -211,13 +242,13 @@ def _node(node: torch.fx.Node, columns: Mapping[str, str]) -> Node:
     )
 
 
-def _region(graph: torch.fx.Graph) -> Flat:
+def _region(graph: torch.fx.Graph, known: Collection[str]) -> Flat:
     nodes, result = [], None
     for node in graph.nodes:
         if node.op == "output":
             result = _tree(node.args[0])
         else:
-            nodes.append(_node(node, {}))
+            nodes.append(_node(node, {}, known))
     return Flat(tuple(nodes), result)
 
 

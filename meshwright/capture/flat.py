@@ -60,6 +60,8 @@ class Node:
     inplace: bool = False
     path: str = ""
     body: Flat | None = None
+    constant: Any = None
+    """The values of a tensor that forward itself has made from numbers, as nested lists."""
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -54,8 +54,8 @@ def split(
     places = Chain(line).starts
     graph = graph_of(model, line, places)
     starts = graph.cuts(stages, at=cuts).starts
-    states = States(model, {})
+    states = States(model)
     modules = tuple(layer(line, a, b, states, device) for a, b in zip(places, places[1:], strict=False))
     for module in modules:
         module.train(model.training)
-    return Split(modules, starts, states.first, weigher(line), flat, graph)
+    return Split(modules, starts, states.first, weigher(line, states, device), flat, graph)

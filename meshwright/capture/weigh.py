@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from meshwright.capture.build import free_graph
+from meshwright.capture.build import States, free_graph
 from meshwright.capture.crossing import Line
 from meshwright.capture.flat import Node, Ref
 from meshwright.capture.operations import is_one_of
@@ -34,7 +35,7 @@ class Weigher:
         return float((found != self.ignored).sum())
 
 
-def weigher(line: Line) -> Weigher | None:
+def weigher(line: Line, states: States, device: torch.device | None = None) -> Weigher | None:
     """The one mean over labels that the loss is made of; None where there is none, or more than one."""
     found = [
         node for node in line.work if is_one_of(node.target, ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
@@ -48,7 +49,7 @@ def weigher(line: Line) -> Weigher | None:
     size = line.flat.by_name[target.name].size
     if size is None or size.learns or _argument(node, 3, "reduction", MEAN) != MEAN:
         return None
-    graph, columns = free_graph(line, target.name)
+    graph, columns = free_graph(line, target.name, states, device)
     return Weigher(columns, graph, int(_argument(node, 4, "ignore_index", -100)))
 
 

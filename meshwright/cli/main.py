@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from meshwright.cli import check, compare, show, simulate, train, verify
+from meshwright.cli import check, compare, inspect, show, simulate, train, verify
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("show")(show.show)
 app.command("check")(check.check)
 app.command("simulate")(simulate.simulate)
 app.command("compare")(compare.compare)
+app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("train", context_settings=train.CONTEXT)(train.train)
 

@@ -95,7 +95,14 @@ class Engine:
                 device=settings.device,
                 names=self.layers.columns,
             )
+            self._refuse_sizes(self._batches[step])
         return self._batches[step]
+
+    def _refuse_sizes(self, batch: Batch) -> None:
+        for mb in range(self.settings.microbatches if self.layers.fixed else 0):
+            rows = batch.rows(mb)
+            if rows.start < rows.stop:
+                self.layers.refuse_sizes(batch.columns, rows.stop - rows.start)
 
     def timeline(self) -> Timeline | None:
         """What was traced, of all ranks on one clock: on rank 0, None elsewhere; all ranks call this together."""

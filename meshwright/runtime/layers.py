@@ -8,7 +8,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Weigh
@@ -26,6 +26,8 @@ class Layers:
     """The batch columns that a captured model takes, in order; each of its layers names those it reads."""
     weigh: Weigh | None = None
     """What the loss of some rows counts, from their columns, where the model's own loss says so."""
+    fixed: tuple[tuple[str, int, int], ...] = ()
+    """Sizes that a captured model has fixed: column, dimension, size."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:
@@ -68,6 +70,17 @@ class Layers:
         """Equal on all ranks that cut equal models in the same way."""
         shapes = [(name, tuple(p.shape), str(p.dtype), self.users[p]) for p, name in self.names.items()]
         return sha256(repr((self.starts, shapes, self.columns)).encode()).hexdigest()[:16]
+
+    def refuse_sizes(self, columns: Mapping[str, Tensor], rows: int) -> None:
+        """A batch has the sizes that the model was captured with, where it could not leave them open."""
+        for name, dim, size in self.fixed:
+            found = (rows if dim == 0 else columns[name].shape[dim]) if name in columns else size
+            if found != size:
+                what = "microbatches of" if dim == 0 else f"in dimension {dim} of {name}"
+                raise MeshwrightError(
+                    f"the model was captured with size {size} {what}{' rows' if dim == 0 else ''}, the batch gives {found}",
+                    fix="batches of one size, or an example batch of the size that is to come",
+                )
 
     def columns_of(self, stage: int) -> tuple[str, ...]:
         """The batch columns that a stage reads by name."""

@@ -138,7 +138,7 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
             "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
         )
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
-    _refuse_rows(case)
+    _refuse_rows(case, layers)
     objective = Objective(case.loss, weigh=layers.weigh)
     kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
@@ -174,7 +174,7 @@ def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
         )
 
 
-def _refuse_rows(case: Case) -> None:
+def _refuse_rows(case: Case, layers: Layers) -> None:
     """Every microbatch of the first batch has a row; later batches may be shorter."""
     parallel = case.parallel
     cuts = parallel.microbatches * parallel.dp
@@ -184,13 +184,16 @@ def _refuse_rows(case: Case) -> None:
             "batch(0) gives other tensors when it is called again, and every worker calls it",
             fix="draw from torch.Generator().manual_seed(step)",
         )
-    rows = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp).size
+    batch = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp, names=layers.columns)
+    rows = batch.size
     if rows < cuts:
         copies = f" on each of {parallel.dp} copies" if parallel.dp > 1 else ""
         raise MeshwrightError(
             f"a batch of {rows} rows cannot be cut into {parallel.microbatches} microbatches{copies}",
             fix=f"batches of at least {cuts} rows, or fewer microbatches",
         )
+    for mb in range(parallel.microbatches):
+        layers.refuse_sizes(batch.columns, batch.rows(mb).stop - batch.rows(mb).start)
 
 
 def _same(a: Given, b: Given) -> bool:

@@ -78,6 +78,8 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, tr
     held = _holdings(layers, schedule, case.parallel.dp)
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
     problems = [*_missing(held, trainable, traces, len(reference.gradients)), *_other_starts(layers, traces)]
+    if not reference.capture_error <= case.tolerance:
+        problems.append(f"captured layers are {reference.capture_error:.1e} from the model itself in evaluation")
     unequal = list(_unequal(traces))
     problems += [
         f"rank {rank} skipped the updates {trace.skipped}, one process {reference.skipped}"
@@ -191,14 +193,14 @@ def _gradient_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tupl
         for trace in traces if update not in reference.skipped else ():
             for name, found in trace.gradients.get(update, {}).items():
                 if name in expected:
-                    yield _error(found, expected[name], largest), f"gradient of {name} at update {update}"
+                    yield tensor_error(found, expected[name], largest), f"gradient of {name} at update {update}"
 
 
 def _weight_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
     largest = _largest(reference.weights)
     for trace in traces:
         for name, found in trace.weights.items():
-            yield _error(found, reference.weights[name], largest), f"weight {name}"
+            yield tensor_error(found, reference.weights[name], largest), f"weight {name}"
 
 
 def _largest(tensors: Mapping[str, Tensor]) -> float:
@@ -220,7 +222,8 @@ def _relative(a: float, b: float) -> float:
     return error if error == error else float("inf")
 
 
-def _error(found: Tensor, expected: Tensor, largest: float) -> float:
+def tensor_error(found: Tensor, expected: Tensor, largest: float) -> float:
+    """How far a tensor is from what it should be, by the rule of this file."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
     if not found.numel():

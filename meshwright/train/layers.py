@@ -18,8 +18,8 @@ from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.export import flatten, results
 from meshwright.capture.flat import Flat
 from meshwright.capture.split import split
-from meshwright.errors import MeshwrightError
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.layers import columns_of as stage_columns
 
 LISTS = (nn.Sequential, nn.ModuleList, list, tuple)
 """What is a list of layers already."""
@@ -45,7 +45,7 @@ def layers_for(
         return Layers.of(built, stages)
     flat = flat or flatten(built, example_batch, own_loss=own_loss)
     found = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
-    return Layers(found.modules, found.starts, found.names, flat.columns, found.weigh)
+    return Layers(found.modules, found.starts, found.names, flat.columns, found.weigh, flat.fixed)
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,9 @@ class _Call(nn.Module):
         return self.columns.call(self.model, given)
 
 
-def refuse_shapes(flat: Flat, batch: Mapping[str, Tensor]) -> None:
-    """Sizes that a model has fixed must be those of the batch."""
-    for name, dim, size in flat.fixed:
-        if name in batch and dim and batch[name].shape[dim] != size:
-            raise MeshwrightError(
-                f"the model was captured with {name} of size {size} in dimension {dim}, the batch has {batch[name].shape[dim]}",
-                fix="batches of that size, or an example batch of the other",
-            )
+def through(layers: Layers, columns: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Captured layers one after another in this process, as they are, in the mode they are in."""
+    values: tuple[Tensor, ...] = ()
+    for layer in layers.modules:
+        values = layer(*values, **{name: columns[name] for name in stage_columns(layer)})
+    return values

@@ -50,6 +50,8 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
+    capture_error: float = 0.0
+    """How far a captured model is from itself uncut, where that could only be asked in evaluation."""
 
 
 def versions_read(schedule: Schedule) -> Versions:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.ir.plan import Parallel
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.batch import Given, Loss
+from meshwright.runtime.batch import Batch, Given, Loss
 from meshwright.runtime.compute import Tally
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
@@ -23,8 +23,8 @@ from meshwright.runtime.layers import Layers
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.case import Case, prepare
-from meshwright.train.certificate import Certificate, RankTrace, certify, digest
-from meshwright.train.layers import Uncut
+from meshwright.train.certificate import Certificate, RankTrace, certify, digest, tensor_error
+from meshwright.train.layers import Uncut, through
 from meshwright.train.serial import Serial, Trace
 
 
@@ -69,7 +69,33 @@ def serial_trace(case: Case, schedule: Schedule) -> Trace:
     if case.flat is not None and schedule.flush and not case.flat.random and case.precision.dtype is None:
         # Nothing is drawn or rounded on the way, so that the model itself can be asked: what capture gets wrong shows too.
         one.whole = Uncut.of(built, case.data(0), own_loss=case.loss is not None)
-    return one.run(case.data, case.steps)
+    error = _capture_error(case, layers, built) if case.flat is not None and one.whole is None else 0.0
+    trace = one.run(case.data, case.steps)
+    trace.capture_error = error
+    return trace
+
+
+def _capture_error(case: Case, layers: Layers, built: torch.nn.Module) -> float:
+    """Captured layers against the model itself in evaluation, where dropout draws nothing: output and every gradient."""
+    batch = case.data(0)
+    data = Batch(batch, microbatches=1, names=layers.columns)
+    columns = data.named(data.columns, data.rows(0))
+    modes = {module: module.training for part in (built, *layers.modules) for module in part.modules()}
+    params = [p for p in layers.names if p.requires_grad]
+    found = []
+    for run in (
+        lambda: Uncut.of(built, batch, own_loss=case.loss is not None)({}, columns),
+        lambda: through(layers, columns)[0],
+    ):
+        for module in modes:
+            module.training = False
+        output = run()
+        gradients = torch.autograd.grad(output.sum(), params, allow_unused=True)
+        found.append([output.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True))])
+    for module, training in modes.items():
+        module.training = training
+    largest = max(float(t.abs().max()) for t in found[0] if t.numel())
+    return max(tensor_error(b, a, largest) for a, b in zip(*found, strict=True))
 
 
 def rank_trace(case: Case, schedule: Schedule) -> RankTrace:

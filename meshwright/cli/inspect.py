@@ -1,0 +1,144 @@
+"""`meshwright inspect`: the layers of a model without its weights, where it would be cut, and why there."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli import inputs
+from meshwright.errors import MeshwrightError
+from meshwright.ir.model import Crossing, Cuts, ModelGraph, model_from_json, model_to_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A preset, a TOML, a config.json, package.module:function, or a file that --output wrote."
+        ),
+    ],
+    stages: Annotated[int, typer.Option("--stages", "-s", help="How many stages to cut it into.")] = 2,
+    rows: Annotated[int, typer.Option(help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)] = 2,
+    length: Annotated[int | None, typer.Option(help="Tokens per row of the example.", rich_help_panel=inputs.SIZES)] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")
+    ] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; once per cut.")
+    ] = None,
+    as_json: inputs.Json = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the captured layers to a file.", rich_help_panel=inputs.OUTPUT)
+    ] = None,
+) -> None:
+    """Capture a model on the meta device, which holds no weights, and show its stages.
+
+    Exit code 2: the model cannot be captured, or has fewer layers than stages.
+    """
+    graph = _graph(model, rows, length, batch)
+    cuts = graph.cuts(stages, at=cut or None)
+    if output is not None:
+        inputs.write(output, model_to_json(graph) + "\n")
+    if as_json:
+        typer.echo(json.dumps(_data(graph, cuts), indent=1))
+    else:
+        _print(graph, cuts)
+
+
+def _graph(model: str, rows: int, length: int | None, batch: str | None) -> ModelGraph:
+    path = Path(model)
+    if path.suffix == ".json" and path.exists() and '"kind": "model"' in (text := inputs.read(path)):
+        return model_from_json(text)
+    gc.enable()  # a trace leaves cycles behind
+    from meshwright.train.weightless import weightless
+
+    return weightless(model, rows=rows, length=length, batch=batch)
+
+
+def _data(graph: ModelGraph, cuts: Cuts) -> dict[str, Any]:
+    stages = [
+        {
+            "layers": list(part.layers),
+            "parameters": part.parameters,
+            "flops": part.flops,
+            "saved_bytes": part.saved_bytes,
+            "boundary": [{"name": v.name, "shape": list(v.shape), "bytes": v.bytes} for v in part.boundary],
+            "why": part.why,
+        }
+        for part in cuts.parts
+    ]
+    ties = [{"name": tie.name, "layers": list(tie.layers), "stages": _stages(cuts, tie.layers)} for tie in graph.ties]
+    return {
+        "schema": 1,
+        "kind": "inspection",
+        "model": graph.name,
+        "parameters": sum(_count(weight.shape) for weight in graph.weights),
+        "stages": stages,
+        "ties": ties,
+        "heaviest_over_best": cuts.heaviest / cuts.best if cuts.best else 1.0,
+        "digest": cuts.digest,
+    }
+
+
+def _print(graph: ModelGraph, cuts: Cuts) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, width=None if inputs.coloured() else 160)
+    total = sum(_count(weight.shape) for weight in graph.weights)
+    console.print(f"{graph.name}  {_short(total)} parameters, {len(graph.layers)} layers, {_short(graph.flops)} operations forward")
+    console.print(_table(cuts))
+    for index, part in enumerate(cuts.parts):
+        console.print(f"stage {index}: {part.why}")
+    for tie in graph.ties:
+        console.print(f"tied: {tie.name} on stages {', '.join(map(str, _stages(cuts, tie.layers)))}")
+    if cuts.best:
+        console.print(f"heaviest stage: {cuts.heaviest / cuts.best:.3f} of the optimum; cuts {cuts.digest}")
+
+
+def _table(cuts: Cuts) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", "layers", "parameters", "operations", "share", "crosses behind it", "bytes"):
+        table.add_column(column, justify="left" if column in ("layers", "crosses behind it") else "right", no_wrap=True)
+    total = sum(part.flops for part in cuts.parts) or 1.0
+    for index, part in enumerate(cuts.parts):
+        names = part.layers[0] if len(part.layers) == 1 else f"{part.layers[0]} .. {part.layers[-1]} ({len(part.layers)})"
+        crossing = ", ".join(_shown(value) for value in part.boundary) or "-"
+        size = _short(sum(value.bytes for value in part.boundary)) if part.boundary else "-"
+        share = f"{part.flops / total:.0%}"
+        table.add_row(str(index), names, _short(part.parameters), _short(part.flops), share, crossing, size)
+    return table
+
+
+def _shown(value: Crossing) -> str:
+    return f"{value.name} {'x'.join(map(str, value.shape))}"
+
+
+def _stages(cuts: Cuts, layers: tuple[int, ...]) -> list[int]:
+    return sorted({next(s for s, part in enumerate(cuts.parts) if part.first <= layer < part.last) for layer in layers})
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _short(number: float) -> str:
+    """1234567 as 1.23 M."""
+    if number < 0:
+        raise MeshwrightError(f"{number} is no size")
+    for unit in ("", " k", " M", " G", " T"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} P"

@@ -1,0 +1,65 @@
+"""The layers of a model that is only named: built on the meta device and captured there, so that no weight takes memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.capture.graph import capture
+from meshwright.errors import MeshwrightError
+from meshwright.ir.model import ModelGraph
+from meshwright.train.named import function, model_file
+
+TOKENS = 64
+"""Tokens per row of an example where nobody says how many; fewer where the model has fewer positions."""
+
+
+def weightless(name: str, *, rows: int = 2, length: int | None = None, batch: str | None = None) -> ModelGraph:
+    """Capture a preset, a file or what a function returns, on meta."""
+    if rows < 1 or (length is not None and length < 1):
+        raise MeshwrightError(f"an example has at least one row and one token, got {rows} and {length}", fix="--rows 2 --length 64")
+    if ":" in name:
+        if batch is None:
+            raise MeshwrightError(f"{name} needs an example of its data", fix="--batch package.module:function")
+        example: Any = function(batch)(0)
+        with torch.device("meta"):
+            model = function(name)()
+    else:
+        found = model_file(name)
+        with torch.device("meta"):
+            model = found.build()
+        example = _example(model, rows, min(found.length, length or TOKENS))
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
+        raise MeshwrightError(
+            f"{name} gives {type(model).__name__}: a list of layers is cut as it is, there is nothing to capture",
+            fix="a function that returns one module",
+        )
+    return capture(model, _on_meta(example))
+
+
+def _on_meta(example: Any) -> Any:
+    if isinstance(example, Tensor):
+        return example.to("meta")
+    if isinstance(example, Mapping):
+        return {name: _on_meta(part) for name, part in example.items()}
+    return tuple(_on_meta(part) for part in example)
+
+
+def _example(model: Any, rows: int, length: int) -> dict[str, Tensor]:
+    """A batch for a model of transformers, by what it says of its main input and its task."""
+    config, one_label = model.config, "Classification" in type(model).__name__ and "Token" not in type(model).__name__
+    labels = torch.zeros((rows,) if one_label else (rows, length), dtype=torch.int64)
+    if model.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return {"pixel_values": torch.zeros(rows, getattr(config, "num_channels", 3), height, width), "labels": labels}
+    if model.main_input_name != "input_ids":
+        raise MeshwrightError(
+            f"{type(model).__name__} takes {model.main_input_name!r}, of which no example can be made up",
+            fix="package.module:function with --batch",
+        )
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}

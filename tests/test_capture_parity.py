@@ -1,0 +1,83 @@
+"""Captured models under plans against the models themselves in one process: a cover of pairs, and the whole matrix."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+
+from meshwright import MeshwrightError
+from tests import captured as c
+from tests.conftest import Pool
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (c.gpt2, c.text),
+    "gpt2 dropout": (partial(c.gpt2, resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1), c.text),
+    "gpt2 eager": (partial(c.gpt2, attn_implementation="eager"), c.text),
+    "llama": (c.llama, c.text),
+    "llama tied": (partial(c.llama, tie_word_embeddings=True, num_key_value_heads=4), c.text),
+    "bert": (c.bert, c.text),
+    "t5": (c.t5, c.pairs),
+    "vit": (c.vit, c.pictures),
+    "long skip": (c.LongSkip, c.tokens),
+    "decoy": (partial(c.LongSkip, decoy=True), c.tokens),
+    "bloom": (partial(c.family, "Bloom", n_layer=4, n_head=4, hidden_dropout=0.0), c.text),
+    "opt": (partial(c.family, "OPT", ffn_dim=32, word_embed_proj_dim=16, dropout=0.0), c.text),
+}
+COVER = [
+    ("gpt2", {"pp": 2, "microbatches": 4, "schedule": "zero_bubble"}),
+    ("gpt2 dropout", {"pp": 4, "microbatches": 4, "schedule": "onef1b", "recompute": "inline"}),
+    ("llama tied", {"pp": 2, "dp": 2, "microbatches": 2, "schedule": "chimera"}),
+    ("t5", {"pp": 3, "microbatches": 4, "schedule": "onef1b"}),
+    ("vit", {"pp": 2, "microbatches": 4, "schedule": "interleaved"}),
+    ("long skip", {"pp": 4, "microbatches": 4, "schedule": "shifted"}),
+    ("decoy", {"pp": 2, "dp": 2, "microbatches": 2, "schedule": "zero_bubble"}),
+    ("long skip", {"pp": 2, "microbatches": 4, "schedule": "pipedream"}),
+    ("bert", {"pp": 1, "dp": 2, "microbatches": 2}),
+]
+SCHEDULES = ("onef1b", "interleaved", "chimera", "zero_bubble", "shifted")
+
+
+@pytest.mark.parametrize(("name", "plan"), COVER, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())))
+def test_plan_equals_the_model_itself(pool: Pool, name: str, plan: dict[str, Any]) -> None:
+    build, data = MODELS[name]
+    found = pool.verify(build, data, steps=5, **plan)
+    assert found.passed, (found.worst, found.max_relative_error, found.problems)
+    assert found.updates == 5 or plan["schedule"] == "pipedream"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_whole_matrix(pool: Pool, name: str, schedule: str, dp: int, pp: int) -> None:
+    build, data = MODELS[name]
+    found = pool.verify(build, data, steps=5, pp=pp, dp=dp, schedule=schedule, microbatches=4 if dp == 1 else pp)
+    assert found.passed, (found.worst, found.max_relative_error, found.problems)
+
+
+@pytest.mark.slow
+def test_experts_with_sparse_routing(pool: Pool) -> None:
+    """Grouped products have no double precision."""
+    found = pool.verify(c.mixtral, c.text, steps=5, dtype="float32", pp=2, microbatches=2)
+    assert found.passed, (found.worst, found.max_relative_error, found.problems)
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "plan", "what"),
+    [
+        (c.LongSkip, c.tokens, {"pp": 11, "microbatches": 2}, "LongSkip has 10 layers and cannot be cut into 11 stages"),
+        (c.LongSkip, c.only_tokens, {"pp": 2}, "the batch has 1 tensors, the model needs 2: tokens, labels"),
+        (c.LongSkip, c.no_labels, {"pp": 2}, "no column 'labels', which the model needs"),
+    ],
+)
+def test_what_cannot_run_is_said_before_any_worker_starts(build: Any, data: Any, plan: dict[str, Any], what: str) -> None:
+    from meshwright import verify
+
+    with pytest.raises(MeshwrightError, match=what):
+        verify(build, data, plan)
