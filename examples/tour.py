@@ -5,33 +5,51 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import transformers
 from rich.console import Console
 
 from meshwright import check, even_costs, lower, schedules, simulate
 from meshwright.report.perfetto import both_to_perfetto
 from meshwright.report.terminal import timeline_text
 from meshwright.report.versus import versus, versus_text
-from meshwright.train.job import Job
+from meshwright.train.job import Job, read_job
 from meshwright.train.measure import measure
 
 FOLDER = Path("build/demo")
 TRACE = FOLDER / "trace.json"
-STEPS = 40
-PARALLEL = {"pp": 4, "schedule": "chimera", "microbatches": 4}
-COMMAND = "meshwright train gpt-small --pp 4 --schedule chimera --microbatches 4 --output-dir build/demo"
-CONSOLE = Console(highlight=False)
+STEPS = 30
+JOB = """schema = 1
+model = "gpt-small"
+dataset = "stdlib"
+
+[parallel]
+pp = 4
+schedule = "chimera"
+microbatches = 4
+
+[arguments]
+output_dir = "build/demo"
+max_steps = {steps}
+per_device_train_batch_size = 16
+learning_rate = 3e-3
+lr_scheduler_type = "constant_with_warmup"
+warmup_steps = 5
+logging_steps = 5
+save_steps = {save}
+report_to = "none"
+"""
+CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
 def main() -> None:
     """Six steps."""
-    for name in ("transformers", "torch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
 
@@ -44,36 +62,35 @@ def main() -> None:
     CONSOLE.print(str(check(broken())), markup=False)
 
     step("3. Predicted against measured, on this machine", "meshwright.train.measure.measure(trainer)")
-    trainer = job(2 * STEPS).trainer()
+    trainer = job(STEPS, STEPS).trainer()
     found = measure(trainer)
     predicted = simulate(found.schedule, found.costs)
     TRACE.write_text(both_to_perfetto(predicted, found.timeline))
     CONSOLE.print(versus_text(versus(predicted, found.timeline, largest=1)), markup=False, soft_wrap=True)
     CONSOLE.print(f"wrote {TRACE}, prediction and measurement side by side: open it at ui.perfetto.dev")
 
-    step(f"4. Trained for real: {STEPS} steps on Python's own sources", f"{COMMAND} --max-steps {STEPS}")
-    trainer.args.max_steps = STEPS
+    step(f"4. Trained for real: {STEPS} steps on Python's own sources", "meshwright train build/demo/job.toml")
     trainer.train()
     told(trainer)
 
-    step(f"5. Gone on from its checkpoint to step {2 * STEPS}", f"{COMMAND} --max-steps {2 * STEPS} --resume last")
-    trainer.args.max_steps = 2 * STEPS
+    step(f"5. Gone on from its checkpoint to step {2 * STEPS}", 'meshwright train build/demo/job.toml   (with resume = "last")')
+    trainer.args = job(2 * STEPS, STEPS).trainer().args
     trainer.train(resume_from_checkpoint=True)
     told(trainer)
 
-    step("6. The model, as Hugging Face writes it", "meshwright train ... --save-model build/demo/model")
+    step("6. The model, as from_pretrained reads it", "trainer.save_model('build/demo/model')")
     trainer.save_model(str(FOLDER / "model"))
     CONSOLE.print(f"wrote {', '.join(sorted(path.name for path in (FOLDER / 'model').iterdir()))}; log: {FOLDER / 'log.jsonl'}")
     CONSOLE.print("\nTry next: meshwright verify gpt --schedule zbv --pp 4 --microbatches 8")
-    CONSOLE.print("          meshwright train llama-small --pp 2 --dp 2 --schedule zero_bubble --max-steps 20")
+    CONSOLE.print("          meshwright train llama-small --pp 2 --dp 2 --max-steps 20 --logging-steps 5")
     CONSOLE.print("          meshwright compare --workers 4 --microbatches 8 --memory 5")
 
 
-def job(steps: int) -> Job:
-    """The job of the tour."""
-    arguments = {"max_steps": steps, "per_device_train_batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 5}
-    more = {"logging_steps": 5, "save_steps": STEPS, "output_dir": str(FOLDER), "report_to": "none", "lr_scheduler_type": "constant_with_warmup"}
-    return Job("gpt-small", parallel=PARALLEL, arguments={**arguments, **more})
+def job(steps: int, save: int) -> Job:
+    """The job of the tour, written down as a file first."""
+    path = FOLDER / "job.toml"
+    path.write_text(JOB.format(steps=steps, save=save))
+    return read_job(path)
 
 
 def told(trainer: Any) -> None:

@@ -117,9 +117,8 @@ def test_training_draws_and_evaluation_does_not() -> None:
 @pytest.mark.parametrize("name", names(*DECODERS))
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_one_hidden_state_crosses_in_decoders(name: str, stages: int) -> None:
-    rows, length = flat(name).by_name["input_ids"].size.shape if "input_ids" in flat(name).by_name else (c.ROWS, c.LENGTH)
     for part in graph(name).cuts(stages).parts[:-1]:
-        assert [value.shape for value in part.boundary] == [(rows, length, 16)]
+        assert [value.shape for value in part.boundary] == [(c.ROWS, c.LENGTH, 16)]
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,4 +1,4 @@
-"""A script for the Hugging Face Trainer and the same for ours: at most five lines apart, shown in the README, with equal losses."""
+"""A script for the Hugging Face Trainer and the same for ours: five lines apart at most, shown in the README, equal losses."""
 
 from __future__ import annotations
 
@@ -54,10 +54,3 @@ def test_the_script_starts_its_workers_and_has_the_same_losses(expected: list[fl
 def test_the_script_under_torchrun_has_the_same_losses(expected: list[float], tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(AFTER)]
     assert losses(tmp_path, *command) == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_wrong_number_of_ranks_is_said_by_the_script(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(AFTER)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENV, timeout=300)
-    assert done.returncode != 0
-    assert "the plan needs pp 2 x dp 1 = 2 ranks, the job has 3" in done.stderr

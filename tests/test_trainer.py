@@ -117,7 +117,9 @@ def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(second: Any, 
     whole = ours(gpt2(attn_pdrop=0.1), tmp_path / "whole", text(), workers, parallel=plan, **common, save_steps=100)
     whole.train()
     notes = Notes(stop_at=8)
-    first = ours(gpt2(attn_pdrop=0.1), tmp_path / "parts", text(), workers, parallel=plan, callbacks=[notes], **common, save_steps=4)
+    first = ours(
+        gpt2(attn_pdrop=0.1), tmp_path / "parts", text(), workers, parallel=plan, callbacks=[notes], **common, save_steps=4
+    )
     first.train()
     model = gpt2(seed=1, attn_pdrop=0.1)
     again = ours(model, tmp_path / "parts", text(), workers, parallel=second, **common, save_steps=100)

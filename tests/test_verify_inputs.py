@@ -269,7 +269,7 @@ def test_weights_that_are_others_on_each_worker_are_named() -> None:
     built = {name: digest(p) for p, name in layers.names.items()}
     for digests, told in ((built, False), ({**built, "1.0.weight": 1}, True)):
         found = certify(case, layers, schedule, Trace([0.0]), [RankTrace(digests={0: digests})])
-        assert any("build() gave rank 0 another 1.0.weight" in problem for problem in found.problems) is told
+        assert any("rank 0 starts with another 1.0.weight" in problem for problem in found.problems) is told
 
 
 def test_a_loss_that_is_no_function() -> None:

@@ -26,7 +26,9 @@ def gpt2(seed: int = 0, **more: Any) -> GPT2LMHeadModel:
 def llama(seed: int = 0) -> LlamaForCausalLM:
     transformers.set_seed(seed)
     sizes = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=0))
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=0)
+    )
 
 
 def text(rows: int = 44, *, uneven: bool = True) -> list[dict[str, list[int]]]:
@@ -74,7 +76,15 @@ def reference(model: nn.Module, folder: Path, data: Any, **more: Any) -> list[di
 
 
 def ours(model: Any, folder: Path, data: Any, workers: Any = None, **more: Any) -> mw.Trainer:
-    names = ("eval_dataset", "compute_loss_func", "compute_metrics", "data_collator", "callbacks", "optimizers", "processing_class")
+    names = (
+        "eval_dataset",
+        "compute_loss_func",
+        "compute_metrics",
+        "data_collator",
+        "callbacks",
+        "optimizers",
+        "processing_class",
+    )
     own = {key: more.pop(key) for key in names if key in more}
     return mw.Trainer(model, arguments(mw.TrainingArguments, folder, **more), train_dataset=data, workers=workers, **own)
 

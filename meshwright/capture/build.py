@@ -22,7 +22,7 @@ class Captured(nn.Module):
         super().__init__()
         self.body, self.columns, self.inplace = body, columns, inplace
         self.original = dict(names)
-        """The model's own name of each parameter and buffer in here."""
+        """The model's own name of each parameter in here, and of each buffer that its state_dict holds."""
 
     def forward(self, *values: Tensor, **columns: Tensor) -> tuple[Tensor, ...]:
         """Run the piece."""
@@ -40,6 +40,7 @@ class States:
         self.first: dict[nn.Parameter, str] = {}
         for name, parameter in self.parameters.items():
             self.first.setdefault(parameter, name)
+        self.kept = frozenset(model.state_dict(keep_vars=True))
 
     def of(self, node: Node, device: torch.device | None) -> Tensor:
         """The tensor behind a node: a parameter, a buffer, a constant, or a tensor that a module merely has."""
@@ -117,6 +118,8 @@ class _Builder:
             self.root[name] = self.states.of(node, self.device)
             if node.target in self.states.parameters:
                 self.names[f"body.{name}"] = self.states.first[self.states.parameters[node.target]]
+            elif node.target in self.states.kept:
+                self.names[f"body.{name}"] = node.target
         self.made[node.name] = self.graph.get_attr(name)
 
     def _note(self, name: str, module: nn.Module) -> None:

@@ -3,11 +3,13 @@
 A place is good where one value crosses besides long skips: in a residual network those are the borders of half blocks. A skip
 is long where what it passes over is deep (four matrix products in a row: more than attention or a feed-forward part has);
 it is carried along, and charged. Between the products that feed attention and the end of attention there is no cut. Of
-several places without work between them the cheapest is taken, then the one that leaves most modules behind it.
+several places without work between them one is taken where rows come first in what crosses, then the cheapest, then the one
+that leaves most modules behind it.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,11 +35,11 @@ class Chain:
         if not weighty:
             return (0, len(line.work))
         found = [0]
-        for before, behind in zip(weighty, weighty[1:], strict=False):
+        for before, behind in itertools.pairwise(weighty):
             places = [p for p in range(before + 1, behind + 1) if self.is_good(p)]
             lookups = all(is_one_of(line.work[i].target, LOOKUPS) for i in (before, behind))
             if places and not lookups:
-                found.append(min(places, key=lambda p: (self.bytes_at(p), self._depth(p), -p)))
+                found.append(min(places, key=lambda p: (self._folded(p), self.bytes_at(p), self._depth(p), -p)))
         return (*found, len(line.work))
 
     def is_good(self, place: int) -> bool:
@@ -56,6 +58,16 @@ class Chain:
         """What crosses a place."""
         sizes = [self.line.flat.by_name[name].size for name in self.line.crossings[place]]
         return sum(size.bytes for size in sizes if size is not None)
+
+    def _folded(self, place: int) -> int:
+        """How many values cross there that have not one row per row of the batch: they cannot be cut by rows."""
+        by_name = self.line.flat.by_name
+        return sum(size.shape[:1] != (self._rows,) for n in self.line.crossings[place] if (size := by_name[n].size) is not None)
+
+    @cached_property
+    def _rows(self) -> int:
+        columns = [node.size for node in self.line.flat.nodes if node.kind is Kind.COLUMN]
+        return next((size.shape[0] for size in columns if size is not None and size.shape), 0)
 
     @cached_property
     def long(self) -> frozenset[str]:

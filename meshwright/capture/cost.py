@@ -7,6 +7,7 @@ it is taken to be every result.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from math import prod
 
@@ -44,7 +45,7 @@ def saved(line: Line, places: Sequence[int], model: nn.Module) -> list[int]:
     try:
         return _measured(line, places, model)
     except Exception:  # an operation that needs values cannot run without any
-        return [sum(_bytes(node.size) for node in line.work[a:b]) for a, b in zip(places, places[1:], strict=False)]
+        return [sum(_bytes(node.size) for node in line.work[a:b]) for a, b in itertools.pairwise(places)]
 
 
 def _bytes(size: Size | None) -> int:
@@ -57,7 +58,7 @@ def _measured(line: Line, places: Sequence[int], model: nn.Module) -> list[int]:
     columns = {n.target: _meta(n, line) for n in line.flat.nodes if n.kind is Kind.COLUMN}
     values: tuple[Tensor, ...] = ()
     found = []
-    for first, last in zip(places, places[1:], strict=False):
+    for first, last in itertools.pairwise(places):
         module = layer(line, first, last, states, meta)
         total, values = _run(module, values, {name: columns[name] for name in module.columns})
         found.append(total)

@@ -180,9 +180,7 @@ def results(output: Any) -> dict[str, Tensor]:
     )
 
 
-def _written(
-    graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str, ...], known: Collection[str]
-) -> Flat:
+def _written(graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str, ...], known: Collection[str]) -> Flat:
     """A traced graph as data."""
     nodes: list[Node] = []
     result: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import nn
@@ -34,10 +35,10 @@ def graph_of(model: nn.Module, line: Line, places: tuple[int, ...]) -> ModelGrap
     every = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in every.items():
         first.setdefault(parameter, name)
-    made = {node.name: k for k, (a, b) in enumerate(zip(places, places[1:], strict=False)) for node in line.work[a:b]}
+    made = {node.name: k for k, (a, b) in enumerate(itertools.pairwise(places)) for node in line.work[a:b]}
     kept = saved(line, places, model)
     layers, begun, taken = [], set[str](), set[str]()
-    for k, (a, b) in enumerate(zip(places, places[1:], strict=False)):
+    for k, (a, b) in enumerate(itertools.pairwise(places)):
         names = _parameters(line, a, b)
         own = tuple(dict.fromkeys(first[every[name]] for name in names))
         sizes = {first[every[name]]: every[name] for name in names}
@@ -54,9 +55,7 @@ def graph_of(model: nn.Module, line: Line, places: tuple[int, ...]) -> ModelGrap
             )
         )
     used = {name for at in layers for name in at.parameters}
-    weights = tuple(
-        Weight(name, tuple(p.shape), p.numel() * p.element_size()) for p, name in first.items() if name in used
-    )
+    weights = tuple(Weight(name, tuple(p.shape), p.numel() * p.element_size()) for p, name in first.items() if name in used)
     return ModelGraph(type(model).__name__, tuple(layers), weights)
 
 

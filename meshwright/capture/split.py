@@ -6,6 +6,7 @@ found.starts                           (0, 5, 9, 13, 18): the first module of ea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def split(
     graph = graph_of(model, line, places)
     starts = graph.cuts(stages, at=cuts).starts
     states = States(model)
-    modules = tuple(layer(line, a, b, states, device) for a, b in zip(places, places[1:], strict=False))
+    modules = tuple(layer(line, a, b, states, device) for a, b in itertools.pairwise(places))
     for module in modules:
         module.train(model.training)
     return Split(modules, starts, states.first, weigher(line, states, device), flat, graph)

@@ -40,7 +40,7 @@ def weigher(line: Line, states: States, device: torch.device | None = None) -> W
     found = [
         node for node in line.work if is_one_of(node.target, ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
     ]
-    if len(found) != 1 or "loss" not in line.flat.outputs[:1] and line.flat.outputs[:1] != ("output",):
+    if len(found) != 1 or ("loss" not in line.flat.outputs[:1] and line.flat.outputs[:1] != ("output",)):
         return None
     node = found[0]
     target, weights = _argument(node, 1, "target", None), _argument(node, 2, "weight", None)

@@ -27,9 +27,7 @@ def inspect(
     stages: Annotated[int, typer.Option("--stages", "-s", help="How many stages to cut it into.")] = 2,
     rows: Annotated[int, typer.Option(help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)] = 2,
     length: Annotated[int | None, typer.Option(help="Tokens per row of the example.", rich_help_panel=inputs.SIZES)] = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")
-    ] = None,
+    batch: Annotated[str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")] = None,
     cut: Annotated[
         list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; once per cut.")
     ] = None,
@@ -92,7 +90,9 @@ def _print(graph: ModelGraph, cuts: Cuts) -> None:
 
     console = Console(highlight=False, soft_wrap=True, width=None if inputs.coloured() else 160)
     total = sum(_count(weight.shape) for weight in graph.weights)
-    console.print(f"{graph.name}  {_short(total)} parameters, {len(graph.layers)} layers, {_short(graph.flops)} operations forward")
+    console.print(
+        f"{graph.name}  {_short(total)} parameters, {len(graph.layers)} layers, {_short(graph.flops)} operations forward"
+    )
     console.print(_table(cuts))
     for index, part in enumerate(cuts.parts):
         console.print(f"stage {index}: {part.why}")

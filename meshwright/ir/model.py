@@ -6,6 +6,7 @@ skips that pass over the cut; masks, positions and labels are made again on each
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -140,14 +141,14 @@ class ModelGraph:
         best, starts = partition(costs, [layer.output_bytes for layer in self.layers], stages)
         if at is not None:
             starts = self._chosen(stages, at)
-        parts = tuple(self._part(a, b, best, chosen=at is not None) for a, b in zip(starts, starts[1:], strict=False))
+        parts = tuple(self._part(a, b, best, chosen=at is not None) for a, b in itertools.pairwise(starts))
         return Cuts(starts, parts, best)
 
     def _chosen(self, stages: int, at: Sequence[str | int]) -> tuple[int, ...]:
         """Starts from modules by name, or from numbers of layers."""
         found = [self._layer_of(name) if isinstance(name, str) else name for name in at]
         starts = (0, *found, len(self.layers))
-        if len(found) != stages - 1 or any(b <= a for a, b in zip(starts, starts[1:], strict=False)):
+        if len(found) != stages - 1 or any(b <= a for a, b in itertools.pairwise(starts)):
             raise MeshwrightError(
                 f"{stages} stages need {stages - 1} cuts in order, behind the first layer and before the end; "
                 f"got {list(at)}, which are layers {found} of {len(self.layers)}",

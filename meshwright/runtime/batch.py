@@ -2,7 +2,8 @@
 
 A batch is a tuple whose last tensor is the target, or a mapping in which the target has one of its usual names; what is
 left goes to the first stage. A captured model takes columns by name on any stage: `names` says which, and a tuple is named
-in that order; a column that a rank does not read may be on the meta device, where it has a shape and no memory. Microbatch i of copy j is cut number j N + i of N dp cuts; a short batch gives short cuts.
+in that order; a column that a rank does not read may be on the meta device, where it has a shape and no memory.
+Microbatch i of copy j is cut number j N + i of N dp cuts; a short batch gives short cuts.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _named(
     if isinstance(given, Mapping):
         if missing := [name for name in names if name not in given]:
             raise MeshwrightError(
-                f"the batch has no column {missing[0]!r}, which the model was captured with; it has {', '.join(map(repr, given))}",
+                f"the batch has no column {missing[0]!r} that the model was captured with, but {', '.join(map(repr, given))}",
                 fix=f"a batch with {missing[0]!r}",
             )
         left = [given[name] for name in TARGETS if name in given and name not in names]

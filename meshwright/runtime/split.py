@@ -6,8 +6,9 @@
     rest = deferred.end()
     run(rest)                          W: no forward and no graph; bit for bit what B would have added to .grad
 
-Linear, transformers' Conv1D, products of rows that say so (`splits_rows`), Embedding and convolutions are split where their weight is a leaf that needs a gradient. All else
-is left to autograd and gets its gradients during I: other modules, computed weights, autocast, and the options seen in `_kind`.
+Linear, transformers' Conv1D, products of rows that say so (`splits_rows`), Embedding and convolutions are split where their
+weight is a leaf that needs a gradient. All else is left to autograd and gets its gradients during I: other modules, computed
+weights, autocast, and the options seen in `_kind`.
 Between I and W a rest holds the very tensors: neither the inputs nor a received gradient may be overwritten.
 Hooks on modules fire as ever; hooks on a split parameter itself see None in I and nothing in W.
 Of torch.func only functional_call is supported, and torch.compile is not.

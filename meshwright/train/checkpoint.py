@@ -76,13 +76,13 @@ class Checkpoints:
         step: int,
         *,
         data: Mapping[str, Any] | None = None,
-        scaler: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         keep: Collection[Path] = (),
     ) -> Path:
-        """Save what there is after `step` steps; `data` (where the data stands), `scaler` and `extra` are kept as given."""
+        """Save what there is after `step` steps; `data` (where the data stands) and `extra` are kept as rank 0 gives them."""
         self.wait()
-        given = {"data": data, "scaler": scaler, "extra": extra}
+        scaler = self.engine.scaler
+        given = {"data": data, "scaler": None if scaler is None else scaler.state_dict(), "extra": extra}
         _refuse(self.engine, given)
         token = [secrets.token_hex(4)]
         dist.broadcast_object_list(token, group=self._group)

@@ -39,6 +39,8 @@ class Bytes(Dataset[Row]):
         return whole if self.rows is None else min(self.rows, whole)
 
     def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(index)  # which is also what ends a loop over the rows
         block = 10 * index + 9 if self.evaluation else 10 * (index // 9) + index % 9
         tokens = self.data[block * self.length : (block + 1) * self.length].long()
         return {"input_ids": tokens, "labels": tokens.clone()}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine import Engine
@@ -33,12 +33,15 @@ ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the folder, on all ranks together; `model` is asked for its configuration alone."""
+    """Write the folder, on all ranks together; `model` is asked for its configuration, and for what no stage reads."""
     folder, rank = Path(folder), dist.get_rank()
     if shard_bytes < 1:
         raise MeshwrightError(f"shards of {shard_bytes} bytes hold nothing", fix=f"max_shard_size={SHARD_BYTES}")
     agree(lambda: folder.mkdir(parents=True, exist_ok=True) if rank == 0 else None)
     held = _held(engine)
+    trained = set().union(*agree(lambda: set(held)))
+    if rank == 0:
+        held |= _left_over(model, trained)
     sizes = agree(lambda: {name: t.numel() * t.element_size() for name, t in held.items()})
     total = sum(size for part in sizes for size in part.values())
     if total <= shard_bytes:
@@ -59,6 +62,15 @@ def _held(engine: Engine) -> dict[str, Tensor]:
     mine = shared_out(engine)
     every: dict[str, Tensor] = {**parameters(engine), **buffers(engine)}
     return {name: t.detach() for name, t in every.items() if name in mine}
+
+
+def _left_over(model: Any, trained: set[str]) -> dict[str, Tensor]:
+    """What belongs to the model's state and is in no stage, because its forward never reads it: as it was built."""
+    if not isinstance(model, nn.Module):
+        return {}
+    kept = model.state_dict(keep_vars=True)
+    every = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name in kept)]
+    return {name: t.detach() for name, t in every if name not in trained and not t.is_meta}
 
 
 def _packed(sizes: Mapping[str, int], most: int) -> list[list[str]]:

@@ -31,7 +31,7 @@ def count_for(model: Any, *, own_loss: bool) -> Callable[[Tensor], float] | None
     model has no type that it knows, all labels count, although the first of a row is never predicted.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kind = LOSS_MAPPING.get(getattr(base, "loss_type", None))
+    kind = LOSS_MAPPING.get(str(getattr(base, "loss_type", None)))
     decodes = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     shifts = kind is ForCausalLMLoss and not decodes
     if own_loss:

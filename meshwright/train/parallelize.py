@@ -17,18 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
 from meshwright.runtime.batch import Given, Loss, Objective
-from meshwright.runtime.launch import attach, process_group
+from meshwright.runtime.launch import attach
 from meshwright.runtime.precision import Precision
 from meshwright.train.collate import tensors
 from meshwright.train.layers import layers_for
 from meshwright.train.lists import stages_of
-from meshwright.train.place import device_for, launched, refuse_world
+from meshwright.train.place import device_for, launched, one_process, refuse_world
 from meshwright.train.rates import Rates, Recipe
 from meshwright.train.saved import kept_for
 from meshwright.train.session import Session, SessionSettings
@@ -64,7 +63,7 @@ def parallelize(
     closing = ExitStack()
     with closing:
         if not dist.is_initialized():
-            closing.enter_context(attach(device=device) if launched() else process_group(0, 1, HashStore()))
+            closing.enter_context(attach(device=device) if launched() else one_process())
         chosen = Precision.of(precision)
         settings = SessionSettings(clip=clip, loss=loss, seed=seed, precision=chosen, device=device_for(device == "cpu"))
         example = tensors(example_batch)

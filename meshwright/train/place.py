@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -43,9 +44,20 @@ def everywhere(work: Callable[..., Any], *args: Any, parallel: Parallel, workers
         with attach():
             return [work(*args)]
     if parallel.ranks == 1:
-        with process_group(0, 1, HashStore()):
+        with one_process():
             return [work(*args)]
     return workers().run(work, *args, ranks=parallel.ranks)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone; nobody else could be left waiting, so an error takes it down too."""
+    try:
+        with process_group(0, 1, HashStore()):
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def device_for(use_cpu: bool) -> Any:

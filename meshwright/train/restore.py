@@ -37,7 +37,6 @@ class Resumed:
     step: int
     seed: int
     data: Mapping[str, Any] | None = None
-    scaler: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] | None = None
     written_under: Mapping[str, Any] = field(default_factory=dict)
 
@@ -57,7 +56,9 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
     _fill(engine, sizes, known, reader, group)
     for stage in engine.stages.values():
         stage.seed = known["seed"]
-    fields = {key: known[key] for key in ("step", "seed", "data", "scaler", "extra", "written_under")}
+    if engine.scaler is not None and known["scaler"] is not None:
+        engine.scaler.load_state_dict(known["scaler"])
+    fields = {key: known[key] for key in ("step", "seed", "data", "extra", "written_under")}
     return Resumed(folder, **fields)
 
 

@@ -34,10 +34,14 @@ def buffers(engine: Engine) -> dict[str, Tensor]:
 
 
 def _of_stage(engine: Engine, stage: int) -> dict[str, Tensor]:
+    """A captured layer says what its model calls its buffers, and of those alone that are saved."""
     found: dict[str, Tensor] = {}
     for index, layer in enumerate(engine.layers.of_stage(stage), engine.layers.starts[stage]):
-        kept = layer.state_dict(keep_vars=True)
-        found |= {f"{index}.{name}": b for name, b in layer.named_buffers() if name in kept}
+        names = getattr(layer, "original", None)
+        if names is None:
+            kept = layer.state_dict(keep_vars=True)
+            names = {name: f"{index}.{name}" for name in kept}
+        found |= {names[name]: b for name, b in layer.named_buffers(remove_duplicate=False) if name in names}
     return found
 
 
@@ -48,9 +52,12 @@ def shared_out(engine: Engine) -> set[str]:
         ranks = engine.mesh.holders(engine.schedule, unit)
         mine = ranks.index(rank)
         found |= {layers.names[p] for i, p in enumerate(layers.unit(unit)) if i % len(ranks) == mine}
-    for stage in engine.stages:
+    seen: set[str] = set()
+    for stage in range(layers.stages):
+        names = set(_of_stage(engine, stage)) - seen
+        seen |= names
         if engine.mesh.holders(engine.schedule, stage)[0] == rank:
-            found |= set(_of_stage(engine, stage))
+            found |= names
     return found
 
 

@@ -23,10 +23,12 @@ from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
-from meshwright.train.layers import is_captured
+from meshwright.train.layers import is_captured, layers_for
+from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.loop import Judged, Outcome
-from meshwright.train.place import everywhere, refuse_world
+from meshwright.train.place import everywhere, launched, refuse_world
 from meshwright.train.run import evaluate_on_rank, predict_on_rank, train_on_rank
+from meshwright.train.session import refuse_endless
 
 _NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
 """Methods of the Hugging Face Trainer that a subclass may have changed, and that nothing here calls."""
@@ -139,10 +141,15 @@ class Trainer:
 
     def capture(self, dataset: Any) -> None:
         """The graph of the model, once for all ranks; what cannot be captured is said here, before anything starts."""
-        refuse_world(self.args.plan)
+        plan = self.args.plan
+        refuse_world(plan)
+        stages, own = stages_of(plan), self.compute_loss_func is not None
+        refuse_endless(plan, flush=lists_for(plan).flush)
+        example = self.source(dataset).example(self.example_rows)
         if self.flat is None and is_captured(self.model):
-            example = self.source(dataset).example(self.example_rows)
-            self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
+            self.flat = flatten(self.model, example, own_loss=own)
+        if plan.ranks > 1 and not launched():
+            lists_for(plan, ties=layers_for(self.model, example, stages, flat=self.flat, own_loss=own).ties)
 
     @property
     def example_rows(self) -> int:

@@ -91,7 +91,9 @@ def _capture_error(case: Case, layers: Layers, built: torch.nn.Module) -> float:
             module.training = False
         output = run()
         gradients = torch.autograd.grad(output.sum(), params, allow_unused=True)
-        found.append([output.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True))])
+        found.append(
+            [output.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True))]
+        )
     for module, training in modes.items():
         module.training = training
     largest = max(float(t.abs().max()) for t in found[0] if t.numel())

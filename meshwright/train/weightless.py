@@ -20,7 +20,9 @@ TOKENS = 64
 def weightless(name: str, *, rows: int = 2, length: int | None = None, batch: str | None = None) -> ModelGraph:
     """Capture a preset, a file or what a function returns, on meta."""
     if rows < 1 or (length is not None and length < 1):
-        raise MeshwrightError(f"an example has at least one row and one token, got {rows} and {length}", fix="--rows 2 --length 64")
+        raise MeshwrightError(
+            f"an example has at least one row and one token, got {rows} and {length}", fix="--rows 2 --length 64"
+        )
     if ":" in name:
         if batch is None:
             raise MeshwrightError(f"{name} needs an example of its data", fix="--batch package.module:function")
