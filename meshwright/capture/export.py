@@ -117,20 +117,17 @@ def _open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch says about a trace on its way is none of the user's business; what fails is said as an error."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.")]
+    """What libraries say about a trace on its way is none of the user's business; what fails is said as an error."""
+    names = ["torch", "transformers", *(n for n in logging.root.manager.loggerDict if n.startswith(("torch.", "transformers.")))]
     levels = {name: logging.getLogger(name).level for name in names}
     nowhere = io.StringIO()
     try:
-        for name in ("torch", *names):
+        for name in names:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
         for name, before in levels.items():
             logging.getLogger(name).setLevel(before)
 

@@ -31,6 +31,8 @@ class Parallel:
     recompute: str | float | Sequence[float] | None = None
     width: tuple[int, ...] = ()
     transport: str = "auto"
+    stages: tuple[str | int, ...] = ()
+    """Where stages behind the first begin: modules by name, or numbers of layers; empty for cuts that are worked out."""
 
     def __post_init__(self) -> None:
         for name, least in (("pp", 1), ("dp", 1), ("microbatches", 0)):
@@ -43,6 +45,7 @@ class Parallel:
         object.__setattr__(self, "options", _options(self.options))
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "width", _width(self.width))
+        object.__setattr__(self, "stages", _stages(self.stages))
         if self.width and len(self.width) != self.pp:
             raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
 
@@ -110,6 +113,18 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
 
 def _is_share(given: object) -> bool:
     return isinstance(given, Real) and not isinstance(given, bool) and 0 <= float(given) <= 1
+
+
+def _stages(given: object) -> tuple[str | int, ...]:
+    """Where stages begin; None is wherever it is best."""
+    if given is None:
+        return ()
+    found = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (None,)
+    if not all(isinstance(at, str | int) and not isinstance(at, bool) for at in found):
+        raise MeshwrightError(
+            f"stages names the modules that stages begin with, got {given!r}", fix='stages=["model.layers.4", "model.layers.8"]'
+        )
+    return found
 
 
 def _width(given: object) -> tuple[int, ...]:

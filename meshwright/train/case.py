@@ -68,7 +68,8 @@ class Case:
     def layers(self, stages: int, built: Any = None) -> Layers:
         """The model cut into stages."""
         built = self.model() if built is None else built
-        return layers_for(built, self.data(0), stages, flat=self.flat, own_loss=self.loss is not None)
+        cuts = self.parallel.stages or None
+        return layers_for(built, self.data(0), stages, cuts=cuts, flat=self.flat, own_loss=self.loss is not None)
 
     def data(self, step: int) -> Given:
         """A batch in the dtype."""

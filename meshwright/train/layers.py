@@ -18,6 +18,7 @@ from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.export import flatten, results
 from meshwright.capture.flat import Flat
 from meshwright.capture.split import split
+from meshwright.errors import MeshwrightError
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.layers import columns_of as stage_columns
 
@@ -42,6 +43,8 @@ def layers_for(
 ) -> Layers:
     """Cut into stages; with an own loss function the model is captured without its labels."""
     if not is_captured(built):
+        if cuts:
+            raise MeshwrightError("stages name modules of a captured model, this is a list of layers", fix="stages=()")
         return Layers.of(built, stages)
     flat = flat or flatten(built, example_batch, own_loss=own_loss)
     found = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)

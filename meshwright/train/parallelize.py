@@ -67,7 +67,7 @@ def parallelize(
         chosen = Precision.of(precision)
         settings = SessionSettings(clip=clip, loss=loss, seed=seed, precision=chosen, device=device_for(device == "cpu"))
         example = tensors(example_batch)
-        layers = layers_for(model, example, stages_of(parallel), own_loss=loss is not None)
+        layers = layers_for(model, example, stages_of(parallel), cuts=parallel.stages or None, own_loss=loss is not None)
         objective = Objective(loss, weigh=layers.weigh)
         kept = kept_for(parallel, layers, example, objective=objective, precision=chosen)
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)

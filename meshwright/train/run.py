@@ -118,7 +118,7 @@ def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | Non
 def cut(trainer: Trainer, example: Given) -> tuple[Layers, tuple[Kept, ...] | None]:
     """The model of a trainer as layers, and what its stages keep of one microbatch where recompute is chosen by a budget."""
     plan, own = trainer.args.plan, trainer.compute_loss_func is not None
-    layers = layers_for(trainer.model, example, stages_of(plan), flat=trainer.flat, own_loss=own)
+    layers = layers_for(trainer.model, example, stages_of(plan), cuts=plan.stages or None, flat=trainer.flat, own_loss=own)
     if plan.budget_bytes is None:
         return layers, None
     loss = None if trainer.compute_loss_func is None else OwnLoss(trainer.compute_loss_func, trainer.output_name, items)
