@@ -57,6 +57,8 @@ def t5() -> nn.Module:
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "t5": t5}
+SOME = [pytest.param(name, marks=() if name == "t5" else pytest.mark.slow) for name in FAMILIES]
+"""T5 has an encoder, and a weight that three places share."""
 
 
 def batch(step: int, *, rows: int = ROWS) -> dict[str, Tensor]:
@@ -122,7 +124,7 @@ def total(ranks: list[dict[int, float]]) -> list[float]:
     return [sum(rank.get(step, 0.0) for rank in ranks) for step in steps]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_checkpoints_of_captured_models_know_no_plan(pool: Pool, tmp_path: Path, family: str) -> None:
     """Dropout is on: its streams are those of the layers, whatever the plan."""
     straight = total(Job(family, "onef1b", str(tmp_path / "a")).on(pool, trained, 0, 4))
@@ -146,7 +148,7 @@ def exported(job: Job, shard_bytes: int) -> Tensor:
     return found.outputs[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_from_pretrained_gives_equal_logits(pool: Pool, tmp_path: Path, family: str) -> None:
     for name, shard_bytes in (("chimera", 1 << 30), ("onef1b", 20_000)):
         folder = tmp_path / name
@@ -189,7 +191,9 @@ def generated(job: Job, count: int, end: int) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("plan", ["onef1b", "chimera", "interleaved"])
+@pytest.mark.parametrize(
+    "plan", ["onef1b", pytest.param("chimera", marks=pytest.mark.slow), pytest.param("interleaved", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(pool: Pool, family: str, plan: str) -> None:
     model = built(family).eval()

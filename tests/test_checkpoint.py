@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright import MeshwrightError
+from meshwright.runtime.precision import Precision
 from meshwright.train import rotate
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.models import gpt
@@ -124,6 +125,33 @@ def buffers_after_resume(run: Run) -> dict[str, torch.Tensor]:
     checkpoints.close()
     engine.close()
     return {name: b.clone() for name, b in buffers(engine).items()}
+
+
+def scale_after(run: Run) -> dict[str, float]:
+    """Save with a loss scale that has moved, and resume with a fresh one."""
+    states = []
+    for resumes in (False, True):
+        engine = made(run)
+        engine.scaler = Precision(compute="fp16").scaler()
+        checkpoints = Checkpoints(Path(run.folder), engine)
+        assert engine.scaler is not None
+        if resumes:
+            checkpoints.resume()
+        else:
+            engine.scaler.update(float("inf"))
+            checkpoints.save(1)
+        checkpoints.close()
+        states.append(engine.scaler.state_dict())
+        engine.close()
+    assert states[0] == states[1]
+    return states[1]
+
+
+def test_the_loss_scale_goes_on_where_it_was(pool: Pool, tmp_path: Path) -> None:
+    fresh = Precision(compute="fp16").scaler()
+    assert fresh is not None
+    for found in pool.run(scale_after, Run({"pp": 2}, str(tmp_path), 1), ranks=2):
+        assert found["skipped"] == 1 and found["scale"] < fresh.scale
 
 
 # -- in the background

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from meshwright.capture.weights import Weights
 from meshwright.train.export import ONE, export
 from tests.conftest import Pool
 from tests.saving import Run, made, refusal_of
@@ -53,6 +54,7 @@ def test_one_file_or_shards_hold_the_model_once(pool: Pool, tmp_path: Path, plan
         ranks = pool.run(exported, run, shard_bytes, ranks=run.parallel.ranks)
         wanted = {name: t for held in ranks for name, t in held.items()}
         found = read(tmp_path)
+        assert {name: t.tolist() for name, t in Weights.at(tmp_path).items()} == {n: t.tolist() for n, t in found.items()}
         assert set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
         files = sorted(path.name for path in tmp_path.iterdir())
         if shard_bytes > 1 << 20:

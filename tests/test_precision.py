@@ -177,6 +177,8 @@ def test_what_cannot_be_mixed_is_refused() -> None:
         Precision.of("int8")
     with pytest.raises(MeshwrightError, match=r"0.weight is bfloat16: precision bf16 keeps weights in fp32"):
         verify(halves, models.mlp_batch, {"pp": 2}, dtype="bfloat16", precision="bf16")
+    with pytest.raises(MeshwrightError, match=r"0.weight is float64: precision bf16 keeps weights in fp32"):
+        verify(halves, models.mlp_batch, {"pp": 2}, precision="bf16")
 
 
 def test_a_process_that_dies_of_a_product_is_told_what_helps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage, nn
 
 from meshwright.capture.build import Captured, States, layer
 from meshwright.capture.crossing import Line
@@ -68,23 +67,19 @@ def _measured(line: Line, places: Sequence[int], model: nn.Module) -> list[int]:
 
 
 def _run(module: Captured, values: tuple[Tensor, ...], columns: dict[str, Tensor]) -> tuple[int, tuple[Tensor, ...]]:
-    own = {_memory(p) for p in module.parameters()}
-    seen: dict[int, Tensor] = {}
+    weights = [p.untyped_storage() for p in module.parameters()]
+    own = set(map(id, weights))
+    seen: dict[int, tuple[int, UntypedStorage]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        seen.setdefault(_memory(tensor), tensor)
+        storage = tensor.untyped_storage()  # held, so that its number stays its own; a tensor would hold the whole graph
+        seen.setdefault(id(storage), (tensor.numel() * tensor.element_size(), storage))
         return tensor
 
     inputs = tuple(t + 0 for t in values)  # a layer may change what it is given in place
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         output = module(*inputs, **columns)
-    return sum(t.numel() * t.element_size() for key, t in seen.items() if key not in own), output
-
-
-def _memory(tensor: Tensor) -> int:
-    """A number for the memory that a tensor is in, which on meta has no address."""
-    found: int = StorageWeakRef(tensor.untyped_storage()).cdata  # type: ignore[no-untyped-call]
-    return found
+    return sum(size for key, (size, _) in seen.items() if key not in own), output
 
 
 def _meta_states(model: nn.Module) -> States:

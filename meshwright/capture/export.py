@@ -20,6 +20,7 @@ from torch.export import Dim, export
 
 from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.flat import Flat, Kind, Node, Ref, Size
+from meshwright.capture.hollow import standing
 from meshwright.capture.operations import is_inplace, is_random, name_of
 from meshwright.errors import MeshwrightError
 
@@ -53,7 +54,8 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
     try:
         if not model.training:
             model.train()
-        program = _exported(plain, given)
+        with standing(model):
+            program = _exported(plain, given)
     finally:
         for module, training in modes.items():
             module.training = training

@@ -40,10 +40,11 @@ def verify(
     ] = "",
     sync: Annotated[Sync, typer.Option(help="When gradients are added up.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
     recompute: Annotated[
-        str | None, typer.Option(metavar="none|inline|early|0.5,1", help="All stages alike, or a share for each.")
+        str | None, typer.Option(metavar="none|inline|early|0.5,1|2GB", help="All stages alike, a share for each, or a budget.")
     ] = None,
     batch: Annotated[str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")] = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32; both runs compute in it.")] = "float64",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16: what layers compute in, with float32 weights.")] = "fp32",
     seed: Annotated[int, typer.Option(help="Where the weights and dropout start.")] = 0,
     transport: Annotated[str, typer.Option(help="auto, torch, shared or strict.")] = "auto",
     as_json: inputs.Json = False,
@@ -72,7 +73,7 @@ def verify(
     build, data = _model(model, batch, parallel)
     from meshwright.train.verify import verify as compare
 
-    certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed)
+    certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed, precision=precision)
     _report(certificate, output, as_json=as_json)
     raise typer.Exit(0 if certificate.passed else 3)
 

@@ -109,10 +109,10 @@ def refuse(precision: Precision, dtypes: Mapping[str, torch.dtype], *, norm: boo
     if not precision.mixed:
         return
     for parameter, dtype in dtypes.items():
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype.is_floating_point and dtype is not torch.float32:
             raise MeshwrightError(
                 f"{parameter} is {str(dtype).removeprefix('torch.')}: precision {precision.compute} keeps weights in fp32",
-                fix="build the model in float32, or precision fp32 to compute in what the weights are",
+                fix="a model in float32 (verify: dtype='float32'), or precision fp32 to compute in what the weights are",
             )
     if precision.compute == "fp16" and not norm:
         raise MeshwrightError(

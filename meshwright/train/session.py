@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.trace import Trace
 from meshwright.train.data import Source
+from meshwright.train.export import SHARD_BYTES, export
+from meshwright.train.generate import generate
 from meshwright.train.lists import lists_for
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
@@ -135,6 +138,14 @@ class Session:
     def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:
         """The mean loss of a batch without training on it, and on request what the model returns, on every rank."""
         return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
+
+    def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
+        """The most likely continuation of every row, as the model in one process would give it; see `generate`."""
+        return generate(self.forward, input_ids, max_new_tokens=max_new_tokens, **more)
+
+    def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write the folder that `from_pretrained` reads; no rank needs to hold the whole model."""
+        export(self.engine, folder, model=self.model, shard_bytes=shard_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training goes on from, whole on every rank and free of the plan; checkpoints write it in parts."""

@@ -1,0 +1,35 @@
+"""Tensors of a device without memory on it: a model on meta looks, while it is traced, like the one that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def standing(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
+    """Let others stand on a device (the CPU) for what is on meta, so that a trace has no meta in it; nothing may be computed."""
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    blank = {name: tensor for name, tensor in every if tensor.is_meta}
+    others = {id(tensor): _hollow(tensor, device or torch.device("cpu")) for tensor in blank.values()}
+    _set(model, {name: others[id(tensor)] for name, tensor in blank.items()})
+    try:
+        yield
+    finally:
+        _set(model, blank)
+
+
+def _set(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, tensor)
+
+
+def _hollow(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same shape and strides on a device; memory that nobody has touched is given back at once."""
+    found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    found.untyped_storage().resize_(0)
+    return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
