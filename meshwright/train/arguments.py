@@ -60,6 +60,11 @@ class TrainingArguments(transformers.TrainingArguments):
         return plan_for(wanted, device=self.per_device_train_batch_size, accumulation=self.gradient_accumulation_steps)
 
     @property
+    def precision(self) -> str:
+        """What layers compute in."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
     def rows(self) -> StepRows:
         """The rows of a step."""
         return StepRows(self.per_device_train_batch_size, self.gradient_accumulation_steps, self.plan.dp)

@@ -10,6 +10,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Given
+from meshwright.runtime.precision import Precision
 from meshwright.runtime.trace import Trace
 from meshwright.train.callbacks import Watchers
 from meshwright.train.checkpoint import Checkpoints
@@ -90,6 +91,7 @@ def _resume(loop: Loop, folder: str | None) -> None:
             fix="the batch size that it was trained with",
         )
     loop.session.rates.load_state_dict(extra["rates"])
+    loop.session.rescale(extra.get("scale"))
     loop.session.steps = found.step
     fresh, kept = loop.state, extra["state"]
     for name in ("epoch", "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos"):
@@ -108,7 +110,8 @@ def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | Non
     rates = rates_for(trainer.module, args, trainer.optimizers, trainer.optimizer_cls_and_kwargs, steps=steps)
     loss = None if own is None else OwnLoss(own, trainer.output_name, count or items)
     device = device_for(args.use_cpu)
-    settings = SessionSettings(clip=args.max_grad_norm or None, loss=loss, count=count, seed=args.seed, device=device)
+    clip, precision = args.max_grad_norm or None, Precision.of(args.precision)
+    settings = SessionSettings(clip=clip, loss=loss, count=count, seed=args.seed, precision=precision, device=device)
     return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace)
 
 
