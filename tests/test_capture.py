@@ -181,6 +181,26 @@ def test_meta_gives_the_same_layers() -> None:
     assert meshwright.capture(built, batch) == meshwright.capture(c.gpt2(), c.text(0))
 
 
+def test_a_split_backward_finds_every_product_and_lookup() -> None:
+    """Weight gradients of a captured model wait for their W as those of its modules would."""
+    from meshwright.runtime.split import Deferred, run
+
+    built, batch = model("gpt2 eager"), c.text(0)
+    layers = layers_for(built, batch, 2, flat=flat("gpt2 eager"))
+    expected = gradients(through(layers, batch)[0], built)
+    built.zero_grad(set_to_none=True)
+    deferred = Deferred(nn.ModuleList(layers.modules))
+    loss = through(layers, batch)[0]
+    deferred.begin()
+    loss.backward()
+    rest = deferred.end()
+    assert {name for name, p in built.named_parameters() if p.grad is not None} == {n for n in expected if "ln_" in n}
+    run(rest)
+    for name, p in built.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-12, atol=1e-15)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> Any:
                 if not _stilled(plain.model, error):
                     break
     assert problem is not None
-    raise _unexportable(problem) from problem
+    raise _unexportable(plain.model, problem) from problem
 
 
 def _stilled(model: nn.Module, error: Exception) -> bool:
@@ -135,7 +135,7 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(before)
 
 
-def _unexportable(error: Exception) -> MeshwrightError:
+def _unexportable(model: nn.Module, error: Exception) -> MeshwrightError:
     """The reason, and the line of the model that it comes from."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -146,18 +146,28 @@ def _unexportable(error: Exception) -> MeshwrightError:
         )
     where = ""
     if found := re.search(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)', text):
-        where = f"{found[1]}:{found[2]}, in {found[3]}: {found[4].strip()}"
-    else:
-        at = error.__traceback__
-        while at is not None:
-            code = at.tb_frame.f_code
-            if "/torch/" not in code.co_filename and not code.co_filename.endswith(("capture/export.py", "capture/arguments.py")):
-                where = f"{code.co_filename}:{at.tb_lineno}, in {code.co_name}"
-            at = at.tb_next
+        where = f"\n  at {found[1]}:{found[2]}, in {found[3]}: {found[4].strip()}"
+    inside, line = _last_seen(model, error)
     return MeshwrightError(
-        f"the model cannot be captured: {type(error).__name__}: {first}" + (f"\n  at {where}" if where else ""),
+        f"the model cannot be captured: {type(error).__name__}: {first}{where or line}{inside}",
         fix="no branches on values and no numpy in forward, or a list of layers, which is not captured",
     )
+
+
+def _last_seen(model: nn.Module, error: Exception) -> tuple[str, str]:
+    """The innermost module of the model that an error came through, and the last line outside of torch."""
+    names = {module: name for name, module in model.named_modules()}
+    inside = line = ""
+    at = error.__traceback__
+    while at is not None:
+        code, module = at.tb_frame.f_code, at.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(module):
+            inside = f"\n  in the module {names[module]!r}, {type(module).__name__}"
+        own = code.co_filename.endswith(("capture/export.py", "capture/arguments.py"))
+        if "/torch/" not in code.co_filename and not code.co_filename.startswith("<") and not own:
+            line = f"\n  at {code.co_filename}:{at.tb_lineno}, in {code.co_name}"
+        at = at.tb_next
+    return inside, line
 
 
 def results(output: Any) -> dict[str, Tensor]:

@@ -136,7 +136,8 @@ class ModelGraph:
             raise MeshwrightError(f"a model is cut into at least 1 stage, got {stages!r}", fix="stages=2")
         if len(costs) < stages:
             raise MeshwrightError(
-                f"{self.name} has {len(costs)} layers and cannot be cut into {stages} stages", fix=f"pp={len(costs)} or less"
+                f"{self.name} has {len(costs)} layer{'s' if len(costs) > 1 else ''} and cannot be cut into {stages} stages",
+                fix=f"{len(costs)} stages or fewer",
             )
         best, starts = partition(costs, [layer.output_bytes for layer in self.layers], stages)
         if at is not None:
