@@ -254,7 +254,7 @@ print(peak - now)
 def test_a_rank_takes_the_memory_of_its_own_stage() -> None:
     """The model has 500 MB, one table of it 80 MB."""
     peaks = {}
-    for kept in (0, 10, 30):
+    for kept in (0, 30):
         done = subprocess.run([sys.executable, "-c", MEMORY, str(kept)], capture_output=True, text=True, check=True)
         peaks[kept] = int(done.stdout)
         assert peaks[kept] <= (kept * 4 + 24) << 20, f"{peaks[kept] >> 20} MB for {kept * 4} MB of its own"

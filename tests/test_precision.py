@@ -41,10 +41,11 @@ FIRST = {"zero_bubble": "fp16", "shifted": "bf16", "interleaved": "fp16", "onef1
 
 def agrees(pool: Pool, plan: dict[str, Any], compute: str) -> None:
     chosen = Precision(compute=compute, scale=2.0**12)
-    found = pool.verify(BUILD, DATA, **plan, steps=3, dtype="float32", precision=chosen)
+    build = partial(models.gpt, blocks=6) if "width" in plan else BUILD  # a team draws dropout row by row of its own
+    found = pool.verify(build, DATA, **plan, steps=3, dtype="float32", precision=chosen)
     assert found.passed, (found.worst, found.problems)
     assert found.tolerance == {"bf16": 3e-2, "fp16": 3e-3}[compute] and found.precision["compute"] == compute
-    exact = pool.verify(BUILD, DATA, **plan, steps=1, dtype="float32")
+    exact = pool.verify(build, DATA, **plan, steps=1, dtype="float32")
     assert exact.losses[0] != found.losses[0], "it was computed in another format"
     assert abs(exact.losses[0] - found.losses[0]) < 0.05
 

@@ -186,7 +186,9 @@ def test_an_own_loop(workers: Workers, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [{"bf16": True}, {"fp16": True}], ids=str)
-def test_short_formats_stay_near_and_are_the_same_under_every_plan(how: dict[str, bool], tmp_path: Path, workers: Workers) -> None:
+def test_short_formats_stay_near_and_are_the_same_under_every_plan(
+    how: dict[str, bool], tmp_path: Path, workers: Workers
+) -> None:
     logs = []
     for plan, more in ((None, {}), (None, how), ({"pp": 2}, how)):
         trainer = ours(gpt2(), tmp_path, text(), workers, parallel=plan, max_steps=4, gradient_accumulation_steps=2, **more)

@@ -254,7 +254,7 @@ def test_no_microbatches_on_the_command_line() -> None:
 
 def test_what_is_no_number_equals_itself_bit_by_bit() -> None:
     case = Case(BUILD, DATA, Parallel(pp=1, dp=2), 1, "float64", 0, None, module.momentum)
-    layers, schedule = prepare(case)
+    _, layers, schedule = prepare(case)
     one, other = ({name: torch.full_like(p, nan) for p, name in layers.names.items()} for _ in range(2))
     same = certify(case, layers, schedule, Trace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
     assert same.replicas_equal and not same.passed
@@ -265,7 +265,7 @@ def test_what_is_no_number_equals_itself_bit_by_bit() -> None:
 
 def test_weights_that_are_others_on_each_worker_are_named() -> None:
     case = Case(BUILD, DATA, Parallel(pp=1), 1, "float64", 0, None, module.momentum)
-    layers, schedule = prepare(case)
+    _, layers, schedule = prepare(case)
     built = {name: digest(p) for p, name in layers.names.items()}
     for digests, told in ((built, False), ({**built, "1.0.weight": 1}, True)):
         found = certify(case, layers, schedule, Trace([0.0]), [RankTrace(digests={0: digests})])

@@ -124,8 +124,10 @@ def train(
     torch.manual_seed(0)
     modules: list[nn.Module] = [m.double() for m in mlp(layers=2 * world)]
     mine = rank in (dist.get_rank(), -1)
-    if mine and place in ("forward", "backward"):
-        modules[2 * dist.get_rank()] = Troubled(trouble, place, call).double()
+    if place in ("forward", "backward"):  # the same layers on all ranks, the trouble on one
+        for stage in range(world):
+            here = mine and stage == dist.get_rank()
+            modules[2 * stage] = Troubled(trouble if here else nothing, place, call).double()
 
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = TroubledSGD(params, lr=0.05)

@@ -67,6 +67,16 @@ class CostFlags:
     file: Path | None = None
     cluster_file: Path | None = None
 
+    def __post_init__(self) -> None:
+        """A file stands instead of these flags; what would have no effect is refused."""
+        self._refuse_beside("--costs", self.file, ("forward", "backward", "split", "recompute", "sync_cost"))
+        self._refuse_beside("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
+
+    def _refuse_beside(self, flag: str, file: Path | None, names: Sequence[str]) -> None:
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != getattr(type(self), name)]
+        if file is not None and given:
+            raise MeshwrightError(f"{flag} {file} stands instead of {', '.join(given)}", fix="one of the two")
+
     def stages(self, schedule: Schedule) -> Sequence[StageCost]:
         """One row per stage of this schedule."""
         if self.file is not None:
@@ -192,5 +202,7 @@ def pairs(option: Sequence[str] | None) -> dict[str, Any]:
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise MeshwrightError(f"--option takes KEY=VALUE, got {text!r}", fix="--option warmup=2")
+        if key in found:
+            raise MeshwrightError(f"--option {key} is given twice: {found[key]} and {value}", fix="give it once")
         found[key] = value
     return found

@@ -215,6 +215,6 @@ def _tail(mb: int, replica: int, version: int, part: int) -> str:
 
 
 _FIELDS = r"(?P<mb>\d+)?(?:@(?P<replica>\d+))?(?:#(?P<version>\d+))?(?:\.(?P<part>\d+))?"
-_ACTION = re.compile(rf"(?P<stage>\d*)(?P<name>[{''.join(Op)}])" + _FIELDS)
-_VALUE = re.compile(rf"(?P<stage>\d+)(?P<name>{'|'.join(Kind)})" + _FIELDS + r"(?:~(?P<piece>\d+))?")
-_TRANSFER = re.compile(r"(.*)([<>])(\d+)")
+_ACTION = re.compile(rf"(?P<stage>\d*)(?P<name>[{''.join(Op)}])" + _FIELDS, re.ASCII)
+_VALUE = re.compile(rf"(?P<stage>\d+)(?P<name>{'|'.join(Kind)})" + _FIELDS + r"(?:~(?P<piece>\d+))?", re.ASCII)
+_TRANSFER = re.compile(r"(.*)([<>])(\d+)", re.ASCII)

@@ -18,12 +18,12 @@ from meshwright.ir.action import COMPUTE, Action, Cell, Entry, Kind, Op, Transfe
 from meshwright.ir.placement import Placement
 from meshwright.ir.schedule import Schedule
 
-_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
 """Cells about sharded parameters, which torch adds to every lowered schedule and nothing here needs."""
-_CELL = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+_CELL = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B", re.ASCII)
 ODD_CELL = "a cell other than a forward with a whole backward behind it"
-_COMPUTE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
-_TRANSFER = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})")
+_COMPUTE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+_TRANSFER = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 
 
 def to_csv(schedule: Schedule) -> str:

@@ -20,7 +20,7 @@ from meshwright.ir.schedule import ChannelOrder, Lists, Recompute, Schedule
 
 SCHEMA = 1
 LARGEST = 5_000_000
-"""No schedule file unrolls to more: 64 workers with 4096 microbatches, lowered, have a third of it."""
+"""No schedule is read or built with more entries: 64 workers with 4096 microbatches, lowered, have a third of it."""
 _KEYS = frozenset(
     [
         "schema",

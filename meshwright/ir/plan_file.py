@@ -10,7 +10,6 @@ microbatches = 8
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +43,8 @@ def read_plan(path: str | Path) -> dict[str, Any]:
             f"cannot read the plan {path}: {error}", fix="parallel=dict(pp=2), or a JSON or TOML file"
         ) from error
     if path.suffix == ".toml":
+        import tomllib
+
         try:
             found = _table(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:

@@ -106,7 +106,8 @@ class Schedule:
         if self.repeats == 1 and not self.prologue and not self.drain:
             return self.period
         count = self.workers
-        parts = [(self.prologue, 0), *((self.period, k) for k in range(self.repeats)), (self.drain, self.repeats)]
+        periods = range(self.repeats if any(self.period) else 0)
+        parts = [(self.prologue, 0), *((self.period, k) for k in periods), (self.drain, self.repeats)]
         return tuple(
             tuple(entry for segment, k in parts if segment for entry in self._later(segment[worker], k))
             for worker in range(count)

@@ -7,7 +7,7 @@ span (what zero-bubble papers report).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -143,12 +143,17 @@ class Timeline:
                 raise MeshwrightError(f"there is no worker {worker} of {workers}")
             return Span(worker, Lane(reading.text(lane)), parse(reading.text(entry)), number(start), number(end))
 
+        def each(values: list[Any], convert: Callable[[Any], Any]) -> tuple[Any, ...]:
+            if len(values) not in (0, workers):
+                raise MeshwrightError(f"there are {workers} workers, and rows for {len(values)}")
+            return tuple(map(convert, values))
+
         return cls(
             read("schedule", reading.text),
             workers,
             read("spans", lambda value: tuple(map(span, rows(value)))),
-            read("memory", lambda value: tuple(tuple(_level(level) for level in rows(levels)) for levels in rows(value))),
-            read("parameter_copies", lambda value: tuple(map(number, rows(value)))),
+            read("memory", lambda value: each(rows(value), lambda levels: tuple(map(_level, rows(levels))))),
+            read("parameter_copies", lambda value: each(rows(value), number)),
             read("lower_bound_s", number),
             read("flush", flag),
         )

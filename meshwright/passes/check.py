@@ -19,7 +19,7 @@ from meshwright.ir.grid import excerpt
 from meshwright.ir.order import Blocked, Flow, Place, no_collection, rendezvous
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.comm import StuckError
-from meshwright.passes.laws import Law, Violation, border, structure
+from meshwright.passes.laws import Law, Violation, border, broken, structure
 from meshwright.passes.lower import lowered_flow
 from meshwright.passes.wellformed import faults
 
@@ -41,9 +41,8 @@ class CheckResult:
         if self.ok:
             peaks = " ".join(map(str, self.peak_activations))
             return f"ok: no deadlock, every value in place; live activations {peaks}; {self.receive_depth} receives ahead at most"
-        if self.worker is None:
-            return f"{self.law}: {self.reason}"
-        return f"{self.law}: worker {self.worker}, {self.action}: {self.reason}\n{self.picture}".rstrip()
+        where = "" if self.action is None else f" worker {self.worker}, {self.action}:"
+        return f"{self.law}:{where} {self.reason}\n{self.picture}".rstrip()
 
 
 @no_collection()
@@ -58,6 +57,12 @@ def check(schedule: Schedule) -> CheckResult:
         again = _proved(schedule.repeated(2))
         return result if again.ok else again
     return result
+
+
+def refuse_unproved(schedule: Schedule) -> None:
+    """Raise where a schedule that comes lowered breaks a law; one that does not is lowered so that it keeps them."""
+    if schedule.lowered and not (found := check(schedule)).ok:
+        raise broken(schedule, found.law, found.worker, found.action, found.reason)
 
 
 def _proved(schedule: Schedule) -> CheckResult:

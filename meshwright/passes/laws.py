@@ -69,10 +69,15 @@ def structure(schedule: Schedule) -> Iterator[Violation]:
 def refuse_broken(schedule: Schedule) -> None:
     """Raise on the first law that is broken before anything runs: lowering needs what these laws promise."""
     for found in structure(schedule):
-        where = "" if found.entry is None else f" at {found.entry} on worker {found.worker}"
-        raise MeshwrightError(
-            f"{schedule.name} breaks the law of {found.law.value}{where}: {found.reason}", fix="meshwright check"
-        )
+        raise broken(schedule, found.law.value, found.worker, found.entry, found.reason)
+
+
+def broken(
+    schedule: Schedule, law: str | None, worker: int | None, entry: Entry | str | None, reason: str | None
+) -> MeshwrightError:
+    """What is raised where a schedule breaks a law and something else than its proof was asked for."""
+    where = "" if entry is None else f" at {entry} on worker {worker}"
+    return MeshwrightError(f"{schedule.name} breaks the law of {law}{where}: {reason}", fix="meshwright check")
 
 
 def _units(schedule: Schedule) -> Iterator[Violation]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.files import LARGEST
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
 
@@ -76,6 +77,11 @@ def build(
     for what, count in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=4")
+    if (size := 2 * workers * microbatches * steps) > LARGEST:
+        raise MeshwrightError(
+            f"{workers} workers, {microbatches} microbatches and {steps} steps make {size} actions, at most {LARGEST} are built",
+            fix="fewer steps or microbatches: one period stands for training of any length",
+        )
     known = options(name)
     unknown = sorted(set(chosen) - set(known))
     if unknown:

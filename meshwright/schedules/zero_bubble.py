@@ -49,6 +49,7 @@ def build(
             raise MeshwrightError(
                 f"zero_bubble: memory={memory}, rest={rest}", fix="memory of at least 1, rest above 0 and at most 1"
             )
+        memory = min(memory, microbatches + 2 * workers)  # more is never alive
         costs = rows_for(costs, workers)
         words = _auto(Line.of(costs, microbatches, hop_s(costs, cluster)), memory, rest, span)
     return Schedule("zero_bubble", Placement.line(workers), microbatches, actions_of(words))

@@ -13,6 +13,7 @@ from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
+from meshwright.passes.check import refuse_unproved
 from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
 from meshwright.simulate.bounds import lower_bound
@@ -31,6 +32,7 @@ def simulate(
 ) -> Timeline:
     """Predict when every action, message and sync happens, and what each worker holds."""
     cluster = cluster or Cluster()
+    refuse_unproved(schedule)
     flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
     program = Program(flow, cluster.duplex)
     price = Price(flow.schedule, costs, cluster, overlap=overlap)

@@ -25,6 +25,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.passes.check import refuse_unproved
 from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
 from meshwright.simulate.program import Message, Program
@@ -38,6 +39,7 @@ class Compiled:
 
     def __init__(self, schedule: Schedule, cluster: Cluster | None = None, *, sync: Sync | str = Sync.EAGER) -> None:
         cluster = cluster or Cluster()
+        refuse_unproved(schedule)
         flow = lowered_flow(schedule, sync=sync)
         self.program = program = Program(flow, cluster.duplex)
         self.stages = schedule.stages

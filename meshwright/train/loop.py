@@ -242,4 +242,4 @@ class Loop:
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps beside tensors."""
-        return {"state": asdict(self.state), "rates": self.session.rates.state_dict()}
+        return {"state": asdict(self.state), "rates": self.session.rates.state_dict(), "scale": self.session.scale}

@@ -153,13 +153,24 @@ class Session:
         dist.all_gather_object(parts, (snapshot(self.engine), facts(self.engine)))
         known = merged([part[1] for part in parts])  # type: ignore[index]
         found = {name: t for part in parts for name, t in part[0].items()}  # type: ignore[index]
-        return {"step": self.steps, "tensors": found, "facts": known, "rates": self.rates.state_dict()}
+        return {"step": self.steps, "tensors": found, "facts": known, "rates": self.rates.state_dict(), "scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that a session of any plan has given."""
         put_whole(self.engine, state["tensors"], state["facts"])
         self.rates.load_state_dict(state["rates"])
+        self.rescale(state.get("scale"))
         self.steps = state["step"]
+
+    @property
+    def scale(self) -> dict[str, float] | None:
+        """The state of the loss scale, where fp16 has one."""
+        return None if self.engine.scaler is None else self.engine.scaler.state_dict()
+
+    def rescale(self, state: Mapping[str, float] | None) -> None:
+        """Go on with a loss scale; a run in another format has none, and starts afresh."""
+        if state is not None and self.engine.scaler is not None:
+            self.engine.scaler.load_state_dict(state)
 
     def reads(self, source: Source) -> Source:
         """A data set as this rank reads it: the rows of its copy, the columns of its stages."""
