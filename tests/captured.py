@@ -142,3 +142,13 @@ def only_tokens(step: int) -> tuple[Tensor]:
 def no_labels(step: int) -> dict[str, Tensor]:
     """The same by name."""
     return {"tokens": tokens(step)[0]}
+
+
+class ChangesItsBatch(LongSkip):
+    """Writes into its labels and tokens, as some models do to leave out padding."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        labels[labels < 9] = -100
+        tokens.clamp_(min=5)
+        labels.copy_(torch.where(tokens > 40, labels.new_full((), -100), labels))
+        return super().forward(tokens, labels)

@@ -201,6 +201,20 @@ def test_a_split_backward_finds_every_product_and_lookup() -> None:
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-12, atol=1e-15)
 
 
+def test_a_model_that_writes_into_its_batch_leaves_the_batch_alone() -> None:
+    torch.manual_seed(0)
+    built, batch = c.ChangesItsBatch().double(), c.tokens(0)
+    layers = layers_for(built, batch, 3)
+    columns = dict(zip(("tokens", "labels"), c.tokens(4), strict=True))
+    before = {name: t.clone() for name, t in columns.items()}
+    found = through(layers, columns)[0]
+    weight = layers.weigh(columns) if layers.weigh else None
+    assert all(torch.equal(columns[name], t) for name, t in before.items())
+    changed = {name: t.clone() for name, t in columns.items()}
+    torch.testing.assert_close(found, built(**changed), rtol=1e-12, atol=0)
+    assert weight == float((changed["labels"] != -100).sum())
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

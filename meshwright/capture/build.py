@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,18 +16,51 @@ from meshwright.capture.pieces import piece
 from meshwright.errors import MeshwrightError
 
 
+class Prelude(nn.Module):
+    """What the layers of a stage make again from columns, in one piece: once for all of them."""
+
+    def __init__(self, body: fx.GraphModule, columns: tuple[str, ...], names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.body, self.columns, self.names = body, columns, names
+
+    def forward(self, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The values by name."""
+        return dict(zip(self.names, self.body(*(columns[name] for name in self.columns)), strict=True))
+
+
 class Captured(nn.Module):
-    """One layer of a captured model: takes what crosses from the layer before, and the batch columns it names."""
+    """One layer of a captured model: takes what crosses from the layer before, and the batch columns it names.
+
+    `made_again` is where layers that run one after another on the same columns leave what their prelude has made.
+    """
+
+    shares = True
 
     def __init__(self, body: fx.GraphModule, columns: tuple[str, ...], names: Mapping[str, str], *, inplace: bool) -> None:
         super().__init__()
-        self.body, self.columns, self.inplace = body, columns, inplace
+        self.body, self.columns, self.direct, self.inplace = body, columns, columns, inplace
+        self.prelude: Prelude | None = None
+        self.free: tuple[str, ...] = ()
         self.original = dict(names)
         """The model's own name of each parameter in here, and of each buffer that its state_dict holds."""
 
-    def forward(self, *values: Tensor, **columns: Tensor) -> tuple[Tensor, ...]:
+    def after(self, prelude: Prelude, free: tuple[str, ...], names: Mapping[str, str]) -> Captured:
+        """The same layer, with these values from a prelude."""
+        self.prelude, self.free = prelude, free
+        self.columns = tuple(dict.fromkeys((*prelude.columns, *self.direct)))
+        self.original |= {f"prelude.{name}": own for name, own in names.items()}
+        return self
+
+    def forward(self, *values: Tensor, made_again: dict[int, Any] | None = None, **columns: Tensor) -> tuple[Tensor, ...]:
         """Run the piece."""
-        result: tuple[Tensor, ...] = self.body(*values, *(columns[name] for name in self.columns))
+        direct = [columns[name] for name in self.direct]
+        free: list[Any] = []
+        if self.prelude is not None:
+            table = {} if made_again is None else made_again
+            if (key := id(self.prelude)) not in table:
+                table[key] = self.prelude(columns)
+            free = [table[key][name] for name in self.free]
+        result: tuple[Tensor, ...] = self.body(*values, *direct, *free)
         return result
 
 
@@ -146,49 +180,105 @@ def _names(tree: Any) -> Iterable[str]:
 
 
 def layer(line: Line, first: int, last: int, states: States, device: torch.device | None = None) -> Captured:
-    """The operations first..last-1 of a line as a module; the last layer returns what the model returns."""
-    ends = last == len(line.work)
-    own = [node.name for node in line.work[first:last]]
-    results = line.flat.result if ends else [Ref(name) for name in line.crossings[last]]
-    taken = line.crossings[first]
-    wanted = needed(line, [*own, *(_names(results) if ends else ())])
-    columns = tuple(line.flat.by_name[name].target for name in wanted if line.flat.by_name[name].kind is Kind.COLUMN)
+    """The operations first..last-1 of a line as a module that needs no prelude."""
+    own = {node.name for node in line.work[first:last]}
+    wanted = needed(line, [*own, *_results(line, last)])
     builder = _Builder(line, states, device)
-    for name in taken:
-        builder.made[name] = builder.graph.placeholder(name)
-    for name in wanted:
-        if line.flat.by_name[name].kind is Kind.COLUMN:
+    direct = _start(builder, line.crossings[first], wanted)
+    return _finish(builder, {*own, *wanted}, last, direct)
+
+
+def stage(line: Line, places: Sequence[int], states: States, device: torch.device | None = None) -> list[Captured]:
+    """The layers between these places, with one prelude for all of them."""
+    pieces = list(pairwise(places))
+    free = {(a, b): _free_reads(line, a, b) for a, b in pieces}
+    every = tuple(dict.fromkeys(name for names in free.values() for name in names))
+    if not every or _changes_late(line):
+        return [layer(line, a, b, states, device) for a, b in pieces]
+    body, columns, names = free_graph(line, every, states, device)
+    prelude, found = Prelude(body, columns, every), []
+    for first, last in pieces:
+        builder = _Builder(line, states, device)
+        own = {node.name for node in line.work[first:last]}
+        reads = [name for node in line.work[first:last] for name in node.reads]
+        own_columns = [n for n in (*reads, *_results(line, last)) if n not in free[first, last]]
+        direct = _start(builder, line.crossings[first], own_columns)
+        for name in free[first, last]:
             builder.made[name] = builder.graph.placeholder(name)
-    inside = {*own, *wanted}
-    for node in line.flat.nodes:
+        found.append(_finish(builder, own, last, direct).after(prelude, free[first, last], names))
+    return found
+
+
+def _start(builder: _Builder, taken: Iterable[str], reads: Iterable[str]) -> tuple[str, ...]:
+    """The inputs of a layer: what crosses, then columns that it reads itself."""
+    by_name = builder.line.flat.by_name
+    columns = dict.fromkeys(name for name in reads if by_name[name].kind is Kind.COLUMN and name not in builder.made)
+    for name in (*taken, *columns):
+        builder.made[name] = builder.graph.placeholder(name)
+    for name in columns:
+        if name in builder.line.changed:  # the batch itself must stay as it is
+            builder.made[name] = builder.graph.call_function(torch.clone, (builder.made[name],))
+    return tuple(by_name[name].target for name in columns)
+
+
+def _finish(builder: _Builder, inside: Collection[str], last: int, direct: tuple[str, ...]) -> Captured:
+    """The operations of a layer in order, and what it returns: what crosses, or at the end what the model returns."""
+    for node in builder.line.flat.nodes:
         if node.name in inside and node.kind is Kind.CALL and node.name not in builder.made:
             builder.add(node)
-    builder.graph.output(tuple(builder.made[name] for name in _names(results)))
-    return Captured(builder.module(), columns, builder.names, inplace=builder.inplace)
+    results = _results(builder.line, last) or builder.line.crossings[last]
+    builder.graph.output(tuple(builder.made[name] for name in results))
+    return Captured(builder.module(), direct, builder.names, inplace=builder.inplace)
+
+
+def _results(line: Line, last: int) -> tuple[str, ...]:
+    """What the model returns, where a layer is its last."""
+    return tuple(_names(line.flat.result)) if last == len(line.work) else ()
+
+
+def _free_reads(line: Line, first: int, last: int) -> tuple[str, ...]:
+    """The values that a layer reads and that depend on no parameter."""
+    reads = [name for node in line.work[first:last] for name in node.reads]
+    names = dict.fromkeys([*reads, *_results(line, last)])
+    kinds = {n: line.flat.by_name[n].kind for n in names}
+    return tuple(
+        n for n in names if n in line.free and (kinds[n] is Kind.CALL or (kinds[n] is Kind.COLUMN and n in line.changed))
+    )
+
+
+def _changes_late(line: Line) -> bool:
+    """Does the model change, in place, what depends on no parameter after a layer has read it?"""
+    read: set[str] = set()
+    for node in line.flat.nodes:
+        if node.name in line.free:
+            if node.inplace and line.base[node.name] in read:
+                return True
+        else:
+            read |= {line.base[name] for name in node.reads}
+    return False
 
 
 def needed(line: Line, names: Iterable[str]) -> dict[str, None]:
-    """What is made again for these nodes, columns included."""
+    """What is made again for these nodes, columns included; what they are is what in-place operations have left."""
     names = list(names)
+    names += [n.name for n in line.flat.nodes if n.inplace and n.name in line.free and line.base[n.name] in names]
     found = {n: None for n in (*line.closure(names), *names) if n in line.free}
     order = {node.name: i for i, node in enumerate(line.flat.nodes)}
     return dict.fromkeys(sorted(found, key=order.__getitem__))
 
 
 def free_graph(
-    line: Line, name: str, states: States, device: torch.device | None = None
-) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """A value that depends on no parameter, from columns alone."""
-    wanted = needed(line, [name])
+    line: Line, names: Sequence[str], states: States, device: torch.device | None = None
+) -> tuple[fx.GraphModule, tuple[str, ...], dict[str, str]]:
+    """Values that depend on no parameter, from columns alone; with the columns, and the names of what is saved in there."""
+    wanted = needed(line, names)
     builder = _Builder(line, states, device)
-    columns = [n for n in wanted if line.flat.by_name[n].kind is Kind.COLUMN]
-    for column in columns:
-        builder.made[column] = builder.graph.placeholder(column)
+    columns = _start(builder, (), wanted)
     for node in line.flat.nodes:
         if node.name in wanted and node.kind is Kind.CALL:
             builder.add(node)
-    builder.graph.output(builder.made[name])
-    return builder.module(), tuple(line.flat.by_name[c].target for c in columns)
+    builder.graph.output(tuple(builder.made[name] for name in names))
+    return builder.module(), columns, builder.names
 
 
 def _region(flat: Flat, states: States, device: torch.device | None) -> fx.GraphModule:

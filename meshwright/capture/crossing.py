@@ -25,7 +25,7 @@ class Line:
     @cached_property
     def state(self) -> frozenset[str]:
         """State that lives in one layer: parameters, and buffers that change."""
-        changed = {self.base[node.name] for node in self.flat.nodes if node.inplace}
+        changed = set(self.changed)
         changed |= {name for node in self.flat.nodes if is_one_of(node.target, NORMS) for name in node.reads}
         nodes = [self.flat.by_name[name] for name in changed]
         return self.parameters | {node.target for node in nodes if node.kind is Kind.STATE}
@@ -53,6 +53,11 @@ class Line:
             shares = node.kind is Kind.CALL and (node.inplace or is_one_of(node.target, VIEWS)) and first is not None
             found[node.name] = found[first] if shares and first is not None else node.name
         return found
+
+    @cached_property
+    def changed(self) -> frozenset[str]:
+        """The nodes whose memory is changed in place by others."""
+        return frozenset(self.base[node.name] for node in self.flat.nodes if node.inplace)
 
     @cached_property
     def free(self) -> frozenset[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.capture.build import Captured, States, layer
+from meshwright.capture.build import Captured, States, stage
 from meshwright.capture.chain import Chain
 from meshwright.capture.export import flatten
 from meshwright.capture.flat import Flat
@@ -56,7 +56,8 @@ def split(
     graph = graph_of(model, line, places)
     starts = graph.cuts(stages, at=cuts).starts
     states = States(model)
-    modules = tuple(layer(line, a, b, states, device) for a, b in itertools.pairwise(places))
+    runs = [places[a : b + 1] for a, b in itertools.pairwise(starts)]
+    modules = tuple(module for run in runs for module in stage(line, run, states, device))
     for module in modules:
         module.train(model.training)
     return Split(modules, starts, states.first, weigher(line, states, device), flat, graph)

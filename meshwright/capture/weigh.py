@@ -31,7 +31,7 @@ class Weigher:
 
     def __call__(self, columns: Mapping[str, Tensor]) -> float:
         """How many labels count."""
-        found: Tensor = self.targets(*(columns[name] for name in self.columns))
+        found: Tensor = self.targets(*(columns[name] for name in self.columns))[0]
         return float((found != self.ignored).sum())
 
 
@@ -49,7 +49,7 @@ def weigher(line: Line, states: States, device: torch.device | None = None) -> W
     size = line.flat.by_name[target.name].size
     if size is None or size.learns or _argument(node, 3, "reduction", MEAN) != MEAN:
         return None
-    graph, columns = free_graph(line, target.name, states, device)
+    graph, columns, _ = free_graph(line, [target.name], states, device)
     return Weigher(columns, graph, int(_argument(node, 4, "ignore_index", -100)))
 
 

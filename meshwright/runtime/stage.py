@@ -152,15 +152,18 @@ class Stage:
         return None if self.scaler is None else torch.full_like(loss, self.scaler.factor)
 
     def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        named = call.named if which.start == 0 else {}
+        named: dict[str, Any] = dict(call.named) if which.start == 0 else {}
         watched: tuple[Tensor, ...] = ()
         of_batch = self.first_layer == 0 and which.start == 0
+        again: dict[int, Any] = {}
         if self.inplace or of_batch or which.start not in self.untouched:
             watched = values = tuple([t.clone() for t in values])
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
             layer, number = self.layers[index], self.first_layer + index
             named = {**named, **self._columns(layer, call)}
+            if getattr(layer, "shares", False):
+                named["made_again"] = again
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
             if self.is_last and index == len(self.layers) - 1 and call.target is not None and self.takes_target(len(values)):
                 values = (*values, call.target)

@@ -83,6 +83,7 @@ class _Call(nn.Module):
 def through(layers: Layers, columns: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Captured layers one after another in this process, as they are, in the mode they are in."""
     values: tuple[Tensor, ...] = ()
+    again: dict[int, Any] = {}
     for layer in layers.modules:
-        values = layer(*values, **{name: columns[name] for name in stage_columns(layer)})
+        values = layer(*values, made_again=again, **{name: columns[name] for name in stage_columns(layer)})
     return values
