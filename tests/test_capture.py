@@ -215,6 +215,24 @@ def test_a_model_that_writes_into_its_batch_leaves_the_batch_alone() -> None:
     assert weight == float((changed["labels"] != -100).sum())
 
 
+def test_norms_count_what_they_see_once_and_only_while_they_train() -> None:
+    from meshwright.runtime.stage import _uncounted
+
+    torch.manual_seed(0)
+    built, twin = c.Pictures().double(), c.Pictures().double()
+    twin.load_state_dict(built.state_dict())
+    batch = c.pictures(0)
+    layers = layers_for(built, batch, 2)
+    for name in ("train", "eval"):
+        for part in (*layers.modules, twin):
+            getattr(part, name)()
+        torch.testing.assert_close(through(layers, batch)[0], twin(**batch)["loss"], rtol=1e-12, atol=0)
+        with _uncounted(layers.modules):
+            through(layers, batch)
+        for (key, mine), theirs in zip(built.named_buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(mine, theirs, msg=key)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

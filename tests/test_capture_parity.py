@@ -25,6 +25,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "vit": (c.vit, c.pictures),
     "long skip": (c.LongSkip, c.tokens),
     "decoy": (partial(c.LongSkip, decoy=True), c.tokens),
+    "pictures": (c.Pictures, c.pictures),
     "bloom": (partial(c.family, "Bloom", n_layer=4, n_head=4, hidden_dropout=0.0), c.text),
     "opt": (partial(c.family, "OPT", ffn_dim=32, word_embed_proj_dim=16, dropout=0.0), c.text),
 }
@@ -38,6 +39,8 @@ COVER = [
     ("decoy", {"pp": 2, "dp": 2, "microbatches": 2, "schedule": "zero_bubble"}),
     ("long skip", {"pp": 2, "microbatches": 4, "schedule": "pipedream"}),
     ("bert", {"pp": 1, "dp": 2, "microbatches": 2}),
+    ("pictures", {"pp": 2, "microbatches": 2, "schedule": "zero_bubble"}),
+    ("pictures", {"pp": 2, "microbatches": 2, "recompute": "inline"}),
     ("decoy", {"pp": 3, "microbatches": 2, "stages": ["layers.1", "layers.6"]}),
 ]
 SCHEDULES = ("onef1b", "interleaved", "chimera", "zero_bubble", "shifted")

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from meshwright.capture.crossing import Line
 from meshwright.capture.flat import Flat, Kind, Node, Ref, mapped
 from meshwright.capture.operations import CHECKS, function_of, is_one_of
-from meshwright.capture.pieces import piece
+from meshwright.capture.pieces import Counts, piece
 from meshwright.errors import MeshwrightError
 
 
@@ -125,6 +125,8 @@ class _Builder:
         self.inplace |= node.inplace
         kwargs = dict(node.kwargs)
         found = piece(node.target, node.args, kwargs, self.state)
+        if node.inplace and self.line.flat.by_name[self.line.base[node.name]].kind is Kind.STATE:
+            found = Counts(node.target), node.args
         if found is not None:
             module, args = found
             name = f"at_{len(self.root)}_{node.name}"

@@ -50,6 +50,24 @@ class Switched(nn.Module):
         return type(self), (self.target, self.place, self.value), {"training": self.training}
 
 
+class Counts(nn.Module):
+    """An operation that keeps statistics of what it saw: not in evaluation, and not where a forward is run again (`still`)."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target, self.operation, self.still = target, function_of(target), False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation; a norm has its switch for training and its momentum among its arguments."""
+        if is_one_of(self.target, ("aten.batch_norm",)):
+            momentum = 0.0 if self.still else args[6]
+            return self.operation(*args[:5], self.training, momentum, *args[7:], **kwargs)
+        return self.operation(*args, **kwargs) if self.training and not self.still else args[0]
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.target,), {"training": self.training}
+
+
 Piece = tuple[nn.Module, Sequence[Any]]
 """A module, and the arguments that it is called with."""
 
@@ -145,7 +163,7 @@ def _attention(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state
 
 
 def _norm(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
-    return (Switched(target, 5, False), args) if len(args) > 5 and args[5] is True else None
+    return (Counts(target), args) if len(args) > 6 and args[5] is True else None
 
 
 _MAKERS: tuple[tuple[tuple[str, ...], Callable[..., Piece | None]], ...] = (

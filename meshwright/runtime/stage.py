@@ -247,14 +247,19 @@ NORMS = (
 
 @contextmanager
 def _uncounted(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Let statistics stand still: a momentum of zero, and the counter set back."""
+    """Let statistics stand still: a momentum of zero, and the counter set back; captured layers have parts that know how."""
+    counts: list[Any] = [m for layer in layers for m in layer.modules() if hasattr(m, "still")]
     norms = [m for layer in layers for m in layer.modules() if isinstance(m, NORMS) and m.track_running_stats]
     before = [(m, m.momentum, None if m.num_batches_tracked is None else m.num_batches_tracked.clone()) for m in norms]
     try:
         for m in norms:
             m.momentum = 0.0
+        for m in counts:
+            m.still = True
         yield
     finally:
+        for m in counts:
+            m.still = False
         for m, momentum, count in before:
             m.momentum = momentum
             if count is not None and m.num_batches_tracked is not None:
