@@ -25,6 +25,7 @@ from meshwright.simulate.budget import stage_aware
 
 if TYPE_CHECKING:
     from meshwright import capture
+    from meshwright.capture.materialise import sketch
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.certificate import Certificate
     from meshwright.train.parallelize import parallelize
@@ -79,6 +80,7 @@ __all__ = [
     "schedule_to_json",
     "schedules",
     "simulate",
+    "sketch",
     "stage_aware",
     "to_csv",
     "verify",
@@ -91,6 +93,7 @@ _WITH_TORCH = {
     "TrainingArguments": "meshwright.train.arguments",
     "capture": "meshwright.capture",
     "parallelize": "meshwright.train.parallelize",
+    "sketch": "meshwright.capture.materialise",
     "verify": "meshwright.train.verify",
 }
 """Names that load torch when they are first asked for; everything else does without it."""

@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshwright import Parallel
+import meshwright
+from meshwright import MeshwrightError, Parallel
 from meshwright.capture.materialise import sketch
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.train.layers import layers_for
@@ -60,6 +63,34 @@ def test_ranks_that_fill_their_own_stages_train_alike(pool: Pool, build: Callabl
     for (losses, weights, there, all_), (other_losses, other, _, _) in zip(found, expected, strict=True):
         assert losses == other_losses and weights.keys() == other.keys() and there < 0.9 * all_
         assert all(torch.equal(t, other[name]) for name, t in weights.items())
+
+
+def own_loop(folder: str, weights: bool) -> tuple[list[float], float]:
+    """Losses of an own loop that starts without weights, and the share of parameters that this rank has."""
+    skeleton = meshwright.sketch(tiny.gpt2, seed=3)
+    path = folder if weights else None
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    with meshwright.parallelize(skeleton, tokens(0), {"pp": 2, "microbatches": 4}, optimizer=sgd, weights=path) as session:
+        if not weights:
+            session.export(folder)
+        losses = [session.step(tokens(step)).loss for step in range(2)]
+    all_ = list(skeleton.model.parameters())
+    return losses, sum(p.numel() for p in all_ if not p.is_meta) / sum(p.numel() for p in all_)
+
+
+def test_an_own_loop_starts_from_a_seed_or_from_files(pool: Pool, tmp_path: Path) -> None:
+    seeded = pool.run(own_loop, str(tmp_path), False, ranks=2)
+    read = pool.run(own_loop, str(tmp_path), True, ranks=2)
+    assert [losses for losses, _ in seeded] == [losses for losses, _ in read]
+    assert all(share < 0.9 for _, share in seeded + read)
+    torch.manual_seed(3)
+    whole = tiny.gpt2()
+    assert seeded[0][0][0] == pytest.approx(whole(**tokens(0)).loss.item(), rel=1e-6)
+
+
+def test_weights_are_for_models_that_have_none() -> None:
+    with pytest.raises(MeshwrightError, match="a model that has none"):
+        meshwright.parallelize(tiny.gpt2(), tokens(0), {"pp": 1}, weights="there")
 
 
 BIG = """

@@ -11,7 +11,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 from meshwright.capture.arguments import Columns, columns_of
-from meshwright.capture.flat import Flat, Kind, Node, Ref, Size
+from meshwright.capture.flat import Flat
 from meshwright.capture.hollow import standing
-from meshwright.capture.operations import is_inplace, is_random, name_of
+from meshwright.capture.transcribe import transcribe
 from meshwright.errors import MeshwrightError
-
-_INNER = "model"
 
 STILLED = 8
 """So many modules of a model may drop layers at random."""
@@ -61,7 +59,7 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
             module.training = training
     graph = program.module(check_guards=False).graph
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
-    return _written(graph, tuple(outputs), tuple(given), known)
+    return transcribe(graph, tuple(outputs), tuple(given), known)
 
 
 def _two_rows(tensor: Tensor) -> Tensor:
@@ -185,114 +183,3 @@ def results(output: Any) -> dict[str, Tensor]:
         f"the model returned {type(output).__name__} without a loss",
         fix="a batch with labels, or a model that returns a tensor, or an object with .loss",
     )
-
-
-def _written(graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str, ...], known: Collection[str]) -> Flat:
-    """A traced graph as data."""
-    nodes: list[Node] = []
-    result: Any = None
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    names = dict(zip((node.name for node in inputs), columns, strict=True))
-    for node in graph.nodes:
-        if node.op == "output":
-            result = _tree(node.args[0])
-        else:
-            nodes.append(_node(node, names, known))
-    return Flat(tuple(nodes), tuple(_flattened(result)), outputs, columns, _fixed(inputs, names))
-
-
-def _flattened(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, tuple | list):
-        for part in tree:
-            yield from _flattened(part)
-    else:
-        yield tree
-
-
-def _fixed(inputs: list[torch.fx.Node], names: Mapping[str, str]) -> tuple[tuple[str, int, int], ...]:
-    found = []
-    for node in inputs:
-        for dim, size in enumerate(node.meta["val"].shape):
-            if isinstance(size, int):
-                found.append((names[node.name], dim, size))
-    return tuple(found)
-
-
-def _node(node: torch.fx.Node, columns: Mapping[str, str], known: Collection[str]) -> Node:
-    value = node.meta.get("val")
-    size, several = _size(value), isinstance(value, tuple | list)
-    if node.op == "placeholder":
-        return Node(node.name, Kind.COLUMN, columns.get(node.name, node.name), size=size)
-    if node.op == "get_attr":
-        owner: Any = node.graph.owning_module
-        for part in str(node.target).split("."):
-            owner = getattr(owner, part)
-        if isinstance(owner, torch.fx.GraphModule):
-            return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph, known))
-        name = str(node.target).removeprefix(f"{_INNER}.")
-        value = None if name in known or owner.is_meta else owner.detach().tolist()
-        return Node(node.name, Kind.STATE, name, size=_size(owner), constant=value)
-    assert node.op == "call_function", f"{node.op} in an exported graph"
-    return Node(
-        node.name,
-        Kind.CALL,
-        name_of(node.target),
-        _tree(tuple(node.args)),
-        tuple((key, _tree(part)) for key, part in node.kwargs.items()),
-        size,
-        several,
-        is_random(node.target, node.args, dict(node.kwargs)),
-        is_inplace(node.target),
-        _path(node),
-    )
-
-
-def _region(graph: torch.fx.Graph, known: Collection[str]) -> Flat:
-    nodes, result = [], None
-    for node in graph.nodes:
-        if node.op == "output":
-            result = _tree(node.args[0])
-        else:
-            nodes.append(_node(node, {}, known))
-    return Flat(tuple(nodes), result)
-
-
-def _tree(tree: Any) -> Any:
-    """Arguments with references in place of nodes."""
-    if isinstance(tree, torch.fx.Node):
-        return Ref(tree.name)
-    if isinstance(tree, tuple | list):
-        parts = [_tree(part) for part in tree]
-        return tuple(parts) if isinstance(tree, tuple) else parts
-    if isinstance(tree, dict):
-        return {key: _tree(part) for key, part in tree.items()}
-    if isinstance(tree, slice):
-        return slice(_tree(tree.start), _tree(tree.stop), _tree(tree.step))
-    return tree
-
-
-def _size(value: Any) -> Size | None:
-    if not isinstance(value, Tensor):
-        return None
-    shape = tuple(_hint(size) for size in value.shape)
-    count = 1
-    for size in shape:
-        count *= size
-    return Size(shape, count * value.element_size(), str(value.dtype).removeprefix("torch."))
-
-
-def _hint(size: Any) -> int:
-    """An open size as it is in the example; one that depends on the data counts as 1."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(size.node, "hint", None)
-    return 1 if hint is None else int(hint)
-
-
-def _path(node: torch.fx.Node) -> str:
-    """The module that an operation stands in, as the model names it."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    return path.removeprefix(_INNER).removeprefix(".") if path.startswith(_INNER) else ""

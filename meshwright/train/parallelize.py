@@ -9,8 +9,9 @@ Every rank runs the same script, in one process or under torchrun, and calls the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.capture.materialise import Skeleton
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
@@ -46,11 +48,14 @@ def parallelize(
     clip: float | None = None,
     seed: int = 0,
     precision: Precision | str = "fp32",
+    weights: str | Path | None = None,
     device: str | None = None,
 ) -> Session:
     """Cut a model into the stages of a plan and join the other ranks; close the session when done.
 
     `optimizer` is one of the model's parameters, or what makes one; `scheduler` one of that optimizer, or what makes one.
+    Of a model without weights (`meshwright.sketch`) each rank fills its own stages: as its seed says, or from `weights`, a
+    safetensors file or folder.
     """
     parallel = Parallel.of(asked(plan))
     refuse_world(parallel)
@@ -59,6 +64,9 @@ def parallelize(
             f"the plan needs {parallel.ranks} ranks and this is one process",
             fix=f"torchrun --nproc-per-node {parallel.ranks} script.py, or meshwright.Trainer, which starts workers by itself",
         )
+    skeleton, model = (model, model.model) if isinstance(model, Skeleton) else (None, model)
+    if weights is not None and skeleton is None:
+        raise MeshwrightError("weights are read into a model that has none", fix="parallelize(meshwright.sketch(build), ...)")
     rates = _rates(model, optimizer, scheduler)
     closing = ExitStack()
     with closing:
@@ -71,9 +79,20 @@ def parallelize(
         objective = Objective(loss, weigh=layers.weigh)
         kept = kept_for(parallel, layers, example, objective=objective, precision=chosen)
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-        session = Session(layers, parallel, rates, settings, model=module, kept=kept)
+        fill = None if skeleton is None else partial(_fill, skeleton, weights)
+        session = Session(layers, parallel, rates, settings, model=module, kept=kept, fill=fill)
         session.closing = closing.pop_all()
     return session
+
+
+def _fill(skeleton: Skeleton, weights: str | Path | None, layers: Iterable[nn.Module]) -> None:
+    """Give layers their values, and none to the rest of the model."""
+    names = skeleton.names_in(layers)
+    if weights is None:
+        skeleton.fill(names)
+    else:
+        skeleton.load(weights, names)
+    skeleton.forget()
 
 
 def _rates(model: Any, optimizer: Any, scheduler: Any) -> Rates:

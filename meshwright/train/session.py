@@ -7,7 +7,7 @@ with meshwright.parallelize(model, example, dict(pp=2)) as session:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,9 +74,14 @@ class Session:
         model: Any = None,
         trace: Trace | None = None,
         kept: Sequence[Kept] | None = None,
+        fill: Callable[[Iterable[nn.Module]], None] | None = None,
     ) -> None:
+        """`fill` gives values to layers of a model that has none; it is called with those of this rank."""
         schedule = lists_for(parallel, ties=layers.ties, kept=kept)
         refuse_endless(parallel, flush=schedule.flush)
+        if fill is not None:
+            held = sorted({stage for _, stage in schedule.placement.held[dist.get_rank() % schedule.workers]})
+            fill(layer for stage in held for layer in layers.of_stage(stage))
         self.layers, self.parallel, self.rates, self.settings, self.model = layers, parallel, rates, settings, model
         self.engine = Engine(
             schedule,
