@@ -21,11 +21,9 @@ from torch.export import Dim, export
 from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.flat import Flat
 from meshwright.capture.hollow import standing
+from meshwright.capture.modes import both_modes
 from meshwright.capture.transcribe import transcribe
 from meshwright.errors import MeshwrightError
-
-STILLED = 8
-"""So many modules of a model may drop layers at random."""
 
 
 class _Plain(nn.Module):
@@ -52,7 +50,7 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
     try:
         if not model.training:
             model.train()
-        with standing(model):
+        with standing(model), both_modes(model):
             program = _exported(plain, given)
     finally:
         for module, training in modes.items():
@@ -74,36 +72,15 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> Any:
     problem: Exception | None = None
     for lengths in (True, False):
         shapes = ({name: _open_sizes(t, lengths) for name, t in given.items()},)
-        for _ in range(STILLED):
-            try:
-                with _quiet():
-                    return export(plain, (dict(given),), dynamic_shapes=shapes, strict=False)
-            except MeshwrightError:
-                raise
-            except Exception as error:  # whatever the model or the tracer raises is the reason
-                problem = problem or error
-                if not _stilled(plain.model, error):
-                    break
+        try:
+            with _quiet():
+                return export(plain, (dict(given),), dynamic_shapes=shapes, strict=False)
+        except MeshwrightError:
+            raise
+        except Exception as error:  # whatever the model or the tracer raises is the reason
+            problem = problem or error
     assert problem is not None
     raise _unexportable(plain.model, problem) from problem
-
-
-def _stilled(model: nn.Module, error: Exception) -> bool:
-    """Where a module branches on a value while it trains, let it, but not its children, run as in evaluation.
-
-    That is how layers are dropped at random; with a rate of zero nothing is lost, and any other rate is refused.
-    """
-    own, found = set(model.modules()), None
-    at = error.__traceback__
-    while at is not None:
-        module = at.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in own:
-            found = module
-        at = at.tb_next
-    if found is None or not found.training or "data-dependent" not in str(error) or getattr(found, "layerdrop", None) != 0:
-        return False
-    found.training = False
-    return True
 
 
 def _open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:

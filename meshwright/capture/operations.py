@@ -42,6 +42,7 @@ VIEWS = (
     *("aten.unbind", "aten.narrow", "aten.as_strided", "aten.view_as", "aten.flatten", "aten.contiguous", "aten.to"),
     *("aten.split_with_sizes", "aten.movedim", "aten.unflatten", "aten.expand_as", "aten.numpy_T", "aten.dropout"),
     *("operator.getitem", "aten.T", "aten.mT", "aten.type_as", "aten.lift_fresh", "aten.unfold", "aten.swapaxes"),
+    "meshwright.mode",
 )
 """Operations whose result may share memory with their first argument."""
 

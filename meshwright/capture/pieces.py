@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.capture.modes import MODE
 from meshwright.capture.operations import function_of, is_one_of
 
 State = Callable[[Any], nn.Parameter | None]
@@ -66,6 +67,14 @@ class Counts(nn.Module):
 
     def __reduce__(self) -> Any:
         return type(self), (self.target,), {"training": self.training}
+
+
+class Chosen(nn.Module):
+    """Of what a module gives in training and what it gives in evaluation, that of the mode."""
+
+    def forward(self, trained: Tensor, evaluated: Tensor) -> Tensor:
+        """One of them."""
+        return trained if self.training else evaluated
 
 
 Piece = tuple[nn.Module, Sequence[Any]]
@@ -163,8 +172,26 @@ def _attention(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state
 
 
 def _norm(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
-    return (Counts(target), args) if len(args) > 6 and args[5] is True else None
+    """Norms that keep no statistics have none to evaluate with: they go by the batch in both modes."""
+    return (Counts(target), args) if len(args) > 6 and args[5] is True and args[3] is not None else None
 
+
+def _recurrent(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
+    return (Switched(target, 6, False), args) if len(args) > 6 and args[6] is True else None
+
+
+def _leaky(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
+    return (Switched(target, 3, False), args) if len(args) > 3 and args[3] is True else None
+
+
+def _mode(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
+    return Chosen(), args
+
+
+_OTHER_DROPOUTS = (
+    *("dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_"),
+    *("feature_alpha_dropout", "feature_alpha_dropout_"),
+)
 
 _MAKERS: tuple[tuple[tuple[str, ...], Callable[..., Piece | None]], ...] = (
     (("aten.linear",), _linear),
@@ -173,7 +200,10 @@ _MAKERS: tuple[tuple[tuple[str, ...], Callable[..., Piece | None]], ...] = (
     (("aten.embedding",), _embedding),
     (("aten.conv1d", "aten.conv2d", "aten.conv3d"), _convolution),
     (("aten.dropout",), _dropout),
-    (("aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout"), _other_dropout),
+    (tuple(f"aten.{kind}" for kind in _OTHER_DROPOUTS), _other_dropout),
     (("aten.scaled_dot_product_attention",), _attention),
-    (("aten.batch_norm",), _norm),
+    (("aten.batch_norm", "aten.instance_norm"), _norm),
+    (("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"), _recurrent),
+    (("aten.rrelu", "aten.rrelu_"), _leaky),
+    ((MODE,), _mode),
 )
