@@ -60,7 +60,7 @@ class Counts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operation; a norm has its switch for training and its momentum among its arguments."""
-        if is_one_of(self.target, ("aten.batch_norm",)):
+        if is_one_of(self.target, ("aten.batch_norm", "aten.instance_norm")):
             momentum = 0.0 if self.still else args[6]
             return self.operation(*args[:5], self.training, momentum, *args[7:], **kwargs)
         return self.operation(*args, **kwargs) if self.training and not self.still else args[0]
