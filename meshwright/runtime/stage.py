@@ -74,6 +74,24 @@ class Record:
     rest: Rest | None = None
 
 
+class Takes(NamedTuple):
+    """What a layer says it takes beside the values that cross to it; `shares`: what other layers of its stage have made."""
+
+    columns: tuple[str, ...]
+    inplace: bool
+    shares: bool
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Takes:
+        """Asked once: a module answers slowly for what it does not have."""
+        return cls(columns_of(layer), bool(getattr(layer, "inplace", False)), bool(getattr(layer, "shares", False)))
+
+    def from_batch(self, call: Call) -> dict[str, Tensor]:
+        """Columns of the batch by name; a layer that changes tensors in place gets copies."""
+        found = {name: call.columns[name] for name in self.columns}
+        return {name: t.clone() for name, t in found.items()} if self.inplace else found
+
+
 @dataclass
 class Stage:
     """A run of layers; the last stage ends in the objective, whose sum it returns as its one output."""
@@ -98,6 +116,7 @@ class Stage:
         # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
         self.takes_target = takes_target(self.layers[-1])
         mine = [name for layer in self.layers for name in columns_of(layer)]
+        self.takes = [Takes.of(layer) for layer in self.layers]
         self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
         self.inplace = changes_in_place(self.layers)
         self.untouched: set[int] = set()
@@ -161,8 +180,10 @@ class Stage:
             named = {name: t.clone() for name, t in named.items()}
         for index in which:
             layer, number = self.layers[index], self.first_layer + index
-            named = {**named, **self._columns(layer, call)}
-            if getattr(layer, "shares", False):
+            takes = self.takes[index]
+            if takes.columns:
+                named = {**named, **takes.from_batch(call)}
+            if takes.shares:
                 named["made_again"] = again
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
             if self.is_last and index == len(self.layers) - 1 and call.target is not None and self.takes_target(len(values)):
@@ -180,11 +201,6 @@ class Stage:
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows, call.items),)
         return values
-
-    def _columns(self, layer: nn.Module, call: Call) -> dict[str, Tensor]:
-        """What a layer takes of the batch by name; one that changes tensors in place gets copies."""
-        found = {name: call.columns[name] for name in columns_of(layer)}
-        return {name: t.clone() for name, t in found.items()} if getattr(layer, "inplace", False) else found
 
 
 def changes_in_place(layers: Sequence[nn.Module]) -> bool:
