@@ -74,7 +74,7 @@ def wrong_rows(patch: pytest.MonkeyPatch) -> None:
 def no_division(patch: pytest.MonkeyPatch) -> None:
     """Sums are taken for means."""
 
-    def finish(self: units.Buffer) -> None:
+    def finish(self: units.Buffer, factor: float = 1.0) -> None:
         for work in self.works:
             work.wait()
         self.works.clear()
