@@ -25,6 +25,9 @@ from meshwright.capture.modes import both_modes
 from meshwright.capture.transcribe import transcribe
 from meshwright.errors import MeshwrightError
 
+_SCORES = "logits"
+_HIDDEN = ("hidden_state", "hidden_states", "past_key_values")
+
 
 class _Plain(nn.Module):
     """The model with its columns in one mapping, and its results in one tuple."""
@@ -35,7 +38,9 @@ class _Plain(nn.Module):
 
     def forward(self, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Loss first."""
-        found = results(self.columns.call(self.model, given))
+        rows = _hint(next(iter(given.values())).shape[0])
+        every = enumerate(results(self.columns.call(self.model, given)).items())
+        found = {name: t for at, (name, t) in every if not at or name == _SCORES or _hint(t.shape[0]) == rows}
         self.seen(found)  # a trace undoes what a forward sets on its module
         return tuple(found.values())
 
@@ -143,19 +148,21 @@ def _last_seen(model: nn.Module, error: Exception) -> tuple[str, str]:
 
 
 def results(output: Any) -> dict[str, Tensor]:
-    """What a model returned, its loss first; scores are kept beside it."""
+    """What a model returned, its loss first, then its scores, then what else it says of its rows; hidden states are left out."""
     if isinstance(output, Tensor):
         return {"output": output}
     if isinstance(output, Mapping):
-        loss, scores = output.get("loss"), output.get("logits")
+        named = {str(name): value for name, value in output.items() if not str(name).endswith(_HIDDEN)}
     else:
-        loss, scores = getattr(output, "loss", None), getattr(output, "logits", None)
-    if isinstance(loss, Tensor):
-        return {"loss": loss, "logits": scores} if isinstance(scores, Tensor) else {"loss": loss}
-    if isinstance(scores, Tensor):
-        return {"logits": scores}
+        named = {name: getattr(output, name, None) for name in ("loss", _SCORES)}
+    known = [(name, named.pop(name, None)) for name in ("loss", _SCORES)]
+    first = {name: value for name, value in known if isinstance(value, Tensor)}
+    if found := first | {name: value for name, value in named.items() if isinstance(value, Tensor) and value.dim()}:
+        return found
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        return {"output": output[0]}
+        more = output[1:] if not output[0].dim() else ()
+        beside = {f"output_{at}": value for at, value in enumerate(more, 1) if isinstance(value, Tensor) and value.dim()}
+        return {"output": output[0], **beside}
     raise MeshwrightError(
         f"the model returned {type(output).__name__} without a loss",
         fix="a batch with labels, or a model that returns a tensor, or an object with .loss",

@@ -91,7 +91,8 @@ def _batches(trainer: Trainer, session: Session, dataset: Any, *, whole: bool) -
         source = session.reads(source)
     if source.size is None:
         return streamed_steps(source, rows, Position(0, 0))
-    return numbered_steps(source, Sampler(source.size, rows, source.seed, shuffle=False), Position(0, 0))
+    sampler = Sampler(source.size, rows, source.seed, shuffle=False, drop_last=trainer.args.dataloader_drop_last)
+    return numbered_steps(source, sampler, Position(0, 0))
 
 
 def _labels(tensors: Given, trainer: Trainer) -> Any:

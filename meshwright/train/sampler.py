@@ -29,7 +29,7 @@ class Sampler:
     def __post_init__(self) -> None:
         if not self.batches:
             dropped = f" and dataloader_drop_last drops a batch below {self.rows.batch}" if self.drop_last else ""
-            raise MeshwrightError(f"the data set has {self.size} rows{dropped}: there is nothing to train on")
+            raise MeshwrightError(f"the data set has {self.size} rows{dropped}: nothing is left of it")
 
     @property
     def batches(self) -> int:
