@@ -22,7 +22,7 @@ from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.flat import Flat
 from meshwright.capture.hollow import standing
 from meshwright.capture.modes import both_modes
-from meshwright.capture.transcribe import transcribe
+from meshwright.capture.transcribe import hint, transcribe
 from meshwright.errors import MeshwrightError
 
 _SCORES = "logits"
@@ -38,9 +38,9 @@ class _Plain(nn.Module):
 
     def forward(self, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Loss first."""
-        rows = _hint(next(iter(given.values())).shape[0])
+        rows = hint(next(iter(given.values())).shape[0])
         every = enumerate(results(self.columns.call(self.model, given)).items())
-        found = {name: t for at, (name, t) in every if not at or name == _SCORES or _hint(t.shape[0]) == rows}
+        found = {name: t for at, (name, t) in every if not at or name == _SCORES or hint(t.shape[0]) == rows}
         self.seen(found)  # a trace undoes what a forward sets on its module
         return tuple(found.values())
 

@@ -102,19 +102,19 @@ def _tree(tree: Any) -> Any:
 def _size(value: Any) -> Size | None:
     if not isinstance(value, Tensor):
         return None
-    shape = tuple(_hint(size) for size in value.shape)
+    shape = tuple(hint(size) for size in value.shape)
     count = 1
     for size in shape:
         count *= size
     return Size(shape, count * value.element_size(), str(value.dtype).removeprefix("torch."))
 
 
-def _hint(size: Any) -> int:
+def hint(size: Any) -> int:
     """An open size as it is in the example; one that depends on the data counts as 1."""
     if isinstance(size, int):
         return size
-    hint = getattr(size.node, "hint", None)
-    return 1 if hint is None else int(hint)
+    known = getattr(size.node, "hint", None)
+    return 1 if known is None else int(known)
 
 
 def _path(node: torch.fx.Node) -> str:
