@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,8 @@ def main() -> None:
     predicted = simulate(found.schedule, found.costs)
     TRACE.write_text(both_to_perfetto(predicted, found.timeline))
     CONSOLE.print(versus_text(versus(predicted, found.timeline, largest=1)), markup=False, soft_wrap=True)
+    if (cores := os.cpu_count() or 1) < chimera.workers:
+        CONSOLE.print(f"the prediction gives every worker a core of its own; here {chimera.workers} workers share {cores}")
     CONSOLE.print(f"wrote {TRACE}, prediction and measurement side by side: open it at ui.perfetto.dev")
 
     step(f"4. Trained for real: {STEPS} steps on Python's own sources", "meshwright train build/demo/job.toml")
