@@ -12,7 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright import MeshwrightError
 from meshwright.runtime.launch import Workers
+from meshwright.train import job
 from tests.tiny import SIZES, library
 from tests.trainers import arguments
 
@@ -69,3 +71,49 @@ def test_predictions_are_those_of_the_hugging_face_trainer(form: str, dropped: b
     for one, other in zip(found[0].predictions[:count], found[1].predictions[:count], strict=True):
         assert one.shape == other.shape and np.allclose(one, other, atol=1e-5)
     assert found[1].metrics["test_loss"] == pytest.approx(found[0].metrics["test_loss"], rel=1e-5)
+
+
+class Weighted(nn.Module):
+    """Classes that count more or less."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("weights", torch.tensor([0.1, 1.0, 5.0]))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.last(torch.tanh(self.first(x)))
+        if labels is None:
+            return {"logits": scores}
+        return {"loss": nn.functional.cross_entropy(scores, labels, weight=self.weights), "logits": scores}
+
+
+def test_weights_of_classes_count_over_the_whole_batch(tmp_path: Path) -> None:
+    found = []
+    for plan in (None, {"microbatches": 4}):
+        trainer = mw.Trainer(
+            Weighted(), arguments(mw.TrainingArguments, tmp_path, max_steps=3, parallel=plan), train_dataset=rows(16)
+        )
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_rows_without_labels_are_predicted_after_training(tmp_path: Path) -> None:
+    trainer = mw.Trainer(Weighted(), arguments(mw.TrainingArguments, tmp_path, max_steps=1), train_dataset=rows(8))
+    trainer.train()
+    bare = [{"x": row["x"]} for row in rows(5)]
+    found = trainer.predict(bare)
+    expected = trainer.model.eval()(torch.stack([row["x"] for row in bare]))["logits"]
+    assert np.allclose(found.predictions, expected.detach().numpy(), atol=1e-6) and "test_loss" not in found.metrics
+    trainer.train()
+
+
+def test_numbers_of_a_job_are_numbers() -> None:
+    with pytest.raises(MeshwrightError, match="max_steps is a number, got 'x'"):
+        job.arguments({"output_dir": "out", "max_steps": "x"})
+    with pytest.raises(MeshwrightError, match="takes 64 tokens per row, not 100"):
+        job.Job(model="gpt-tiny", dataset="stdlib", length=100).trainer()

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from meshwright.capture.build import States, free_graph
 from meshwright.capture.crossing import Line
-from meshwright.capture.flat import Node, Ref
+from meshwright.capture.flat import Kind, Node, Ref
 from meshwright.capture.operations import is_one_of
 
 MEAN = 1
@@ -28,11 +28,13 @@ class Weigher:
     columns: tuple[str, ...]
     targets: fx.GraphModule
     ignored: int
+    classes: Tensor | None = None
 
     def __call__(self, columns: Mapping[str, Tensor]) -> float:
-        """How many labels count."""
+        """How many labels count; where classes have weights, what they weigh together."""
         found: Tensor = self.targets(*(columns[name] for name in self.columns))[0]
-        return float((found != self.ignored).sum())
+        counts = found != self.ignored
+        return float(counts.sum() if self.classes is None else self.classes[found[counts]].double().sum())
 
 
 def weigher(line: Line, states: States, device: torch.device | None = None) -> Weigher | None:
@@ -44,13 +46,25 @@ def weigher(line: Line, states: States, device: torch.device | None = None) -> W
         return None
     node = found[0]
     target, weights = _argument(node, 1, "target", None), _argument(node, 2, "weight", None)
-    if not isinstance(target, Ref) or target.name not in line.free or weights is not None:
+    if not isinstance(target, Ref) or target.name not in line.free:
+        return None
+    classes = _fixed(line, weights, states, device)
+    if weights is not None and classes is None:
         return None
     size = line.flat.by_name[target.name].size
     if size is None or size.learns or _argument(node, 3, "reduction", MEAN) != MEAN:
         return None
     graph, columns, _ = free_graph(line, [target.name], states, device)
-    return Weigher(columns, graph, int(_argument(node, 4, "ignore_index", -100)))
+    return Weigher(columns, graph, int(_argument(node, 4, "ignore_index", -100)), classes)
+
+
+def _fixed(line: Line, weights: Any, states: States, device: torch.device | None) -> Tensor | None:
+    """Weights of classes that are a buffer or a constant with numbers in it."""
+    node = line.flat.by_name[weights.name] if isinstance(weights, Ref) else None
+    if node is None or node.kind is not Kind.STATE or node.target in states.parameters:
+        return None
+    found = states.of(node, device).detach()
+    return None if found.is_meta or found.dim() != 1 else found
 
 
 def _argument(node: Node, place: int, name: str, default: Any) -> Any:

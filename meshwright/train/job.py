@@ -55,6 +55,10 @@ class Job:
         name = self.dataset or (known.dataset if known is not None else None)
         if name is None:
             raise MeshwrightError(f"{self.model} needs data to train on", fix="--dataset stdlib, or package.module:function")
+        if known is not None and self.length is not None and self.length > known.length and ":" not in name:
+            raise MeshwrightError(
+                f"{self.model} takes {known.length} tokens per row, not {self.length}", fix=f"--length {known.length}"
+            )
         length = self.length or min(64, known.length if known is not None else 64)
         if ":" in name:
             train, evaluation = function(name)(), None
@@ -77,6 +81,10 @@ def arguments(given: Mapping[str, Any]) -> TrainingArguments:
         raise MeshwrightError(
             f"there is no training argument {', '.join(map(repr, unknown))}", fix="those of transformers.TrainingArguments"
         )
+    numbers = {f.name for f in fields(TrainingArguments) if type(f.default) in (int, float)}
+    for name in sorted(numbers & set(given)):
+        if isinstance(given[name], bool) or not isinstance(given[name], int | float):
+            raise MeshwrightError(f"the training argument {name} is a number, got {given[name]!r}", fix=f"{name} = 1")
     try:
         return TrainingArguments(**given)
     except (ValueError, TypeError) as error:

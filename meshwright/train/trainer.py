@@ -71,6 +71,7 @@ class Trainer:
         self.optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
         self.state = TrainerState()
         self.flat: Flat | None = None
+        self._columns: frozenset[str] = frozenset()
         self._given, self._pool = workers, cast(Workers | None, None)
 
     # -- what a script calls
@@ -145,7 +146,9 @@ class Trainer:
         refuse_world(plan)
         stages_of(plan)
         example = self.source(dataset).example(self.example_rows)
-        if self.flat is None and is_captured(self.model):
+        columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
+        if is_captured(self.model) and (self.flat is None or columns != self._columns):
+            self._columns = columns  # a set without labels is another graph
             self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
         if plan.ranks > 1 and not launched():
             layers, kept = cut(self, example)
