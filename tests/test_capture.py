@@ -247,6 +247,13 @@ class NeedsTwo(nn.Module):
         return x * mask
 
 
+class NeedsOne(nn.Module):
+    """As libraries write it: everything has a default, and is needed all the same."""
+
+    def forward(self, ids: Tensor | None = None, pixels: Tensor | None = None) -> Tensor:
+        return pixels.square()  # type: ignore[union-attr]
+
+
 X = torch.ones(4, 4)
 
 
@@ -258,6 +265,7 @@ X = torch.ones(4, 4)
         (NeedsTwo, {"x": X, "mask": X, "more": X}, "does not take the column 'more'"),
         (NeedsTwo, (X,), "1 tensors, the model needs 2: x, mask"),
         (NeedsTwo, {"x": X, "mask": [1]}, "the batch has list at 'mask'"),
+        (NeedsOne, {"ids": X}, "cannot do without a column that the batch lacks .*; the batch has 'ids'"),
     ],
 )
 def test_what_cannot_be_captured_says_why(build: Build, batch: Any, what: str, capfd: pytest.CaptureFixture[str]) -> None:

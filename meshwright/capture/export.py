@@ -7,11 +7,12 @@ the meta device, without any memory, gives the same graph.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> Any:
         except Exception as error:  # whatever the model or the tracer raises is the reason
             problem = problem or error
     assert problem is not None
-    raise _unexportable(plain.model, problem) from problem
+    raise _unexportable(plain.model, problem, list(given)) from problem
 
 
 def _open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
@@ -112,7 +113,7 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(before)
 
 
-def _unexportable(model: nn.Module, error: Exception) -> MeshwrightError:
+def _unexportable(model: nn.Module, error: Exception, given: Sequence[str]) -> MeshwrightError:
     """The reason, and the line of the model that it comes from."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -120,6 +121,11 @@ def _unexportable(model: nn.Module, error: Exception) -> MeshwrightError:
     if isinstance(error, TypeError) and "missing" in text and "argument" in text:
         return MeshwrightError(
             f"the batch lacks a column that the model needs: {first}", fix="a mapping with that column, or a longer tuple"
+        )
+    if "NoneType" in first and (absent := _absent(model, given)):
+        return MeshwrightError(
+            f"the model cannot do without a column that the batch lacks ({first}); the batch has {', '.join(map(repr, given))}",
+            fix=f"a batch with {' or '.join(map(repr, absent))}",
         )
     where = ""
     if found := re.search(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)', text):
@@ -129,6 +135,14 @@ def _unexportable(model: nn.Module, error: Exception) -> MeshwrightError:
         f"the model cannot be captured: {type(error).__name__}: {first}{where or line}{inside}",
         fix="no branches on values and no numpy in forward, or a list of layers, which is not captured",
     )
+
+
+def _absent(model: nn.Module, given: Sequence[str]) -> list[str]:
+    """What a model may be called with and was not: its main input, where it names one."""
+    arguments = inspect.signature(model.forward).parameters.values()
+    absent = [a.name for a in arguments if a.default is None and a.name not in given]
+    main = [name for name in absent if name == getattr(model, "main_input_name", None)]
+    return main or absent
 
 
 def _last_seen(model: nn.Module, error: Exception) -> tuple[str, str]:
