@@ -87,3 +87,23 @@ def test_what_cannot_run_is_said_before_any_worker_starts(build: Any, data: Any,
 
     with pytest.raises(MeshwrightError, match=what):
         verify(build, data, plan)
+
+
+def cut_differently() -> None:
+    """Each rank cuts in another place, and goes on as if it were right."""
+    import torch.distributed as dist
+
+    from meshwright import Parallel
+    from meshwright.runtime.engine import Engine, Settings
+    from meshwright.train.layers import layers_for
+    from meshwright.train.lists import lists_for
+    from meshwright.train.verify import momentum
+
+    layers = layers_for(c.LongSkip(), c.tokens(0), 2, cuts=[4 + dist.get_rank()])
+    schedule = lists_for(Parallel(pp=2, microbatches=2), ties=layers.ties)
+    Engine(schedule, layers, Settings(optimizer=momentum, microbatches=2))
+
+
+def test_ranks_that_cut_differently_are_told_so(pool: Pool) -> None:
+    with pytest.raises(MeshwrightError, match=r"ranks cut the model in different ways: rank 0 has [0-9a-f]+, rank 1 has"):
+        pool.run(cut_differently, ranks=2)

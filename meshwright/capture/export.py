@@ -67,9 +67,10 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
 
 
 def _two_rows(tensor: Tensor) -> Tensor:
-    """One row would be taken for a size that never changes."""
+    """One row would be taken for a size that never changes; what is on meta has its place taken, as the model's weights have."""
     if not tensor.dim():
         raise MeshwrightError("a column of the batch is a single number", fix="tensors with one row per sample")
+    tensor = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
     return torch.cat([tensor, tensor]) if tensor.shape[0] == 1 else tensor
 
 

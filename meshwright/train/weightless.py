@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,15 +38,7 @@ def weightless(name: str, *, rows: int = 2, length: int | None = None, batch: st
             f"{name} gives {type(model).__name__}: a list of layers is cut as it is, there is nothing to capture",
             fix="a function that returns one module",
         )
-    return capture(model, _on_meta(example))
-
-
-def _on_meta(example: Any) -> Any:
-    if isinstance(example, Tensor):
-        return example.to("meta")
-    if isinstance(example, Mapping):
-        return {name: _on_meta(part) for name, part in example.items()}
-    return tuple(_on_meta(part) for part in example)
+    return capture(model, example)
 
 
 def _example(model: Any, rows: int, length: int) -> dict[str, Tensor]:

@@ -1,0 +1,65 @@
+"""`meshwright inspect` as users type it: presets, configurations, own modules, files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import meshwright
+
+CONFIG = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "vocab_size": 64,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_configuration_is_cut_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = meshwright("inspect", "config.json", "--stages", "3", "--json", "-o", "layers.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert len(found["stages"]) == 3
+    for stage in found["stages"]:
+        assert stage["parameters"] > 0 and stage["flops"] > 0 and stage["layers"] and stage["why"]
+        for value in stage["boundary"]:
+            assert set(value) == {"name", "shape", "bytes"}
+    assert found["ties"] == [{"name": "shared.weight", "layers": found["ties"][0]["layers"], "stages": [0, 1, 2]}]
+    assert found["heaviest_over_best"] <= 1.1
+    again = meshwright("inspect", "layers.json", "--stages", "3", "--json", cwd=tmp_path)
+    assert json.loads(again.stdout) == found
+
+
+def test_an_own_module_by_name() -> None:
+    done = meshwright("inspect", "tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--cut", "layers.5")
+    assert done.returncode == 0, done.stderr
+    assert "tokens" not in done.stderr
+    assert "carrying 1 skip over it" in done.stdout and "tied: first.weight on stages 0, 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("no-such",), "there is no model 'no-such'"),
+        (("tests.captured:LongSkip",), "needs an example of its data"),
+        (
+            ("tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--stages", "99"),
+            "10 layers and cannot be cut into 99",
+        ),
+        (("tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--cut", "nowhere"), "begins with the module 'nowhere'"),
+        (("tests.captured:LongSkip", "--batch", "tests.captured:only_tokens"), "the model needs 2: tokens, labels"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_one_line(arguments: tuple[str, ...], what: str) -> None:
+    done = meshwright("inspect", *arguments)
+    assert done.returncode == 2 and what in done.stderr and "Traceback" not in done.stderr, done.stderr
