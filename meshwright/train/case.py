@@ -23,7 +23,7 @@ from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer
-from meshwright.train.layers import LISTS, is_captured, layers_for
+from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
 
@@ -140,6 +140,7 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
         )
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
     _refuse_rows(case, layers)
+    _refuse_dtype(case, built)
     objective = Objective(case.loss, weigh=layers.weigh)
     kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
@@ -195,6 +196,22 @@ def _refuse_rows(case: Case, layers: Layers) -> None:
         )
     for mb in range(parallel.microbatches):
         layers.refuse_sizes(batch.columns, batch.rows(mb).stop - batch.rows(mb).start)
+
+
+def _refuse_dtype(case: Case, model: nn.Module) -> None:
+    """Some operations exist in some dtypes only: what will be captured is tried once, in evaluation, before workers start."""
+    if case.flat is None or case.dtype == "float32":
+        return
+    whole, training = Uncut.of(model, case.data(0), own_loss=case.loss is not None), model.training
+    try:
+        with torch.no_grad():
+            model.eval()
+            whole({}, {name: t[:2] for name, t in whole.columns.given(case.data(0)).items()})
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MeshwrightError(f"the model does not run in {case.dtype}: {reason}", fix='dtype="float32"') from error
+    finally:
+        model.train(training)
 
 
 def _same(a: Given, b: Given) -> bool:
