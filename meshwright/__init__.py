@@ -10,10 +10,8 @@ from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json, clus
 from meshwright.ir.csv_form import from_csv, to_csv
 from meshwright.ir.effects import effects
 from meshwright.ir.files import schedule_from_json, schedule_to_json
-from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan import Parallel
-from meshwright.ir.plan_file import plan_from_json, plan_to_json
 from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
 from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
@@ -26,6 +24,8 @@ from meshwright.simulate.budget import stage_aware
 if TYPE_CHECKING:
     from meshwright import capture
     from meshwright.capture.materialise import sketch
+    from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
+    from meshwright.ir.plan_file import plan_from_json, plan_to_json
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.certificate import Certificate
     from meshwright.train.parallelize import parallelize
@@ -86,21 +86,27 @@ __all__ = [
     "verify",
 ]
 
-_WITH_TORCH = {
+_LATER = {
     "Certificate": "meshwright.train.certificate",
+    "Cuts": "meshwright.ir.model",
+    "ModelGraph": "meshwright.ir.model",
     "Session": "meshwright.train.session",
     "Trainer": "meshwright.train.trainer",
     "TrainingArguments": "meshwright.train.arguments",
     "capture": "meshwright.capture",
+    "model_from_json": "meshwright.ir.model",
+    "model_to_json": "meshwright.ir.model",
     "parallelize": "meshwright.train.parallelize",
+    "plan_from_json": "meshwright.ir.plan_file",
+    "plan_to_json": "meshwright.ir.plan_file",
     "sketch": "meshwright.capture.materialise",
     "verify": "meshwright.train.verify",
 }
-"""Names that load torch when they are first asked for; everything else does without it."""
+"""Names that are loaded when they are first asked for: most of them need torch, and a quick answer needs none of them."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
+    if name not in _LATER:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    module = import_module(_WITH_TORCH[name])
+    module = import_module(_LATER[name])
     return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
