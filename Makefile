@@ -11,6 +11,7 @@ setup: .venv/.done ## build .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -q meshwright
 	touch $@
 
 demo: setup ## the best there is to see, in seconds

@@ -14,9 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-
-TARGETS = ("labels", "label", "targets", "target", "y")
-"""What a target is called; the same names as in the runtime."""
+from meshwright.ir.columns import TARGETS
 
 
 @dataclass(frozen=True)

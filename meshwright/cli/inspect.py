@@ -11,10 +11,11 @@ import typer
 
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
-from meshwright.ir.model import Crossing, Cuts, ModelGraph, model_from_json, model_to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from meshwright.ir.model import Crossing, Cuts, ModelGraph
 
 
 def inspect(
@@ -40,6 +41,8 @@ def inspect(
 
     Exit code 2: the model cannot be captured, or has fewer layers than stages.
     """
+    from meshwright.ir.model import model_to_json  # here, so that the quick verbs need not load it
+
     graph = _graph(model, rows, length, batch)
     cuts = graph.cuts(stages, at=cut or None)
     if output is not None:
@@ -51,6 +54,8 @@ def inspect(
 
 
 def _graph(model: str, rows: int, length: int | None, batch: str | None) -> ModelGraph:
+    from meshwright.ir.model import model_from_json
+
     path = Path(model)
     if path.suffix == ".json" and path.exists() and '"kind": "model"' in (text := inputs.read(path)):
         return model_from_json(text)

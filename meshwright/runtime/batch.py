@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
-
-TARGETS = ("labels", "label", "targets", "target", "y")
-"""What a target is called in a mapping."""
 
 Given = Mapping[str, Tensor] | Sequence[Tensor]
 

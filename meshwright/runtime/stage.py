@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
-from meshwright.runtime.batch import TARGETS, Objective
+from meshwright.runtime.batch import Objective
 from meshwright.runtime.layers import columns_of
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.batch import TARGETS, Given
+from meshwright.ir.columns import TARGETS
+from meshwright.runtime.batch import Given
 
 Collator = Callable[[list[Any]], Any]
 

@@ -13,7 +13,8 @@ from transformers.trainer_utils import EvalPrediction, PredictionOutput, denumpi
 from transformers.utils.generic import find_labels
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.batch import TARGETS, Given, Own
+from meshwright.ir.columns import TARGETS
+from meshwright.runtime.batch import Given, Own
 from meshwright.runtime.forward import Outputs
 from meshwright.train.data import Position, Source, numbered_steps, streamed_steps
 from meshwright.train.rows import StepRows

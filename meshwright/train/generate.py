@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
-from meshwright.runtime.batch import TARGETS, Given
+from meshwright.runtime.batch import Given
 from meshwright.runtime.forward import Forward, Outputs
 
 TOKENS, MASK, DECODER = "input_ids", "attention_mask", "decoder_input_ids"

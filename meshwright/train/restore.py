@@ -6,7 +6,6 @@ Every rank reads only what it holds. Whatever is wrong is found before anything 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +24,6 @@ from meshwright.train import rotate
 from meshwright.train.options import put_back, refuse_mixture
 from meshwright.train.state import BUFFER, MODEL, OPTIMIZER, buffers, parameters
 from meshwright.train.together import agree
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,17 +60,9 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
 
 
 def _newest(root: Path, group: dist.ProcessGroup | None) -> Path | None:
-    """The last good checkpoint; damaged ones are named in the log."""
-    candidates = agree(lambda: rotate.checkpoints(root), group=group)[0]
-    for folder in reversed(candidates):
-        try:
-            wrong = _damage(folder, group)
-        except MeshwrightError as error:
-            wrong = [error.what]
-        if not wrong:
-            return folder
-        _log.warning("%s is passed over: %s", folder.name, "; ".join(wrong))
-    return None
+    """The last good checkpoint, as all ranks see it."""
+    folders = agree(lambda: rotate.checkpoints(root), group=group)[0]
+    return rotate.last_good(root, folders=folders, judge=lambda folder: _damage(folder, group))
 
 
 def _damage(folder: Path, group: dist.ProcessGroup | None) -> list[str]:

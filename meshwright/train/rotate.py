@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,14 @@ def damage(folder: Path, *, share: int = 0, shares: int = 1) -> list[str]:
     return found
 
 
-def last_good(root: Path) -> Path | None:
-    """The newest checkpoint whose files are all as they were written; damaged ones are named in the log and passed over."""
-    for folder in reversed(checkpoints(root)):
+def last_good(root: Path, *, folders: Sequence[Path] | None = None, judge: Callable[[Path], list[str]] = damage) -> Path | None:
+    """The newest checkpoint whose files are all as they were written; damaged ones are named in the log and passed over.
+
+    Ranks that look together give the folders that they have agreed on, and a judge that they ask together.
+    """
+    for folder in reversed(checkpoints(root) if folders is None else folders):
         try:
-            wrong = damage(folder)
+            wrong = judge(folder)
         except MeshwrightError as error:
             wrong = [error.what]
         if not wrong:

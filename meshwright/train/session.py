@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.columns import TARGETS
 from meshwright.ir.plan import Parallel
-from meshwright.runtime.batch import TARGETS, Count, Given, Loss, Own
+from meshwright.runtime.batch import Count, Given, Loss, Own
 from meshwright.runtime.compute import Tally
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.forward import Evaluated, Forward, Outputs
