@@ -3,9 +3,10 @@
     skeleton = sketch(build, seed=0)          the model on the meta device: no memory, little time
     skeleton.fill(names)                      these parameters and buffers for real, in the same objects
     skeleton.fill(skeleton.names_in(layers))  those of some layers, once the model is cut
+    pickle.dumps(skeleton)                    how to make the values, not the values: workers fill their own
 
 All ranks draw every random number of the initialisation and keep what is their own: memory of that, time of the model. Where
-building cannot be recorded the model is built for real once, and what is not wanted is dropped; `skeleton.note` says why.
+building cannot be recorded the model is built for real, and what is not wanted is dropped; `skeleton.note` says why.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class Skeleton:
     tape: Tape = field(default_factory=Tape)
     places: dict[str, Place] = field(default_factory=dict)
     note: str = ""
+    weights: str | Path | None = None
+    """Where values come from instead of the seed."""
     _values: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All parameters and buffers, by every name they have."""
-        return tuple(self.places or self._values)
+        return tuple(name for name, _ in tensors_of(self.model))
 
     def names_in(self, modules: Iterable[nn.Module]) -> tuple[str, ...]:
         """The names of what these modules hold of the model: layers that it was cut into, or parts of it."""
@@ -70,6 +73,22 @@ class Skeleton:
         for name, tensor in waiting.items():
             if tensor.device == META:  # a tied one may have got them under its other name
                 put(tensor, at(storages[self.places[name].storage], self.places[name]))
+
+    def give(self, names: Collection[str], weights: str | Path | None = None) -> None:
+        """The same from where the values are: in `weights`, in those of the sketch, or in the seed."""
+        chosen = weights or self.weights
+        if chosen is None:
+            self.fill(names)
+        else:
+            self.load(chosen, names)
+
+    def keep(self, names: Collection[str]) -> None:
+        """All others have no values any more."""
+        held = dict(tensors_of(self.model))
+        kept = {id(held[name]) for name in names}
+        for tensor in held.values():
+            if id(tensor) not in kept and tensor.device != META:
+                put(tensor, tensor.detach().to(META))
 
     def load(self, path: str | Path, names: Collection[str] | None = None, *, ignore: Collection[str] = ()) -> None:
         """The same with values from safetensors files; what is never saved (non-persistent buffers) is computed."""
@@ -97,17 +116,27 @@ class Skeleton:
         self.tape, self._values = Tape(), {}
 
 
-def sketch(build: Callable[[], Any], *, seed: int = 0) -> Skeleton:
-    """Build a model, or a list of modules, with nothing in it; `fill` gives it the values that the seed gives serially."""
+def sketch(build: Callable[[], Any], *, seed: int = 0, weights: str | Path | None = None) -> Skeleton:
+    """Build a model, or a list of modules, with nothing in it; `fill` gives it the values that the seed gives serially.
+
+    `weights`, a safetensors file or folder, is where trainers and sessions read the values from instead.
+    """
     recorder = Recorder()
     try:
         with recorder.clocks.running(), recorder:
             model = build()
     except (Unrecorded, SetBack, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return _built(build, seed, f"{type(error).__name__}: {error}")
+        return _built(build, seed, weights, f"{type(error).__name__}: {error}")
+    _refuse(model)
     places = {name: recorder.place(tensor) for name, tensor in tensors_of(model)}
     _empty(model)
-    return Skeleton(model, seed, recorder.tape, places)
+    return Skeleton(model, seed, recorder.tape, places, weights=weights)
+
+
+def _refuse(model: Any) -> None:
+    parts = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, nn.Module) for part in parts):
+        raise MeshwrightError(f"building the model gave {type(model).__name__}", fix="a function that returns a module")
 
 
 def tensors_of(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +158,7 @@ def _saved(model: Any) -> tuple[str, ...]:
     return tuple(f"{index}.{name}" for index, part in enumerate(model) for name in part.state_dict(keep_vars=True))
 
 
-def _built(build: Callable[[], Any], seed: int, why: str) -> Skeleton:
+def _built(build: Callable[[], Any], seed: int, weights: str | Path | None, why: str) -> Skeleton:
     """The way for models that cannot be recorded: all values at once, and no more of them than are wanted afterwards."""
     note = f"building this model cannot be recorded, so each rank builds all of it once ({why})"
     log.warning(note)
@@ -139,10 +168,11 @@ def _built(build: Callable[[], Any], seed: int, why: str) -> Skeleton:
         model = build()
     finally:
         torch.set_rng_state(kept)
+    _refuse(model)
     found = dict(tensors_of(model))
     values = {name: t.detach() for name, t in found.items()}
     _empty(model)
-    return Skeleton(model, seed, note=note, _values=values)
+    return Skeleton(model, seed, note=note, weights=weights, _values=values)
 
 
 def _empty(model: Any) -> None:

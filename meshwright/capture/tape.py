@@ -73,6 +73,15 @@ class Tape:
     sizes: dict[int, int] = field(default_factory=dict)
     given: dict[int, UntypedStorage] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Storages are sent as tensors: those alone know how."""
+        bare = {n: torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for n, s in self.given.items()}
+        return {**self.__dict__, "given": bare}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        bare: dict[int, Tensor] = state["given"]
+        self.__dict__.update(state, given={number: tensor.untyped_storage() for number, tensor in bare.items()})
+
     def play(self, wanted: Collection[int], seed: int) -> dict[int, UntypedStorage]:
         """The wanted storages, with the values that building everything from the seed would give them."""
         runs = self._needed(wanted)

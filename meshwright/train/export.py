@@ -1,12 +1,12 @@
 """A model as others read it: the folder that `save_pretrained` would write, put together by the ranks that hold its parts.
 
-    model.safetensors                             all of it, where it fits into one shard
+    model.safetensors                             all of it, where it is small
     model-00002-of-00005.safetensors, ...         otherwise shards, each written by a rank from what it holds
     model.safetensors.index.json                  which tensor is in which shard
     config.json, generation_config.json           where the model has them
 
-A tied weight is written once, under its first name. No rank ever holds more than a shard besides its own part. Every file
-gets its name when it is whole.
+A tied weight is written once, under its first name. Only a small model is gathered for its one file; otherwise each rank
+writes its own part, and none holds more. Every file gets its name when it is whole.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from meshwright.train.state import buffers, parameters, shared_out
 from meshwright.train.together import agree
 
 SHARD_BYTES = 5 << 30
+GATHERED_BYTES = 256 << 20
+"""A model of at most so many bytes is one file, written by rank 0."""
+
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -38,14 +41,14 @@ def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes
     if shard_bytes < 1:
         raise MeshwrightError(f"shards of {shard_bytes} bytes hold nothing", fix=f"max_shard_size={SHARD_BYTES}")
     agree(lambda: folder.mkdir(parents=True, exist_ok=True) if rank == 0 else None)
-    held = _held(engine)
+    held = holdings(engine)
     trained = set().union(*agree(lambda: set(held)))
     if rank == 0:
         held |= _left_over(model, trained)
     sizes = agree(lambda: {name: t.numel() * t.element_size() for name, t in held.items()})
     total = sum(size for part in sizes for size in part.values())
-    if total <= shard_bytes:
-        whole = _gathered(engine, held, sizes)
+    if total <= (shard_bytes if len(sizes) == 1 else min(shard_bytes, GATHERED_BYTES)):
+        whole = gathered(engine, held)
         agree(lambda: _write(whole, folder / ONE) if rank == 0 else None)
         files = dict.fromkeys((name for part in sizes for name in part), ONE)
     else:
@@ -57,7 +60,7 @@ def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes
     agree(lambda: _finish(folder, model, held, files, total) if rank == 0 else None)
 
 
-def _held(engine: Engine) -> dict[str, Tensor]:
+def holdings(engine: Engine) -> dict[str, Tensor]:
     """What this rank is the one to write."""
     mine = shared_out(engine)
     every: dict[str, Tensor] = {**parameters(engine), **buffers(engine)}
@@ -86,14 +89,13 @@ def _packed(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     return found
 
 
-def _gathered(engine: Engine, held: Mapping[str, Tensor], sizes: list[dict[str, int]]) -> dict[str, Tensor]:
+def gathered(engine: Engine, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors on the first rank, one after another; elsewhere nothing."""
     rank, device = dist.get_rank(), engine.settings.device
     forms = agree(lambda: {name: (tuple(t.shape), t.dtype) for name, t in held.items()})
     whole: dict[str, Tensor] = {}
-    for owner, part in enumerate(sizes):
-        for name in part:
-            shape, dtype = forms[owner][name]
+    for owner, part in enumerate(forms):
+        for name, (shape, dtype) in part.items():
             if rank == 0:
                 tensor = held[name] if owner == 0 else torch.empty(shape, dtype=dtype, device=device)
                 if owner != 0:

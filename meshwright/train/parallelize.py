@@ -9,7 +9,7 @@ Every rank runs the same script, in one process or under torchrun, and calls the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from meshwright.runtime.precision import Precision
 from meshwright.train.collate import tensors
 from meshwright.train.layers import layers_for
 from meshwright.train.lists import stages_of
+from meshwright.train.own import ground, materialise
 from meshwright.train.place import device_for, launched, one_process, refuse_world
 from meshwright.train.rates import Rates, Recipe
 from meshwright.train.saved import kept_for
@@ -55,7 +56,7 @@ def parallelize(
 
     `optimizer` is one of the model's parameters, or what makes one; `scheduler` one of that optimizer, or what makes one.
     Of a model without weights (`meshwright.sketch`) each rank fills its own stages: as its seed says, or from `weights`, a
-    safetensors file or folder.
+    safetensors file or folder, here or in the sketch.
     """
     parallel = Parallel.of(asked(plan))
     refuse_world(parallel)
@@ -75,24 +76,18 @@ def parallelize(
         chosen = Precision.of(precision)
         settings = SessionSettings(clip=clip, loss=loss, seed=seed, precision=chosen, device=device_for(device == "cpu"))
         example = tensors(example_batch)
+        if skeleton is not None:
+            ground(skeleton, weights)
         layers = layers_for(model, example, stages_of(parallel), cuts=parallel.stages or None, own_loss=loss is not None)
         objective = Objective(loss, weigh=layers.weigh)
         kept = kept_for(parallel, layers, example, objective=objective, precision=chosen)
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-        fill = None if skeleton is None else partial(_fill, skeleton, weights)
+        fill = None if skeleton is None else partial(materialise, skeleton, layers, weights)
         session = Session(layers, parallel, rates, settings, model=module, kept=kept, fill=fill)
+        if skeleton is not None:
+            skeleton.forget()
         session.closing = closing.pop_all()
     return session
-
-
-def _fill(skeleton: Skeleton, weights: str | Path | None, layers: Iterable[nn.Module]) -> None:
-    """Give layers their values, and none to the rest of the model."""
-    names = skeleton.names_in(layers)
-    if weights is None:
-        skeleton.fill(names)
-    else:
-        skeleton.load(weights, names)
-    skeleton.forget()
 
 
 def _rates(model: Any, optimizer: Any, scheduler: Any) -> Rates:

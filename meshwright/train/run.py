@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 from transformers import TrainerState, set_seed
 from transformers.trainer_utils import PredictionOutput
 
@@ -21,7 +24,9 @@ from meshwright.train.lists import stages_of
 from meshwright.train.loop import Course, Judged, Loop, Outcome
 from meshwright.train.losses import OwnLoss, count_for, items
 from meshwright.train.optimizers import rates_for
+from meshwright.train.own import ground, materialise
 from meshwright.train.place import alone, device_for
+from meshwright.train.save import save
 from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
 
@@ -45,7 +50,10 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     if loop.checkpoints is not None:
         loop.checkpoints.close()
     weights = {}
-    if alone():
+    if trainer.skeleton is not None:
+        if dist.get_world_size() > 1:
+            session.export(trainer.trained)
+    elif alone():
         session.spread()
     else:
         weights = session.held()
@@ -68,6 +76,21 @@ def predict_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> PredictionOu
     """Predict on this rank."""
     session, _ = _for_evaluation(trainer, dataset)
     found = predict_on(trainer, session, dataset, prefix, loss_only=trainer.args.prediction_loss_only)
+    session.close()
+    return found
+
+
+def save_on_rank(trainer: Trainer, dataset: Any, folder: Path) -> None:
+    """Write this rank's part of the model."""
+    session, _ = _for_evaluation(trainer, dataset)
+    save(session, folder)
+    session.close()
+
+
+def generate_on_rank(trainer: Trainer, dataset: Any, input_ids: Tensor, options: dict[str, Any]) -> Tensor:
+    """Continue rows of tokens on this rank."""
+    session, _ = _for_evaluation(trainer, dataset)
+    found = session.generate(input_ids, **options)
     session.close()
     return found
 
@@ -112,12 +135,16 @@ def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | Non
     device = device_for(args.use_cpu)
     clip = args.max_grad_norm or None
     settings = SessionSettings(clip, loss, count, seed=args.seed, precision=args.precision, device=device)
-    return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace, kept=kept)
+    skeleton = trainer.skeleton
+    fill = None if skeleton is None else partial(materialise, skeleton, layers, trainer.weights)
+    return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace, kept=kept, fill=fill)
 
 
 def cut(trainer: Trainer, example: Given) -> tuple[Layers, tuple[Kept, ...] | None]:
     """The model of a trainer as layers, and what its stages keep of one microbatch where recompute is chosen by a budget."""
     plan, own = trainer.args.plan, trainer.compute_loss_func is not None
+    if trainer.skeleton is not None:
+        ground(trainer.skeleton, trainer.weights)
     layers = layers_for(trainer.model, example, stages_of(plan), cuts=plan.stages or None, flat=trainer.flat, own_loss=own)
     if plan.budget_bytes is None:
         return layers, None

@@ -1,23 +1,26 @@
 """`Trainer`: Hugging Face's by name and habit; `args.parallel` says how it runs.
 
 The same script trains in one process, on local workers that it starts by itself, or under torchrun. Local workers are sent
-the trainer as it is (model, data sets, collator, callbacks); trained weights, log and state come back into it.
+the trainer as it is (model, data sets, collator, callbacks); trained weights, log and state come back into it. Of a model
+without weights (`meshwright.sketch`, or `model_init`) each rank fills its own stages, and the trained ones go to files.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, set_seed
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from meshwright.capture.export import flatten
 from meshwright.capture.flat import Flat
+from meshwright.capture.materialise import Skeleton, sketch
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
@@ -26,8 +29,10 @@ from meshwright.train.data import Source, without_unused
 from meshwright.train.layers import is_captured
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.loop import Judged, Outcome
+from meshwright.train.own import seeded
 from meshwright.train.place import everywhere, launched, refuse_world
-from meshwright.train.run import cut, evaluate_on_rank, predict_on_rank, train_on_rank
+from meshwright.train.run import cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
+from meshwright.train.save import save_whole
 from meshwright.train.session import refuse_endless
 
 _NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
@@ -62,7 +67,11 @@ class Trainer:
             )
         self._refuse(model, model_init)
         set_seed(self.args.seed)
-        self.model = model if model_init is None else model_init()
+        if model_init is not None:
+            model = sketch(partial(seeded, model_init, self.args.seed), seed=self.args.seed)
+        self.skeleton = model if isinstance(model, Skeleton) else None
+        self.model = model if self.skeleton is None else self.skeleton.model
+        self.weights: Path | None = None
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = data_collator or default_collator(processing_class)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
@@ -83,6 +92,8 @@ class Trainer:
         self.capture(self.train_dataset)
         found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
         self._take(found)
+        if self.skeleton is not None and self.args.plan.ranks > 1:
+            self.weights = self.trained
         return found[0].output
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -114,19 +125,19 @@ class Trainer:
         return self.args.process_index == 0
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model as Hugging Face does, or its tensors as safetensors; `from_pretrained` reads it."""
-        if not self.is_world_process_zero():
-            return
+        """Write what `from_pretrained` reads: this process where it has the whole model, else every rank its part, together."""
         folder = Path(output_dir) if output_dir else self.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(self.model, "save_pretrained"):
-            self.model.save_pretrained(folder)
+        if self.skeleton is not None or (launched() and self.args.plan.ranks > 1):
+            self._cut_and(save_on_rank, folder)
         else:
-            from safetensors.torch import save_model
-
-            save_model(self.module, str(folder / "model.safetensors"))
-        if hasattr(self.processing_class, "save_pretrained"):
+            save_whole(self.module, folder)
+        if self.is_world_process_zero() and hasattr(self.processing_class, "save_pretrained"):
             self.processing_class.save_pretrained(folder)
+
+    def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
+        """The most likely continuation of every row under the plan; see `Session.generate`."""
+        found: list[Tensor] = self._cut_and(generate_on_rank, input_ids, {"max_new_tokens": max_new_tokens, **more})
+        return found[0]
 
     # -- what ranks ask
 
@@ -134,6 +145,11 @@ class Trainer:
     def folder(self) -> Path:
         """Where checkpoints, log and model go."""
         return Path(self.args.output_dir or "trainer_output")
+
+    @property
+    def trained(self) -> Path:
+        """Where the weights of a trained sketch are."""
+        return self.folder / "trained"
 
     @property
     def module(self) -> nn.Module:
@@ -178,6 +194,15 @@ class Trainer:
         return {**self.__dict__, "_given": None, "_pool": None}
 
     # -- how
+
+    def _cut_and(self, work: Callable[..., Any], *more: Any) -> list[Any]:
+        """Call `work(trainer, dataset, *more)` everywhere, with a data set to cut the model by."""
+        first = self.eval_dataset if self.train_dataset is None else self.train_dataset
+        dataset = next(iter(first.values())) if isinstance(first, dict) else first
+        if dataset is None:
+            raise MeshwrightError("there is no data set to cut the model by", fix="Trainer(train_dataset=...)")
+        self.capture(dataset)
+        return self.everywhere(work, dataset, *more)
 
     def everywhere(self, work: Callable[..., Any], *more: Any) -> list[Any]:
         """Call `work(trainer, *more)` on every rank of the plan; what those ranks returned that this process can see."""

@@ -1,0 +1,46 @@
+"""A rank's own part of a model that was built without values: its stages get them, and nothing else does.
+
+    ground(skeleton)                              before the cut: small buffers, which may say how a loss is weighed
+    materialise(skeleton, layers, weights, mine)  behind it: the layers of this rank
+
+Values come from the seed of the sketch or from safetensors files; a trained sketch has its values in such files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers import set_seed
+
+from meshwright.capture.materialise import Skeleton, tensors_of
+from meshwright.runtime.layers import Layers
+
+SMALL = 1 << 16
+"""Buffers of at most so many elements are filled before the cut."""
+
+Where = str | Path | None
+
+
+def ground(skeleton: Skeleton, weights: Where = None) -> None:
+    """Fill small buffers; weights that do not fit the model are refused here, before anything is started."""
+    small = [name for name, t in tensors_of(skeleton.model) if not isinstance(t, nn.Parameter) and t.numel() <= SMALL]
+    skeleton.give(small, weights)
+
+
+def materialise(skeleton: Skeleton, layers: Layers, weights: Where, mine: Iterable[nn.Module]) -> None:
+    """Fill these layers and drop all others; what no layer reads is filled on rank 0, which writes it into exports."""
+    names = set(skeleton.names_in(mine))
+    if dist.get_rank() == 0:
+        names |= set(skeleton.names) - set(skeleton.names_in(layers.modules))
+    skeleton.keep(names)
+    skeleton.give(names, weights)
+
+
+def seeded(build: Callable[[], Any], seed: int) -> Any:
+    """Build a model as a Hugging Face script does: behind `set_seed`."""
+    set_seed(seed)
+    return build()
