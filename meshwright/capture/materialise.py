@@ -87,7 +87,7 @@ class Skeleton:
         held = dict(tensors_of(self.model))
         kept = {id(held[name]) for name in names}
         for tensor in held.values():
-            if id(tensor) not in kept and tensor.device != META:
+            if id(tensor) not in kept and tensor.device != META and not getweakrefcount(tensor):
                 put(tensor, tensor.detach().to(META))
 
     def load(self, path: str | Path, names: Collection[str] | None = None, *, ignore: Collection[str] = ()) -> None:

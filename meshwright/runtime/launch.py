@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -24,6 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.attach import Attached, attach
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Doing, Failure, How, RankFailed, as_error
+from meshwright.runtime.lend import Lending
 from meshwright.runtime.serve import ANSWER_S, LEFT, MARK, UNGUARDED, process_group, serve
 from meshwright.runtime.watch import TICK_S, Patience
 
@@ -57,19 +59,24 @@ class Workers:
         world = self.count if ranks is None else ranks
         if world > self.count:
             raise MeshwrightError(f"there are {self.count} local workers, {world} are needed", fix=f"Workers({world})")
-        try:
-            work = pickle.dumps((function, args))
-        except Exception as error:  # pickle raises whatever an object's own methods raise
-            raise MeshwrightError(
-                f"this work cannot be sent to workers: {error}", fix="a function that can be imported by name, plain arguments"
-            ) from error
+        with Lending() as lending:
+            try:
+                work = lending.pack((function, args))
+            except Exception as error:  # pickle raises whatever an object's own methods raise
+                raise MeshwrightError(
+                    f"this work cannot be sent to workers: {error}",
+                    fix="a function that can be imported by name, plain arguments",
+                ) from error
+            return self._run(work, lending.folder, world)
+
+    def _run(self, work: bytes, folder: Path, world: int) -> list[Any]:
         # A worker at rest writes nothing: a pipe that can be read has been closed by its death.
         if not self.processes or any(pipe.poll() for pipe in self.pipes):
             self.close()
             self._start()
         self.jobs += 1
         try:
-            return self._do(work, f"job{self.jobs}", world)
+            return self._do(work, folder, f"job{self.jobs}", world)
         except BaseException:
             self.close()  # some of them are still at it
             raise
@@ -107,13 +114,14 @@ class Workers:
             self.seats.append(seat)
             self.processes.append(process)
 
-    def _do(self, work: bytes, name: str, world: int) -> list[Any]:
+    def _do(self, work: bytes, folder: Path, name: str, world: int) -> list[Any]:
         assert self.store is not None, "workers have a store while they live"
         board = Board(PrefixStore(f"{name}/watch", self.store), world)
         for pipe, seat in zip(self.pipes[:world], self.seats, strict=False):
             seat.value = b""
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death shows at the other end
-                pipe.send((work, name, world))
+                pipe.send((work, folder, name, world))
+        del work
         found: dict[int, Any] = {}
         silent = set(range(world))
         while len(found) < world:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Failure
+from meshwright.runtime.lend import end, pack
 from meshwright.runtime.status import Seat
 from meshwright.runtime.watch import Patience, Watch
 
@@ -64,7 +66,7 @@ def serve(
     watching = TCPStore("127.0.0.1", port, is_master=False, timeout=ANSWER_S)
     while True:
         try:
-            work, name, world = pipe.recv()
+            work, folder, name, world = pipe.recv()
         except (EOFError, ConnectionError):
             return
         board = Board(PrefixStore(f"{name}/watch", watching), world)
@@ -72,14 +74,20 @@ def serve(
         watch = Watch(board, rank, patience, ends=leave, alarms=alarms, supervised=True, seat=seat)
         try:
             function, args = _unpack(work)
+            del work
+            if watching.add(f"{name}/unpacked", 1) == world:
+                end(folder)  # all have mapped it
             with process_group(rank, world, PrefixStore(name, store)):
                 result = function(*args)
-            answer = _pack(result)
+            del function, args
+            answer = _pack(result, folder / str(rank))
+            del result
         except BaseException as error:
             watch.fail(error)
             leave()
         watch.finish()
         pipe.send_bytes(answer)
+        del answer
 
 
 def leave(_: Failure | None = None) -> NoReturn:
@@ -105,8 +113,8 @@ def _unpack(work: bytes) -> tuple[Any, Any]:
         ) from error
 
 
-def _pack(result: Any) -> bytes:
+def _pack(result: Any, folder: Path) -> bytes:
     try:
-        return pickle.dumps(result)
+        return pack(result, folder)
     except Exception as error:  # pickle raises whatever an object's own methods raise
         raise MeshwrightError(f"what a worker returned cannot be sent: {error}", fix="return plain data or tensors") from error

@@ -1,7 +1,8 @@
-"""A rank's own part of a model that was built without values: its stages get them, and nothing else does.
+"""A rank's own part of a model: its stages have values, and nothing else does.
 
     ground(skeleton)                              before the cut: small buffers, which may say how a loss is weighed
     materialise(skeleton, layers, weights, mine)  behind it: the layers of this rank
+    drop_others(model, layers, mine)              the same for a model that came with its values
 
 Values come from the seed of the sketch or from safetensors files; a trained sketch has its values in such files.
 """
@@ -32,12 +33,22 @@ def ground(skeleton: Skeleton, weights: Where = None) -> None:
 
 
 def materialise(skeleton: Skeleton, layers: Layers, weights: Where, mine: Iterable[nn.Module]) -> None:
-    """Fill these layers and drop all others; what no layer reads is filled on rank 0, which writes it into exports."""
+    """Fill these layers, and no others."""
+    skeleton.give(_kept(skeleton, layers, mine), weights)
+
+
+def drop_others(model: nn.Module, layers: Layers, mine: Iterable[nn.Module]) -> None:
+    """Of a whole model keep what these layers hold: for a process whose copy of it nobody else reads."""
+    _kept(Skeleton(model, seed=0), layers, mine)
+
+
+def _kept(skeleton: Skeleton, layers: Layers, mine: Iterable[nn.Module]) -> set[str]:
+    """The names of what is in these layers, and in no layer at all on rank 0, which writes exports; others are dropped."""
     names = set(skeleton.names_in(mine))
     if dist.get_rank() == 0:
         names |= set(skeleton.names) - set(skeleton.names_in(layers.modules))
     skeleton.keep(names)
-    skeleton.give(names, weights)
+    return names
 
 
 def seeded(build: Callable[[], Any], seed: int) -> Any:

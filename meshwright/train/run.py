@@ -24,7 +24,7 @@ from meshwright.train.lists import stages_of
 from meshwright.train.loop import Course, Judged, Loop, Outcome
 from meshwright.train.losses import OwnLoss, count_for, items
 from meshwright.train.optimizers import rates_for
-from meshwright.train.own import ground, materialise
+from meshwright.train.own import drop_others, ground, materialise
 from meshwright.train.place import alone, device_for
 from meshwright.train.save import save
 from meshwright.train.saved import Kept, saved_bytes
@@ -135,9 +135,11 @@ def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | Non
     device = device_for(args.use_cpu)
     clip = args.max_grad_norm or None
     settings = SessionSettings(clip, loss, count, seed=args.seed, precision=args.precision, device=device)
-    skeleton = trainer.skeleton
-    fill = None if skeleton is None else partial(materialise, skeleton, layers, trainer.weights)
-    return Session(layers, args.plan, rates, settings, model=trainer.module, trace=trace, kept=kept, fill=fill)
+    module = trainer.module
+    fill: Any = None if alone() else partial(drop_others, module, layers)
+    if trainer.skeleton is not None:
+        fill = partial(materialise, trainer.skeleton, layers, trainer.weights)
+    return Session(layers, args.plan, rates, settings, model=module, trace=trace, kept=kept, fill=fill)
 
 
 def cut(trainer: Trainer, example: Given) -> tuple[Layers, tuple[Kept, ...] | None]:
