@@ -10,6 +10,7 @@ not fit into the memory for files travels in the pickle.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import shutil
@@ -95,9 +96,10 @@ class _Lender(pickle.Pickler):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                file.write(memoryview(flat.numpy()))
+                file.write(flat.numpy().data)
         except OSError:  # no room
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return None
         return _Sheet(path, storage)
 

@@ -52,6 +52,6 @@ def _kept(skeleton: Skeleton, layers: Layers, mine: Iterable[nn.Module]) -> set[
 
 
 def seeded(build: Callable[[], Any], seed: int) -> Any:
-    """Build a model as a Hugging Face script does: behind `set_seed`."""
+    """Build a model as the Hugging Face Trainer does: behind `set_seed`."""
     set_seed(seed)
     return build()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,11 +126,11 @@ class Trainer:
         return self.args.process_index == 0
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write what `from_pretrained` reads: this process where it has the whole model, else every rank its part, together."""
+        """Write what `from_pretrained` reads: rank 0, which has a whole model, or of a sketch every rank its part, together."""
         folder = Path(output_dir) if output_dir else self.folder
-        if self.skeleton is not None or (launched() and self.args.plan.ranks > 1):
+        if self.skeleton is not None:
             self._cut_and(save_on_rank, folder)
-        else:
+        elif self.is_world_process_zero():
             save_whole(self.module, folder)
         if self.is_world_process_zero() and hasattr(self.processing_class, "save_pretrained"):
             self.processing_class.save_pretrained(folder)
@@ -239,6 +240,8 @@ class Trainer:
     def _refuse(self, model: Any, model_init: Any) -> None:
         if (model is None) == (model_init is None):
             raise MeshwrightError("a Trainer needs a model, or model_init, and not both", fix="Trainer(model=...)")
+        if model_init is not None and any(a.default is a.empty for a in signature(model_init).parameters.values()):
+            raise MeshwrightError("model_init is called without arguments, and this one wants some", fix="functools.partial")
         for name in _NOT_OURS:
             if hasattr(type(self), name):
                 raise MeshwrightError(
