@@ -54,6 +54,8 @@ class Batch:
         cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
         self._rows = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
         self._weights: dict[Rows, Weight] = {}
+        self.shapes: dict[int, int] | None = None
+        """What the messages of this batch are shaped like, by slot: shared by all batches of one form."""
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
@@ -92,6 +94,20 @@ class Batch:
             labelled = self.target is not None and not self.target.is_floating_point()
             columns = self.named(objective.columns, rows)
             found = self._weights[rows] = objective.weight(self.targets(rows) if labelled else None, rows, columns)
+        return found
+
+
+class Batches(dict[int, Batch]):
+    """The batches of a walk by step, each made when it is first asked for; what is further `behind` than that is let go."""
+
+    def __init__(self, make: Callable[[int], Batch], behind: int) -> None:
+        super().__init__()
+        self._make, self._behind = make, behind
+
+    def __missing__(self, step: int) -> Batch:
+        for old in [s for s in self if s < step - self._behind]:
+            del self[old]
+        found = self[step] = self._make(step)
         return found
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import NONE, Kind, Value
+from meshwright.ir.action import NONE, Action, Kind, Value
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch
 from meshwright.runtime.executor import Store
@@ -17,25 +17,32 @@ from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle, Call, Key, Record, Stage, leaf
 
-Feed = Callable[[int], Batch]
-"""The batch of a step."""
-
 
 @dataclass
 class Tally:
     """What a rank saw of one step: the sum of losses and its weight, where last stages are."""
 
-    loss: Tensor | float = 0.0
+    losses: list[Tensor] = field(default_factory=list)
     weight: float = 0.0
+
+    @property
+    def loss(self) -> Tensor | float:
+        """The sum of all losses."""
+        return torch.stack([loss.double() for loss in self.losses]).sum() if self.losses else 0.0
 
 
 class Compute:
     """The hands of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
 
     def __init__(
-        self, program: Program, stages: Mapping[int, Stage], parameters: Parameters, feed: Feed, microbatches: int
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        parameters: Parameters,
+        batches: Mapping[int, Batch],
+        microbatches: int,
     ) -> None:
-        self.program, self.stages, self.parameters, self.feed = program, stages, parameters, feed
+        self.program, self.stages, self.parameters, self.batches = program, stages, parameters, batches
         self.schedule, self.placement = program.schedule, program.schedule.placement
         self.microbatches = microbatches
         self.narrow = all(len(team) == 1 for copy in self.placement.teams for teams in copy for team in teams)
@@ -43,14 +50,13 @@ class Compute:
         self.tallies: dict[int, Tally] = {}
         self.first_step = self.base = 0
         self._forms: dict[object, dict[int, int]] = {}
-        self._steps: dict[int, dict[int, int]] = {}
         self._shapes: dict[object, int] = {}
         self._token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
     def begin(self, first_step: int) -> None:
         """A walk starts at a step of the data."""
         self.first_step, self.base = first_step, first_step * self.microbatches
-        self.tallies, self._steps = {}, {}
+        self.tallies = {}
         self.parameters.begin(first_step)
 
     def end(self) -> None:
@@ -62,29 +68,36 @@ class Compute:
     def forward(self, step: Step) -> None:
         """Run a stage on its rows; where backwards come in halves, each half has a graph of its own."""
         action, stage = step.action, self.stages[step.action.stage]
-        saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
-        rows = self._rows(step)
+        number, local = divmod(self.base + action.mb, self.microbatches)
+        batch = self.batches[number]
+        rows = self._own(action, batch.rows(local))
         if rows.start == rows.stop:
             return
+        saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
         received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
+        key = Key(number, batch.copy * batch.microbatches + local)
         bundles: list[Bundle] = []
-        for index in range(len(saved) or 1):
-            part = rows.cut(index, len(saved) or 1)
+        for index, part in enumerate([rows] if len(saved) < 2 else [rows.cut(i, len(saved)) for i in range(len(saved))]):
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
                 continue
-            call = self._call(step, part, rows, received)
+            call = self._call(step, stage, batch, key, part, rows, received)
             bundle, record = stage.forward(call)
             if saved:
                 self.store.slots[saved[index]] = record
             if stage.is_last:
-                tally = self.tallies.setdefault((self.base + action.mb) // self.microbatches, Tally())
-                tally.loss = tally.loss + bundle.tensors[0].double()
-                tally.weight += call.counts
-            elif part != rows:
+                self._tally(number, bundle.tensors[0], call.counts)
+            elif part is not rows:
                 self._check_rows(bundle, part)
             bundles.append(bundle)
         if Kind.ACT in step.writes:
             self._scatter(step.writes[Kind.ACT], _joined(bundles), rows)
+
+    def _tally(self, number: int, loss: Tensor, weight: float) -> None:
+        tally = self.tallies.get(number)
+        if tally is None:
+            tally = self.tallies[number] = Tally()
+        tally.losses.append(loss)
+        tally.weight += weight
 
     def backward(self, step: Step, *, weights: bool) -> None:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
@@ -167,11 +180,12 @@ class Compute:
         assert value is not None
         if value.kind is not Kind.ACT and value.kind is not Kind.GRAD:
             return value.kind
-        number = (self.base + value.mb) // self.microbatches
-        known = self._steps.get(number)
+        batch = self.batches[(self.base + value.mb) // self.microbatches]
+        known = batch.shapes
         if known is None:
-            known = self._steps[number] = self._forms.setdefault(self.feed(number).form, {})
-        if (found := known.get(step.slot)) is None:
+            known = batch.shapes = self._forms.setdefault(batch.form, {})
+        found = known.get(step.slot)
+        if found is None:
             found = known[step.slot] = self._shape(value)
         return found or None
 
@@ -185,15 +199,8 @@ class Compute:
 
     # -- rows
 
-    def _microbatch(self, mb: int) -> tuple[Batch, int]:
-        step, local = divmod(self.base + mb, self.microbatches)
-        return self.feed(step), local
-
-    def _rows(self, step: Step) -> Rows:
-        """The rows of the batch that this worker has of an action's microbatch."""
-        action = step.action
-        batch, local = self._microbatch(action.mb)
-        rows = batch.rows(local)
+    def _own(self, action: Action, rows: Rows) -> Rows:
+        """What this worker has of the rows of an action's microbatch."""
         if action.part != NONE:
             rows = rows.cut(action.part, self.schedule.parts)
         if self.narrow:
@@ -203,7 +210,8 @@ class Compute:
 
     def _crossing(self, value: Value) -> tuple[Batch, Rows]:
         """The rows that cross the boundary behind `value.stage` in this value."""
-        batch, local = self._microbatch(value.mb)
+        number, local = divmod(self.base + value.mb, self.microbatches)
+        batch = self.batches[number]
         rows = batch.rows(local)
         if value.part != NONE:
             rows = rows.cut(value.part, self.schedule.parts)
@@ -213,23 +221,21 @@ class Compute:
         behind = self.placement.team(value.replica, value.stage + 1, value.mb)
         return batch, rows.piece(value.piece, len(before), len(behind))
 
-    def _call(self, step: Step, rows: Rows, whole: Rows, received: Bundle | None) -> Call:
-        batch, local = self._microbatch(step.action.mb)
+    def _call(self, step: Step, stage: Stage, batch: Batch, key: Key, rows: Rows, whole: Rows, received: Bundle | None) -> Call:
         named: Mapping[str, Tensor] = {}
         if received is None:
             inputs, named = batch.inputs(rows)
         else:
             tensors = received.tensors
-            if rows != whole:
+            if rows is not whole:
                 self._check_rows(received, whole)
                 tensors = tuple(t[rows.start - whole.start : rows.stop - whole.start] for t in tensors)
             inputs = tuple([leaf(t, flag) for t, flag in zip(tensors, received.flags, strict=True)])
-        key = Key((self.base + step.action.mb) // self.microbatches, batch.copy * batch.microbatches + local)
-        stage = self.stages[step.action.stage]
         target = batch.targets(rows) if stage.is_last else None
         weight = batch.weight(rows, stage.objective)
-        columns = batch.named(stage.columns, rows)
-        return Call(inputs, named, target, rows, key, weight.items, weight.counts, self.parameters.versions(step), columns)
+        columns = batch.named(stage.columns, rows) if stage.columns else {}
+        weights = self.parameters.versions(step) if self.parameters.versioned else None
+        return Call(inputs, named, target, rows, key, weight.items, weight.counts, weights, columns)
 
     def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
         """Only what has a row per row of the batch can be cut by rows."""
@@ -243,17 +249,20 @@ class Compute:
 
     def _gather(self, slots: tuple[int, ...]) -> Bundle:
         """The pieces of a bundle put together; pieces without rows were never sent."""
-        pieces: list[Bundle] = [bundle for slot in slots if (bundle := self.store.pop(slot)) is not None]
+        pieces: list[Bundle] = []
+        for slot in slots:
+            if (bundle := self.store.pop(slot)) is not None:
+                pieces.append(bundle)
         return _joined(pieces)
 
     def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: Rows) -> None:
         """Put a bundle into its slots, cut into pieces where the next team is another."""
-        if not self.narrow:
-            self._check_rows(bundle, own)
-        for slot in slots:
-            if self.narrow:
+        if self.narrow:
+            for slot in slots:
                 self.store.slots[slot] = bundle
-                continue
+            return
+        self._check_rows(bundle, own)
+        for slot in slots:
             _, rows = self._crossing(self.program.values[slot])
             if rows.start < rows.stop:
                 start, stop = rows.start - own.start, rows.stop - own.start

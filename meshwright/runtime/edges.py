@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,17 @@ DTYPES = (
 SHAPED = (Kind.ACT, Kind.GRAD)
 """Kinds whose shape only the sender knows."""
 
-Contract = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
-"""Shape, dtype and whether it takes a gradient, of each tensor of a bundle."""
+
+class Contract(NamedTuple):
+    """Shape and dtype of each tensor of a bundle, and which of them take a gradient."""
+
+    forms: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    flags: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Contract:
+        """What a bundle is like."""
+        return cls(tuple((tuple(t.shape), t.dtype) for t in bundle.tensors), bundle.flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +90,15 @@ class Edges:
         """Start to send; `shape` names what the contract depends on."""
         self.waiting = channel
         contract = self.sent.get((channel, shape))
-        if contract is None:
-            if channel.kind in SHAPED and not isinstance(shape, Bare):
-                contract = self.sent[channel, shape] = _contract(bundle)
-                self.transport.send(channel, _header(contract, channel).to(self.device))
-        elif not _fits(contract, bundle):
-            raise _changed(channel, contract, _contract(bundle))
+        if contract is not None:
+            if contract.flags != bundle.flags:
+                raise _changed(channel, contract, Contract.of(bundle))
+            for tensor, (size, dtype) in zip(bundle.tensors, contract.forms, strict=True):
+                if tensor.shape != size or tensor.dtype is not dtype:
+                    raise _changed(channel, contract, Contract.of(bundle))
+        elif channel.kind in SHAPED and not isinstance(shape, Bare):
+            contract = self.sent[channel, shape] = Contract.of(bundle)
+            self.transport.send(channel, _header(contract, channel).to(self.device))
         for tensor in bundle.tensors:
             self.transport.send(channel, tensor)
         self.waiting = None
@@ -101,16 +113,20 @@ class Edges:
             self.transport.receive(channel, header).wait()
             self.waiting = None
             contract = self.agreed[key] = _read(header.tolist())
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in contract)
-        receipts = [self.transport.receive(channel, tensor) for tensor in tensors]
-        return Pending(Bundle(tensors, tuple(flag for _, _, flag in contract)), receipts, channel, self)
+        tensors: list[Tensor] = []
+        receipts: list[Receipt] = []
+        for size, dtype in contract.forms:
+            tensor = torch.empty(size, dtype=dtype, device=self.device)
+            tensors.append(tensor)
+            receipts.append(self.transport.receive(channel, tensor))
+        return Pending(Bundle(tuple(tensors), contract.flags), receipts, channel, self)
 
     def message_bytes(self, channel: Channel, shape: object) -> int | None:
         """How large a message of this shape is; None where no contract was agreed yet."""
         if isinstance(shape, Bare):
             return shape.nbytes
         contract = self.agreed.get((channel, shape))
-        return None if contract is None else sum(prod(size) * dtype.itemsize for size, dtype, _ in contract)
+        return None if contract is None else sum(prod(size) * dtype.itemsize for size, dtype in contract.forms)
 
     def fill(self, channel: Channel, room: Bundle) -> Pending:
         """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""
@@ -118,52 +134,40 @@ class Edges:
         return Pending(room, receipts, channel, self)
 
 
-def _fits(contract: Contract, bundle: Bundle) -> bool:
-    if len(contract) != len(bundle.tensors):
-        return False
-    for (size, dtype, flag), tensor, learns in zip(contract, bundle.tensors, bundle.flags, strict=True):
-        if size != tensor.shape or dtype is not tensor.dtype or flag is not learns:
-            return False
-    return True
-
-
 def _changed(channel: Channel, before: Contract, now: Contract) -> MeshwrightError:
     """What to say where a message breaks the contract of its edge."""
     where = f"what rank {channel.source} sends to {channel.target} ({channel.kind.value})"
-    if [(size, dtype) for size, dtype, _ in before] == [(size, dtype) for size, dtype, _ in now]:
+    if before.forms == now.forms:
         return MeshwrightError(
             f"{where} takes a gradient in one microbatch and none in another",
             fix="let it follow from the shapes of the batch alone which layers run",
         )
     return MeshwrightError(
         f"{where} has other shapes than before, for a batch of the same shape: "
-        f"{[size for size, _, _ in now]} after {[size for size, _, _ in before]}",
+        f"{[size for size, _ in now.forms]} after {[size for size, _ in before.forms]}",
         fix="let shapes follow from the shapes of the batch alone",
     )
 
 
-def _contract(bundle: Bundle) -> Contract:
-    return tuple((tuple(t.shape), t.dtype, flag) for t, flag in zip(bundle.tensors, bundle.flags, strict=True))
-
-
 def _header(contract: Contract, channel: Channel) -> Tensor:
-    words = [len(contract)]
-    for shape, dtype, flag in contract:
+    words = [len(contract.forms)]
+    for (size, dtype), flag in zip(contract.forms, contract.flags, strict=True):
         if dtype not in DTYPES:
             raise MeshwrightError(f"{dtype} cannot cross from rank {channel.source} to {channel.target}")
-        words += [DTYPES.index(dtype), int(flag), len(shape), *shape]
+        words += [DTYPES.index(dtype), int(flag), len(size), *size]
     if len(words) > HEADER:
         raise MeshwrightError(
-            f"rank {channel.source} sends {len(contract)} tensors to {channel.target}, more than a header describes",
+            f"rank {channel.source} sends {len(contract.forms)} tensors to {channel.target}, more than a header describes",
             fix="pack what crosses stages into fewer tensors",
         )
     return torch.tensor(words + [0] * (HEADER - len(words)))
 
 
 def _read(words: list[int]) -> Contract:
-    found, at = [], 1
+    forms, flags, at = [], [], 1
     for _ in range(words[0]):
         dtype, flag, dims = words[at : at + 3]
-        found.append((tuple(words[at + 3 : at + 3 + dims]), DTYPES[dtype], bool(flag)))
+        forms.append((tuple(words[at + 3 : at + 3 + dims]), DTYPES[dtype]))
+        flags.append(bool(flag))
         at += 3 + dims
-    return tuple(found)
+    return Contract(tuple(forms), tuple(flags))

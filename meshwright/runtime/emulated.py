@@ -78,7 +78,8 @@ class Arrivals(Store):
 
     def pop(self, slot: int) -> object:
         """The executor takes turns this way and throws them away: their time is kept."""
-        found = super().pop(slot)
+        found = self.take(slot)
+        self.slots[slot] = None
         if type(found) is float and found > self.turn_s:
             self.turn_s = found
         return found

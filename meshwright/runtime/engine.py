@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
-from meshwright.runtime.batch import Batch, Count, Given, Loss, Objective, Own
+from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objective, Own
 from meshwright.runtime.compute import Compute, Tally
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
@@ -67,7 +67,8 @@ class Engine:
         self.parameters = Parameters(
             self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
         )
-        self.compute = Compute(self.program, self.stages, self.parameters, self._feed, settings.microbatches)
+        self.batches = Batches(self._cut, behind=schedule.stages)
+        self.compute = Compute(self.program, self.stages, self.parameters, self.batches, settings.microbatches)
         self.executor = Executor(self.program, Edges(self.transport, settings.device), self.compute, trace)
         if trace is not None:
             self._watch(trace)
@@ -75,28 +76,25 @@ class Engine:
     def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
         """Walk the schedule once with the batches of its steps."""
         self._batch = batch
-        self._batches: dict[int, Batch] = {}
+        self.batches.clear()
         if self.scaler is not None and not self.scaler.unit:
-            self.scaler.measure(self._largest(self._feed(first_step).count))
+            self.scaler.measure(self._largest(self.batches[first_step].count))
         self.executor.run(first_step)
         return self.compute.tallies
 
-    def _feed(self, step: int) -> Batch:
-        """A step's batch, cut for this copy; old ones are let go."""
-        if step not in self._batches:
-            for old in [s for s in self._batches if s < step - self.schedule.stages]:
-                del self._batches[old]
-            settings = self.settings
-            self._batches[step] = Batch(
-                self._batch(step),
-                microbatches=settings.microbatches,
-                copy=self.mesh.copy,
-                copies=settings.copies,
-                device=settings.device,
-                names=self.layers.columns,
-            )
-            self._refuse_sizes(self._batches[step])
-        return self._batches[step]
+    def _cut(self, step: int) -> Batch:
+        """A step's batch, cut for this copy."""
+        settings = self.settings
+        found = Batch(
+            self._batch(step),
+            microbatches=settings.microbatches,
+            copy=self.mesh.copy,
+            copies=settings.copies,
+            device=settings.device,
+            names=self.layers.columns,
+        )
+        self._refuse_sizes(found)
+        return found
 
     def _refuse_sizes(self, batch: Batch) -> None:
         for mb in range(self.settings.microbatches if self.layers.fixed else 0):

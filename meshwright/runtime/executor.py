@@ -40,9 +40,9 @@ class Store:
 
     def pop(self, slot: int) -> Any:
         """What is in a slot, which is empty afterwards."""
-        found = self.take(slot)
+        found = self.slots[slot]
         self.slots[slot] = None
-        return found
+        return found.wait() if type(found) is Pending else found
 
 
 class Hands(Protocol):
@@ -111,7 +111,12 @@ class Executor:
             self.at = step
             if seat is not None:
                 seat.value = names[id(step)]
-            self._do(step)
+            if step.channel is None:
+                self._act(step)
+            elif step.sends:
+                self._send(step)
+            else:
+                self._receive(step)
             if trace is not None and (step.channel is None or step.sends):
                 trace.end(step)
             self.done += 1
@@ -119,17 +124,10 @@ class Executor:
         self.hands.end()
         self.at = None
 
-    def _do(self, step: Step) -> None:
-        if step.channel is not None:
-            if step.sends:
-                self._send(step)
-            else:
-                self._receive(step)
-            return
-        hands, store = self.hands, self.hands.store
-        if step.waits:
-            for slot in step.waits:
-                store.pop(slot)
+    def _act(self, step: Step) -> None:
+        hands = self.hands
+        for slot in step.waits:
+            hands.store.pop(slot)
         match step.action.op:
             case Op.F:
                 hands.forward(step)
@@ -149,9 +147,8 @@ class Executor:
                 hands.update(step)
             case Op.G:
                 raise AssertionError("parameters are whole, nothing gathers them")
-        if step.signals:
-            for slot in step.signals:
-                store.slots[slot] = hands.turn(step)
+        for slot in step.signals:
+            hands.store.slots[slot] = hands.turn(step)
 
     def _steps(self) -> tuple[Step, ...]:
         """The list, with receives moved up where they do not block and every shape of this walk is known."""

@@ -80,7 +80,8 @@ class Forward:
         layers_here = {stage: at.layers for stage, at in self.stages.items()}
         units = {unit: engine.units[unit] for unit in self.program.units}
         parameters = Parameters(self.program, mesh, units, layers_here, Rules(), settings.device)
-        self.compute = Compute(self.program, self.stages, parameters, self._feed, self.schedule.microbatches)
+        self.batches: dict[int, Batch] = {}
+        self.compute = Compute(self.program, self.stages, parameters, self.batches, self.schedule.microbatches)
         self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.compute)
         self._found: list[tuple[Rows, tuple[Tensor, ...]]] = []
         self._reduce: Reduce | None = None
@@ -93,7 +94,7 @@ class Forward:
         for number, stage in self.stages.items():
             stage.objective = self.engine.stages[number].objective if loss else Objective(wanted=False)
             stage.keep = self._keep if outputs is not Outputs.NOBODY else None
-        self._batch = self._cut(batch)
+        self.batches[0] = self._cut(batch)
         with torch.no_grad(), evaluating([layer for stage in self.stages.values() for layer in stage.layers]):
             self.executor.run()
         tally = self.compute.tallies.get(0, Tally())
@@ -116,9 +117,6 @@ class Forward:
             device=settings.device,
             names=self.layers.columns,
         )
-
-    def _feed(self, step: int) -> Batch:
-        return self._batch
 
     def _keep(self, rows: Rows, output: Any) -> None:
         found = outputs_of(output)

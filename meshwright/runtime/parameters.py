@@ -52,6 +52,10 @@ class Parameters:
         self.rules, self.device, self.scaler = rules, device, scaler
         self.schedule = program.schedule
         self.versioned = not self.schedule.flush
+        self._counted = {
+            stage: [(units[unit], self.schedule.stages_of(unit)[0] == stage) for unit in self.schedule.units_of[stage]]
+            for stage in layers
+        }
         self.norms: dict[int, float] = {}
         self.skipped: list[int] = []
         self._scale: float | None = 1.0
@@ -67,10 +71,8 @@ class Parameters:
         for unit in self.units.values():
             unit.rebase()
 
-    def versions(self, step: Step) -> Weights | None:
-        """The parameters that an action reads, where there is more than one version."""
-        if not self.versioned:
-            return None
+    def versions(self, step: Step) -> Weights:
+        """The parameters that an action reads, where they are `versioned`."""
         chosen: dict[int, Tensor] = {}
         for slot in step.reads[Kind.PARAM]:
             value = self.program.values[slot]
@@ -90,10 +92,9 @@ class Parameters:
 
     def count(self, step: Step, weight: float) -> None:
         """Note what was added to the gradients of a stage's units; a tie counts with its first stage alone."""
-        stage = step.action.stage
-        for unit in self.schedule.units_of[stage]:
-            buffer = self.units[unit].buffer(step.round)
-            if self.schedule.stages_of(unit)[0] == stage:
+        for unit, first in self._counted[step.action.stage]:
+            buffer = unit.buffer(step.round)
+            if first:
                 buffer.weight += weight
 
     def sync(self, step: Step, partial: Sequence[Tensor]) -> None:

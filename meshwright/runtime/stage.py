@@ -9,8 +9,7 @@ With recompute the first layers run without a graph and only their input is kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter as Argument
 from inspect import signature
@@ -29,6 +28,7 @@ from meshwright.runtime.batch import Objective
 from meshwright.runtime.layers import columns_of
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
+from meshwright.runtime.statistics import uncounted
 
 Weights = Sequence[Mapping[str, Tensor]]
 """Parameters of each layer by name, where they are not the layer's own."""
@@ -121,6 +121,7 @@ class Stage:
         self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
         self.inplace = changes_in_place(self.layers)
         self.untouched: set[int] = set()
+        self.mixed = self.precision.mixed
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -130,15 +131,15 @@ class Stage:
             with torch.no_grad():
                 values = self._layers(range(count), call, values)
             if count < len(self.layers):
-                record.middle = values = tuple(t.detach().requires_grad_(_learns(t)) for t in values)
+                record.middle = values = tuple([leaf(t, _learns(t)) for t in values])
         if count < len(self.layers):
             record.outputs = values = self._layers(range(count, len(self.layers)), call, values)
-        record.flags = tuple(_learns(t) if count == len(self.layers) else t.requires_grad for t in values)
-        return Bundle(tuple(t.detach().contiguous() for t in values), record.flags), record
+        record.flags = tuple([_learns(t) if count == len(self.layers) else t.requires_grad for t in values])
+        return Bundle(tuple([t.detach().contiguous() for t in values]), record.flags), record
 
     def recompute(self, record: Record) -> None:
         """Run the first layers again, now with a graph; what they count of the data they have counted before."""
-        with _uncounted(self.layers[: self.recomputed]):
+        with uncounted(self.layers[: self.recomputed]):
             head = self._layers(range(self.recomputed), record.call, record.call.inputs)
         if self.recomputed == len(self.layers):
             record.outputs = head
@@ -149,7 +150,7 @@ class Stage:
         """The gradients of the inputs; those of the weights are added up, or put off until `finish`."""
         if not weights and self.deferred is not None:
             self.deferred.begin()
-        outputs = tuple(t for t, flag in zip(record.outputs, record.flags, strict=True) if flag)
+        outputs = [t for t, flag in zip(record.outputs, record.flags, strict=True) if flag]
         _backward(outputs, [self._start(t) for t in outputs] if self.is_last else gradients)
         if record.middle:
             leaves = [t for t in record.middle if t.requires_grad]
@@ -157,7 +158,7 @@ class Stage:
             _backward(flagged, [_gradient(t) for t in leaves])
         if not weights and self.deferred is not None:
             record.rest = self.deferred.end()
-        found = tuple(_gradient(t) for t in record.call.inputs if t.requires_grad)
+        found = tuple([_gradient(t) for t in record.call.inputs if t.requires_grad])
         record.outputs = record.middle = record.head = ()
         return found
 
@@ -176,6 +177,7 @@ class Stage:
         watched: tuple[Tensor, ...] = ()
         of_batch = self.first_layer == 0 and which.start == 0
         again: dict[int, Any] = {}
+        last = len(self.layers) - 1 if self.is_last else None
         if self.inplace or of_batch or which.start not in self.untouched:
             watched = values = tuple([t.clone() for t in values])
             named = {name: t.clone() for name, t in named.items()}
@@ -187,14 +189,13 @@ class Stage:
             if takes.shares:
                 named["made_again"] = again
             devices.seed(self.device, devices.stream(self.seed, *call.key, number))
-            if self.is_last and index == len(self.layers) - 1 and call.target is not None and self.takes_target(len(values)):
+            if index == last and call.target is not None and self.takes_target(len(values)):
                 values = (*values, call.target)
-            with self.precision.autocast(self.device):
-                if call.weights is None:
-                    output = layer(*values, **named)
-                else:
-                    output = functional_call(layer, dict(call.weights[index]), values, dict(named))
-            if self.keep is not None and self.is_last and index == len(self.layers) - 1:
+            if call.weights is None and not self.mixed:
+                output = layer(*values, **named)
+            else:
+                output = self._apply(index, call, values, named)
+            if index == last and self.keep is not None:
                 self.keep(call.rows, output)
             values, named = tensors_of(output, number), {}
         if watched and not any(t._version for t in watched):
@@ -202,6 +203,14 @@ class Stage:
         if self.is_last and which.stop == len(self.layers):
             return (self.objective(values[0], call.target, call.rows, call.items),)
         return values
+
+    def _apply(self, index: int, call: Call, values: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
+        """A layer in another precision than its weights have, or with weights of another version."""
+        layer = self.layers[index]
+        with self.precision.autocast(self.device):
+            if call.weights is None:
+                return layer(*values, **named)
+            return functional_call(layer, dict(call.weights[index]), values, dict(named))
 
 
 def changes_in_place(layers: Sequence[nn.Module]) -> bool:
@@ -214,10 +223,19 @@ def leaf(tensor: Tensor, flag: bool) -> Tensor:
     return tensor.detach().requires_grad_(flag)
 
 
+_run_backward = torch.ops.aten.backward.TensorList
+"""What `torch.autograd.backward` ends in; for a small stage its checks in Python cost half as much as the backward."""
+
+
 def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
-    if pairs:
-        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+    starts: list[Tensor] = []
+    given: list[Tensor | None] = []
+    for tensor, gradient in zip(outputs, gradients, strict=True):
+        if tensor.requires_grad:
+            starts.append(tensor)
+            given.append(gradient)
+    if starts:
+        _run_backward(starts, given)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -254,30 +272,3 @@ def takes_target(layer: nn.Module) -> Callable[[int], bool]:
 def _learns(tensor: Tensor) -> bool:
     """Can a gradient flow through it?"""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-NORMS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
-"""Layers that keep statistics of what they saw."""
-
-
-@contextmanager
-def _uncounted(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Let statistics stand still: a momentum of zero, and the counter set back; captured layers have parts that know how."""
-    counts: list[Any] = [m for layer in layers for m in layer.modules() if hasattr(m, "still")]
-    norms = [m for layer in layers for m in layer.modules() if isinstance(m, NORMS) and m.track_running_stats]
-    before = [(m, m.momentum, None if m.num_batches_tracked is None else m.num_batches_tracked.clone()) for m in norms]
-    try:
-        for m in norms:
-            m.momentum = 0.0
-        for m in counts:
-            m.still = True
-        yield
-    finally:
-        for m in counts:
-            m.still = False
-        for m, momentum, count in before:
-            m.momentum = momentum
-            if count is not None and m.num_batches_tracked is not None:
-                m.num_batches_tracked.copy_(count)
