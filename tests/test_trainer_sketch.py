@@ -73,6 +73,9 @@ def test_a_sketch_trains_evaluates_generates_and_is_saved_as_the_model_would_be(
     assert torch.equal(logits(GPT2LMHeadModel.from_pretrained(tmp_path / "saved")), logits(model))
     wanted = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert torch.equal(trainer.generate(PROMPT, max_new_tokens=4), wanted)
+    os.utime(tmp_path / "trained" / ONE, ns=(0, 0))
+    with pytest.raises(MeshwrightError, match="no longer those that this trainer has written"):
+        trainer.evaluate()
 
 
 def test_a_sketch_goes_on_from_a_checkpoint_under_another_plan(whole: mw.Trainer, tmp_path: Path, workers: Workers) -> None:

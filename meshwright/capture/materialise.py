@@ -160,7 +160,7 @@ def _saved(model: Any) -> tuple[str, ...]:
 
 def _built(build: Callable[[], Any], seed: int, weights: str | Path | None, why: str) -> Skeleton:
     """The way for models that cannot be recorded: all values at once, and no more of them than are wanted afterwards."""
-    note = f"building this model cannot be recorded, so each rank builds all of it once ({why})"
+    note = f"building this model cannot be recorded, so all of it is built once ({why})"
     log.warning(note)
     kept = torch.get_rng_state()
     try:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import set_seed
 
 from meshwright.capture.materialise import Skeleton, tensors_of
+from meshwright.errors import MeshwrightError
 from meshwright.runtime.layers import Layers
 
 SMALL = 1 << 16
@@ -49,6 +50,19 @@ def _kept(skeleton: Skeleton, layers: Layers, mine: Iterable[nn.Module]) -> set[
         names |= set(skeleton.names) - set(skeleton.names_in(layers.modules))
     skeleton.keep(names)
     return names
+
+
+def stamp(folder: Path) -> dict[str, int]:
+    """When each file of weights was written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+def refuse_others(folder: Path, known: dict[str, int]) -> None:
+    """Trained weights are read again only as they were written."""
+    if stamp(folder) != known:
+        raise MeshwrightError(
+            f"the trained weights in {folder} are no longer those that this trainer has written", fix="an output_dir of its own"
+        )
 
 
 def seeded(build: Callable[[], Any], seed: int) -> Any:

@@ -30,7 +30,7 @@ from meshwright.train.data import Source, without_unused
 from meshwright.train.layers import is_captured
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.loop import Judged, Outcome
-from meshwright.train.own import seeded
+from meshwright.train.own import refuse_others, seeded, stamp
 from meshwright.train.place import everywhere, launched, refuse_world
 from meshwright.train.run import cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
 from meshwright.train.save import save_whole
@@ -73,6 +73,7 @@ class Trainer:
         self.skeleton = model if isinstance(model, Skeleton) else None
         self.model = model if self.skeleton is None else self.skeleton.model
         self.weights: Path | None = None
+        self._stamp: dict[str, int] = {}
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = data_collator or default_collator(processing_class)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
@@ -94,7 +95,7 @@ class Trainer:
         found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
         self._take(found)
         if self.skeleton is not None and self.args.plan.ranks > 1:
-            self.weights = self.trained
+            self.weights, self._stamp = self.trained, stamp(self.trained)
         return found[0].output
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -162,6 +163,8 @@ class Trainer:
         plan = self.args.plan
         refuse_world(plan)
         stages_of(plan)
+        if self.weights is not None and not launched():
+            refuse_others(self.weights, self._stamp)
         example = self.source(dataset).example(self.example_rows)
         columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
         if is_captured(self.model) and (self.flat is None or columns != self._columns):
