@@ -216,7 +216,7 @@ def test_a_model_that_writes_into_its_batch_leaves_the_batch_alone() -> None:
 
 
 def test_norms_count_what_they_see_once_and_only_while_they_train() -> None:
-    from meshwright.runtime.stage import _uncounted
+    from meshwright.runtime.statistics import uncounted
 
     torch.manual_seed(0)
     built, twin = c.Pictures().double(), c.Pictures().double()
@@ -227,7 +227,7 @@ def test_norms_count_what_they_see_once_and_only_while_they_train() -> None:
         for part in (*layers.modules, twin):
             getattr(part, name)()
         torch.testing.assert_close(through(layers, batch)[0], twin(**batch)["loss"], rtol=1e-12, atol=0)
-        with _uncounted(layers.modules):
+        with uncounted(layers.modules):
             through(layers, batch)
         for (key, mine), theirs in zip(built.named_buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(mine, theirs, msg=key)

@@ -13,6 +13,7 @@ from meshwright import MeshwrightError, Parallel
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Objective
 from meshwright.runtime.engine import Engine, Settings
+from meshwright.train.layers import layers_for
 from meshwright.train.lists import lists_for
 from tests.conftest import Pool
 from tests.training import Recipe, agree
@@ -209,6 +210,37 @@ def test_a_layer_that_changes_its_input_unasked_is_recomputed_in_part(pool: Pool
 def test_whether_a_gradient_crosses_follows_from_the_batch_alone(pool: Pool) -> None:
     with pytest.raises(MeshwrightError, match="takes a gradient in one microbatch and none in another"):
         pool.verify(partial(layers, "sometimes"), vectors, pp=2, microbatches=8, steps=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_labels_of_any_integer_type(dtype: torch.dtype) -> None:
+    output, target = torch.randn(4, 5), torch.tensor([0, 3, 1, 4])
+    assert torch.equal(Objective()(output, target.to(dtype), Rows(0, 4), 4.0), Objective()(output, target, Rows(0, 4), 4.0))
+
+
+class Holds(nn.Module):
+    """A model that holds another module."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.first, self.held = nn.Linear(8, 8), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("held", "text"),
+    [
+        (nn.LazyLinear(8), "LazyLinear{} does not know its shapes yet"),
+        (torch.jit.script(nn.Linear(8, 8)), "{} is compiled by torch.jit"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(held: nn.Module, text: str) -> None:
+    with pytest.raises(MeshwrightError, match=text.format("")):
+        layers_for([nn.Linear(8, 8), held], vectors(0), 2)
+    with pytest.raises(MeshwrightError, match=text.format(" held")):
+        layers_for(Holds(held), (torch.zeros(2, 8),), 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.bool])

@@ -23,6 +23,7 @@ from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.flat import Flat
 from meshwright.capture.hollow import standing
 from meshwright.capture.modes import both_modes
+from meshwright.capture.ready import require_ready
 from meshwright.capture.transcribe import hint, transcribe
 from meshwright.errors import MeshwrightError
 
@@ -48,6 +49,7 @@ class _Plain(nn.Module):
 
 def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
     """The flat graph of a model in training mode, for batches like this one; without labels where the loss is another's."""
+    require_ready([model])
     columns = columns_of(model, example, own_loss=own_loss)
     outputs: list[str] = []
     plain = _Plain(model, columns, lambda names: outputs.__setitem__(slice(None), names))

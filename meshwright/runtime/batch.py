@@ -233,6 +233,6 @@ class Objective:
                 fix="return a scalar loss from the model, or batch(step) -> (inputs, target)",
             )
         if not target.is_floating_point():
-            classes = output.reshape(-1, output.shape[-1])
-            return torch.nn.functional.cross_entropy(classes, target.reshape(-1), ignore_index=self.ignored, reduction="sum")
+            classes, labels = output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
+            return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum")
         return torch.nn.functional.mse_loss(output, target.to(output.dtype)) * count

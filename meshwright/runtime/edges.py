@@ -53,13 +53,13 @@ class Bare:
 
 @dataclass(slots=True)
 class Pending:
-    """A bundle on its way; `arrived` is a function to call with two arguments when it has been waited for."""
+    """A bundle on its way; `arrived` is a function to call, and with what, when it has been waited for."""
 
     bundle: Bundle
     receipts: list[Receipt]
     channel: Channel
     edges: Edges
-    arrived: tuple[Callable[[Any, float], None], Any, float] | None = None
+    arrived: tuple[Callable[[Any], None], Any] | None = None
 
     def wait(self) -> Bundle:
         """The bundle, when all of it is here."""
@@ -68,8 +68,8 @@ class Pending:
             receipt.wait()
         self.edges.waiting = None
         if self.arrived is not None:
-            note, what, begin = self.arrived
-            note(what, begin)
+            note, what = self.arrived
+            note(what)
         return self.bundle
 
 

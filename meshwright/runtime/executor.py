@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from meshwright.ir.action import Op
 from meshwright.passes.comm import OUTSTANDING
+from meshwright.runtime.clock import now
 from meshwright.runtime.edges import SHAPED, Edges, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
@@ -104,10 +105,9 @@ class Executor:
         status = current()
         seat, names = (None, {}) if status is None else status.seated(self)
         self.hands.begin(first_step)
-        trace = self.trace
-        if trace is not None:
-            trace.walk()
-        for step in self._steps():
+        steps = self._steps()
+        ends = None if self.trace is None else self.trace.walk(steps)
+        for step in steps:
             self.at = step
             if seat is not None:
                 seat.value = names[id(step)]
@@ -117,8 +117,8 @@ class Executor:
                 self._send(step)
             else:
                 self._receive(step)
-            if trace is not None and (step.channel is None or step.sends):
-                trace.end(step)
+            if ends is not None:
+                ends.append(now())
             self.done += 1
         self.edges.transport.flush()
         self.hands.end()
@@ -181,5 +181,5 @@ class Executor:
         known = self.hands.incoming(step)
         posted = self.edges.receive(step.channel, shape) if known is None else self.edges.fill(step.channel, known)
         if self.trace is not None:
-            self.trace.posted(step, posted)
+            posted.arrived = self.trace.arrived, step
         self.hands.store.slots[step.slot] = posted

@@ -10,7 +10,8 @@ Times are those of the host. On a GPU that is when work was launched, not when i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -19,12 +20,51 @@ from meshwright.ir.effects import collective
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.runtime.clock import Clock, now
-from meshwright.runtime.edges import Pending
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.program import Step
 
 Record = tuple[Step, float, float]
 """Step, begin, end."""
+
+Sync = tuple[int, int]
+"""Unit and round."""
+
+
+class _Walk:
+    """One walk through a list as it was noted: the end of each step is the begin of the next.
+
+    What happens inside a step (by its place in the list) stands in `events`: a receive or a sync that was waited for, or
+    nothing but the moment from which the step counts.
+    """
+
+    __slots__ = ("ends", "events", "start_s", "steps")
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.ends: list[float] = []
+        self.events: list[tuple[int, float, Step | Sync | None]] = []
+        self.start_s = now()
+
+    def records(self, watched: set[int]) -> Iterator[Record]:
+        """Steps with begin and end, in the order in which they ended; what was never waited for has none."""
+        events = deque(self.events)
+        under_way: dict[object, tuple[Step, float]] = {}
+        begin = self.start_s
+        for place, (step, end) in enumerate(zip(self.steps, self.ends, strict=False)):
+            while events and events[0][0] == place:
+                _, moment, what = events.popleft()
+                if what is None:
+                    begin = moment
+                elif (found := under_way.pop(id(what) if isinstance(what, Step) else what, None)) is not None:
+                    yield (*found, moment)
+                    begin = moment
+            if step.receives:
+                under_way[id(step)] = step, begin
+            elif step.channel is None and step.action.op is Op.S and step.action.stage in watched:
+                under_way[step.action.stage, step.round] = step, begin
+            else:
+                yield step, begin, end
+            begin = end
 
 
 class Trace:
@@ -32,39 +72,25 @@ class Trace:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.records: list[Record] = []
-        self._walks: list[int] = []  # where each begins in the records
-        self._begin = 0.0
+        self._walks: list[_Walk] = []
         self._watched: set[int] = set()
-        self._launched: dict[tuple[int, int], tuple[Step, float]] = {}
 
     def clear(self) -> None:
         """Forget what was recorded; walks are counted from 0 again."""
-        self.records.clear()
-        self._launched.clear()
         self._walks.clear()
 
-    def walk(self) -> None:
-        """A walk through the list starts."""
-        self._walks.append(len(self.records))
-        self._begin = now()
+    def walk(self, steps: Sequence[Step]) -> list[float]:
+        """A walk through the list starts; who walks appends the end of each step."""
+        self._walks.append(_Walk(steps))
+        return self._walks[-1].ends
 
     def begin(self) -> None:
         """The step that is under way begins here: it has what it waited for."""
-        self._begin = now()
+        self._note(None)
 
-    def end(self, step: Step) -> None:
-        """A step ends and the next one begins; a sync that somebody will wait for stays open."""
-        begin, self._begin = self._begin, now()
-        if self._watched and step.action.op is Op.S and step.action.stage in self._watched:
-            self._launched[step.action.stage, step.round] = step, begin
-        else:
-            self.records.append((step, begin, self._begin))
-
-    def posted(self, step: Step, pending: Pending) -> None:
-        """A receive was posted; its record comes when it has been waited for."""
-        pending.arrived = self._close, step, self._begin
-        self._begin = now()
+    def arrived(self, step: Step) -> None:
+        """A receive has been waited for."""
+        self._note(step)
 
     def watch(self, unit: int) -> None:
         """Somebody will say when the syncs of this unit have been waited for."""
@@ -72,20 +98,18 @@ class Trace:
 
     def landed(self, unit: int, round_: int) -> None:
         """The sync of a unit has been waited for; calls after the first do nothing."""
-        if (found := self._launched.pop((unit, round_), None)) is not None:
-            self._close(*found)
+        self._note((unit, round_))
 
-    def _close(self, step: Step, begin: float) -> None:
-        self._begin = now()
-        self.records.append((step, begin, self._begin))
+    def _note(self, what: Step | Sync | None) -> None:
+        walk = self._walks[-1]
+        walk.events.append((len(walk.ends), now(), what))
 
     def spans(self, schedule: Schedule, mesh: Mesh) -> list[Span]:
         """The records as spans on the common clock; walks follow each other like rounds, copies are further workers."""
         found: list[Span] = []
-        ends = [*self._walks[1:], len(self.records)]
-        for walk, (first, last) in enumerate(zip(self._walks, ends, strict=True)):
+        for number, walk in enumerate(self._walks):
             cells: dict[Entry, int] = {}
-            for step, begin, end in self.records[first:last]:
+            for step, begin, end in walk.records(self._watched):
                 start, stop = begin + self.clock.offset_s, end + self.clock.offset_s
                 if step.entry in cells:
                     at = cells[step.entry]
@@ -93,7 +117,7 @@ class Trace:
                     continue
                 if isinstance(step.entry, Cell):
                     cells[step.entry] = len(found)
-                found.append(Span(mesh.rank, _lane(schedule, step), _placed(step.entry, schedule, mesh, walk), start, stop))
+                found.append(Span(mesh.rank, _lane(schedule, step), _placed(step.entry, schedule, mesh, number), start, stop))
         return found
 
 

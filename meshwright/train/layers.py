@@ -17,6 +17,7 @@ from torch.func import functional_call
 from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.export import flatten, results
 from meshwright.capture.flat import Flat
+from meshwright.capture.ready import require_ready
 from meshwright.capture.split import split
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.layers import Layers
@@ -45,10 +46,12 @@ def layers_for(
     if not is_captured(built):
         if cuts:
             raise MeshwrightError("stages name modules of a captured model, this is a list of layers", fix="stages=()")
-        return Layers.of(built, stages)
+        found = Layers.of(built, stages)
+        require_ready(found.modules)
+        return found
     flat = flat or flatten(built, example_batch, own_loss=own_loss)
-    found = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
-    return Layers(found.modules, found.starts, found.names, flat.columns, found.weigh, flat.fixed)
+    cut = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
+    return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.fixed)
 
 
 @dataclass(frozen=True)
