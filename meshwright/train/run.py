@@ -96,6 +96,8 @@ def _resume(loop: Loop, folder: str | None) -> None:
     fresh, kept = loop.state, extra["state"]
     for name in ("epoch", "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos"):
         setattr(fresh, name, kept[name])
+    if loop.trainer.args.restore_callback_states_from_checkpoint:
+        loop.watchers.restore(kept["stateful_callbacks"])
     if not loop.trainer.args.ignore_data_skip:
         loop.start = Position(data["epoch"], data["rows"] // rows)
         if loop.course.sampler is not None and loop.start.step >= loop.course.sampler.steps:
