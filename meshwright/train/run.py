@@ -14,7 +14,7 @@ from meshwright.runtime.layers import Layers
 from meshwright.runtime.trace import Trace
 from meshwright.train.callbacks import Watchers
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.data import Position, Source
+from meshwright.train.data import Position, Source, has_rows
 from meshwright.train.evaluation import predict_on
 from meshwright.train.layers import layers_for
 from meshwright.train.lists import stages_of
@@ -24,6 +24,7 @@ from meshwright.train.optimizers import rates_for
 from meshwright.train.place import alone, device_for
 from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
+from meshwright.train.together import refuse_differences
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -34,6 +35,7 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     set_seed(trainer.args.seed)
     source = trainer.source(trainer.train_dataset)
     course = Course.of(trainer.args, source)
+    refuse_differences(_agreed(trainer, course, resume))
     session = session_for(trainer, source.example(trainer.example_rows), course.max_steps)
     source = session.reads(source)
     loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
@@ -51,6 +53,17 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
         weights = session.held()
     session.close()
     return Outcome(output, loop.state, trainer.callbacks, weights)
+
+
+def _agreed(trainer: Trainer, course: Course, resume: str | bool | None) -> dict[str, Any]:
+    """What every rank must have been given alike, by name; under torchrun each has read its own data and arguments."""
+    args, sets = trainer.args, trainer.eval_dataset
+    by_name = sets if isinstance(sets, dict) else {"eval_dataset": sets}
+    rows = {f"the number of rows of {name}": len(d) if has_rows(d) else None for name, d in by_name.items()}
+    if course.sampler is not None:
+        rows |= {"the number of rows of train_dataset": course.sampler.size, "the seed of the data": course.sampler.seed}
+    steps = {name: getattr(args, name) for name in ("seed", "logging_steps", "eval_steps", "save_steps", "fp16", "bf16")}
+    return {**rows, "max_steps": course.max_steps, "resume_from_checkpoint": resume, **steps}
 
 
 def evaluate_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> Judged:
