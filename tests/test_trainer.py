@@ -103,9 +103,14 @@ def test_callbacks_are_told_and_what_they_note_comes_back(tmp_path: Path, worker
 
 def test_the_log_is_a_file_of_json_lines(tmp_path: Path, workers: Workers) -> None:
     trainer = ours(gpt2(), tmp_path, text(), workers, parallel={"pp": 2}, max_steps=3, report_to=["tensorboard"])
-    trainer.train()
+    metrics = trainer.train().metrics
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    assert json.loads((tmp_path / "train_results.json").read_text())["train_loss"] == metrics["train_loss"]
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 3
     assert [line["loss"] for line in lines[:3]] == series(trainer.state.log_history, "loss")
     assert list(tmp_path.rglob("events.out.tfevents*"))
 

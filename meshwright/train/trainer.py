@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerState, set_seed
+from transformers import trainer_pt_utils as reports
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from meshwright.capture.export import flatten
@@ -36,6 +37,9 @@ _NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimiz
 
 class Trainer:
     """Trains a model under a plan."""
+
+    log_metrics, save_metrics, save_state = reports.log_metrics, reports.save_metrics, reports.save_state
+    """What scripts of Hugging Face end with, as it is there."""
 
     def __init__(
         self,
