@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,9 +186,10 @@ def test_an_own_loop(workers: Workers, tmp_path: Path) -> None:
     first, again, loss = found[0]
     assert first == again and loss > 0
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*gpt(blocks=2))
+    model, hook = torch.nn.Sequential(*gpt(blocks=2)), sys.excepthook
     with mw.parallelize(model, text_batch(0), None, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), clip=1.0) as session:
         serial = [session.step(text_batch(i)).loss for i in range(3)]
+    assert sys.excepthook is hook, "an error behind it would still be that of a rank"
     assert first == pytest.approx(serial[1:], rel=CLOSE)
     with pytest.raises(MeshwrightError, match="needs 2 ranks and this is one process"):
         mw.parallelize(model, text_batch(0), {"pp": 2})
