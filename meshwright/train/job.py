@@ -48,8 +48,7 @@ class Job:
 
     def trainer(self) -> Trainer:
         """The trainer, ready to train; everything that is wrong with the job is said here."""
-        ours = {"output_dir": OUTPUT, "logging_nan_inf_filter": False}  # a loss that is no number is shown as such
-        args = arguments({**ours, **self.arguments, "parallel": dict(self.parallel)})
+        args = arguments({"output_dir": OUTPUT, **self.arguments, "parallel": dict(self.parallel)})
         own = ":" in self.model
         known = None if own else model_file(self.model)
         build = function(self.model) if known is None else known.build
