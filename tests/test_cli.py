@@ -258,3 +258,17 @@ def test_a_schedule_file_takes_no_options(tmp_path: Path) -> None:
     for arguments in (("--steps", "3"), ("--option", "warmup=2")):
         done = meshwright("simulate", str(file), *arguments)
         assert done.returncode == 2 and "schedule file" in done.stderr
+
+
+def test_training_that_ends_in_no_number_says_so(tmp_path: Path) -> None:
+    job = {"model": "tests.trainers:Plain", "dataset": "tests.trainers:no_numbers"}
+    chosen = {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "train_sampling_strategy": "sequential"}
+    chosen |= {"report_to": "none", "output_dir": str(tmp_path)}
+    head = ["schema = 1", *(f"{name} = {json.dumps(value)}" for name, value in job.items()), "[arguments]"]
+    path = tmp_path / "job.toml"
+    path.write_text("\n".join([*head, *(f"{name} = {json.dumps(value)}" for name, value in chosen.items())]))
+    done = meshwright("train", str(path))
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"loss \d\.\d+ -> nan", done.stdout)
+    losses = [json.loads(line).get("loss") for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert losses[0] > 0 and losses[1:3] == ["nan", "nan"]

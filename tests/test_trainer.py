@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import EarlyStoppingCallback
 
 from meshwright.runtime.launch import Workers
 from tests.trainers import Notes, accuracy, distance, gpt2, llama, ours, reference, series, summed_loss, text
@@ -102,9 +103,14 @@ def test_callbacks_are_told_and_what_they_note_comes_back(tmp_path: Path, worker
 
 def test_the_log_is_a_file_of_json_lines(tmp_path: Path, workers: Workers) -> None:
     trainer = ours(gpt2(), tmp_path, text(), workers, parallel={"pp": 2}, max_steps=3, report_to=["tensorboard"])
-    trainer.train()
+    metrics = trainer.train().metrics
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    assert json.loads((tmp_path / "train_results.json").read_text())["train_loss"] == metrics["train_loss"]
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 3
     assert [line["loss"] for line in lines[:3]] == series(trainer.state.log_history, "loss")
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
@@ -128,3 +134,33 @@ def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(second: Any, 
     for key in ("loss", "learning_rate"):
         assert series(again.state.log_history, key) == pytest.approx(series(whole.state.log_history, key), rel=CLOSE), key
     assert distance(model, whole.model) < 1e-4
+
+
+def test_a_run_that_had_ended_takes_no_more_steps(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    first = ours(gpt2(), tmp_path, text(), **more)
+    first.train()
+    model = gpt2(seed=1)
+    again = ours(model, tmp_path, text(), **more)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3 and series(again.state.log_history, "loss") == series(first.state.log_history, "loss")
+    assert distance(model, first.model) == 0
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_callbacks_go_on_with_what_a_checkpoint_has_of_them(kept: bool, tmp_path: Path, workers: Workers) -> None:
+    """Nothing gets better here, so each evaluation but the first takes some patience."""
+    more: dict[str, Any] = {
+        "learning_rate": 0.0, "eval_dataset": text(8), "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
+        "save_steps": 1, "metric_for_best_model": "loss", "load_best_model_at_end": True,
+    }  # fmt: skip
+    first = ours(gpt2(), tmp_path, text(), max_steps=3, **more, callbacks=[EarlyStoppingCallback(5)])
+    first.train()
+    patience = EarlyStoppingCallback(5)
+    again = ours(
+        gpt2(), tmp_path, text(), workers, parallel={"pp": 2}, callbacks=[patience],
+        restore_callback_states_from_checkpoint=kept, **more,
+    )  # fmt: skip
+    again.train(resume_from_checkpoint=True)
+    assert patience.early_stopping_patience_counter == 5
+    assert again.state.global_step == (6 if kept else 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from meshwright import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train.models import gpt, text_batch
 from meshwright.train.place import refuse_world
-from tests.trainers import Plain, arguments, distance, gpt2, ours, reference, series, text, vectors
+from tests.trainers import Plain, arguments, distance, gpt2, ours, reference, series, summed_loss, text, vectors
 
 CLOSE = 1e-5
 
@@ -134,6 +135,14 @@ def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest
         ours(gpt2(), tmp_path, text(), parallel={"pp": 257, "microbatches": 1}).train()
     with pytest.raises(MeshwrightError, match="the data set has words"):
         ours(gpt2(), tmp_path, [{"words": [1, 2]}] * 8).train()
+    for more in ({}, {"compute_loss_func": summed_loss}):
+        with pytest.raises(MeshwrightError, match="no loss to train on: from 'input_ids' the model gives 'logits'"):
+            ours(gpt2(), tmp_path, [{"input_ids": [1, 2, 3]}] * 8, parallel={"pp": 2}, **more).train()
+    with pytest.raises(MeshwrightError, match="all parameters of the model are frozen"):
+        ours(gpt2().requires_grad_(False), tmp_path, text(), parallel={"pp": 2}).train()
+    ragged = [{"input_ids": [1] * n, "labels": [1] * n} for n in range(2, 10)]
+    with pytest.raises(MeshwrightError, match="these rows cannot be stacked"):
+        ours(gpt2(), tmp_path, ragged, parallel={"pp": 2}).train()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(MeshwrightError, match="needs pp 2 x dp 2 = 4 ranks, the job has 3"):
@@ -177,12 +186,23 @@ def test_an_own_loop(workers: Workers, tmp_path: Path) -> None:
     first, again, loss = found[0]
     assert first == again and loss > 0
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*gpt(blocks=2))
+    model, hook = torch.nn.Sequential(*gpt(blocks=2)), sys.excepthook
     with mw.parallelize(model, text_batch(0), None, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), clip=1.0) as session:
         serial = [session.step(text_batch(i)).loss for i in range(3)]
+    assert sys.excepthook is hook, "an error behind it would still be that of a rank"
     assert first == pytest.approx(serial[1:], rel=CLOSE)
     with pytest.raises(MeshwrightError, match="needs 2 ranks and this is one process"):
         mw.parallelize(model, text_batch(0), {"pp": 2})
+
+
+def train_on_own_data(folder: str) -> None:
+    """As under torchrun, where every rank has read its own."""
+    ours(gpt2(), Path(folder), text(8 + 8 * torch.distributed.get_rank()), parallel={"pp": 2}).train()
+
+
+def test_ranks_that_were_given_different_things_are_told(workers: Workers, tmp_path: Path) -> None:
+    with pytest.raises(MeshwrightError, match="the number of rows of train_dataset is 8 on rank 0 and 16 on rank 1"):
+        workers.run(train_on_own_data, str(tmp_path), ranks=2)
 
 
 @pytest.mark.parametrize("how", [{"bf16": True}, {"fp16": True}], ids=str)

@@ -57,6 +57,8 @@ def test_rows_of_a_step_and_their_cuts(
         ({"neftune_noise_alpha": 0.1}, "neftune_noise_alpha"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen='all' is not supported"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True is not supported"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
     ],
 )

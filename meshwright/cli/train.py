@@ -55,6 +55,8 @@ def train(
     asked(plan)
     job = _job(model, context.args, {"parallel": plan, "dataset": dataset, "length": length, "resume": resume})
     trainer = job.trainer()
+    if "logging_nan_inf_filter" not in job.arguments:
+        trainer.args.logging_nan_inf_filter = False  # a loss that is no number is shown as such
     output = trainer.train(resume_from_checkpoint=True if job.resume == "last" else job.resume)
     if save_model is not None:
         trainer.save_model(str(save_model))

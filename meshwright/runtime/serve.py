@@ -46,12 +46,16 @@ FOREVER = timedelta(days=7)
 def process_group(rank: int, world: int, store: Store, *, local_rank: int | None = None) -> Iterator[None]:
     """A process group over a store, taken down at the end; after an error others may never come to that, so it is left."""
     device = devices.choose(rank if local_rank is None else local_rank)
+    before = sys.excepthook
     dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world, timeout=FOREVER)
+    names_its_rank = sys.excepthook
     if store.add("joined", 1) == world:
         store.set("all joined", "yes")
     yield
     store.wait(["all joined"])  # who closes its connections while others still make theirs would fail them
     dist.destroy_process_group()
+    if sys.excepthook is names_its_rank:  # torch leaves it, and a later error would name its rank once per group
+        sys.excepthook = before
 
 
 def serve(

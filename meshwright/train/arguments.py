@@ -31,6 +31,9 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "batch_eval_metrics": (False, "compute_metrics gets all predictions at once"),
     "enable_jit_checkpoint": (False, "save_steps"),
     "torch_empty_cache_steps": (None, "leave it out"),
+    "include_num_input_tokens_seen": ("no", "count them in a callback"),
+    "bf16_full_eval": (False, "bf16=True, for training and evaluation alike"),
+    "fp16_full_eval": (False, "fp16=True, for training and evaluation alike"),
     "label_smoothing_factor": (0.0, "compute_loss_func with torch.nn.CrossEntropyLoss(label_smoothing=...)"),
 }
 """Arguments that are not supported: what they are when off, and what to do instead."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from meshwright.report.progress import Bar
 
@@ -85,6 +86,21 @@ class Watchers:
         """Tell them of an event."""
         self.control = getattr(self.handler, event)(args, state, self.control, **more)
         return self.control
+
+    def states(self) -> dict[str, list[Any]]:
+        """What callbacks want a checkpoint to keep, by class."""
+        found: dict[str, list[Any]] = {}
+        for callback in self.handler.callbacks:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback.state())
+        return found
+
+    def restore(self, states: Mapping[str, list[Any]]) -> None:
+        """Let callbacks of the same classes go on from there."""
+        for kind, kept in states.items():
+            mine = [c for c in self.handler.callbacks if type(c).__name__ == kind]
+            for callback, state in zip(mine, kept, strict=False):
+                callback.__dict__.update(type(callback).from_state(state).__dict__)
 
     def agree(self) -> TrainerControl:
         """After events that may change what comes next: all ranks go by rank 0."""

@@ -40,11 +40,14 @@ def default_collator(processing_class: Any) -> Collator:
 
 def stacked(rows: list[Any]) -> Any:
     """Rows that are mappings as Hugging Face stacks them (label becomes labels), others as torch does."""
-    if isinstance(rows[0], Mapping):
-        from transformers import default_data_collator
+    from transformers import default_data_collator
 
-        return default_data_collator(rows)
-    return default_collate(rows)
+    try:
+        return default_data_collator(rows) if isinstance(rows[0], Mapping) else default_collate(rows)
+    except (ValueError, RuntimeError) as error:
+        raise MeshwrightError(
+            f"these rows cannot be stacked: {error}", fix="a data_collator that pads, or a tokenizer as processing_class"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ from torch.func import functional_call
 
 from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.export import flatten, results
-from meshwright.capture.flat import Flat
+from meshwright.capture.flat import Flat, refs
 from meshwright.capture.ready import require_ready
 from meshwright.capture.split import split
 from meshwright.errors import MeshwrightError
+from meshwright.ir.columns import TARGETS
+from meshwright.runtime.batch import Batch
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.layers import columns_of as stage_columns
 
@@ -52,6 +54,18 @@ def layers_for(
     flat = flat or flatten(built, example_batch, own_loss=own_loss)
     cut = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
     return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.fixed)
+
+
+def refuse_lossless(flat: Flat, example_batch: Any, *, own_loss: bool = False) -> None:
+    """Is there something to train on: a loss that the model returns, or a target to compare its output with?"""
+    given = Batch(example_batch, microbatches=1, names=flat.columns)
+    size = flat.by_name[next(refs(flat.result)).name].size
+    if given.target is None and (own_loss or size is None or size.shape):
+        raise MeshwrightError(
+            f"there is no loss to train on: from {', '.join(map(repr, flat.columns))} the model gives {flat.outputs[0]!r}, and "
+            "the data set has no labels besides",
+            fix=f"a data set with {TARGETS[0]!r}, or a data_collator that adds them",
+        )
 
 
 @dataclass(frozen=True)

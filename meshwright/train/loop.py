@@ -128,13 +128,13 @@ class Loop:
         if args.eval_on_start:
             self._evaluate()
         for epoch in range(self.start.epoch, self.course.epochs):
-            if self.watchers.control.should_training_stop or not self._epoch(epoch):
+            done = state.global_step >= self.course.max_steps  # a run that had ended is resumed
+            if done or self.watchers.control.should_training_stop or not self._epoch(epoch):
                 break
         self.losses.total += self.losses.since
-        done = state.global_step - first
-        samples = args.rows.step * done
-        metrics = speed_metrics("train", begun, num_samples=samples, num_steps=done)
-        metrics |= {"total_flos": state.total_flos, "train_loss": self.losses.total / max(done, 0.001)}
+        steps = state.global_step - first
+        metrics = speed_metrics("train", begun, num_samples=args.rows.step * steps, num_steps=steps)
+        metrics |= {"total_flos": state.total_flos, "train_loss": self.losses.total / max(steps, 0.001)}
         self.log(metrics)
         self._load_best()
         self._tell("on_train_end")
@@ -242,4 +242,5 @@ class Loop:
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps beside tensors."""
-        return {"state": asdict(self.state), "rates": self.session.rates.state_dict(), "scale": self.session.scale}
+        state = {**asdict(self.state), "stateful_callbacks": self.watchers.states()}
+        return {"state": state, "rates": self.session.rates.state_dict(), "scale": self.session.scale}

@@ -17,7 +17,7 @@ from meshwright.runtime.layers import Layers
 from meshwright.runtime.trace import Trace
 from meshwright.train.callbacks import Watchers
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.data import Position, Source
+from meshwright.train.data import Position, Source, has_rows
 from meshwright.train.evaluation import predict_on
 from meshwright.train.layers import layers_for
 from meshwright.train.lists import stages_of
@@ -29,6 +29,7 @@ from meshwright.train.place import alone, device_for
 from meshwright.train.save import save
 from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
+from meshwright.train.together import refuse_differences
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -39,6 +40,7 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     set_seed(trainer.args.seed)
     source = trainer.source(trainer.train_dataset)
     course = Course.of(trainer.args, source)
+    refuse_differences(_agreed(trainer, course, resume))
     session = session_for(trainer, source.example(trainer.example_rows), course.max_steps)
     source = session.reads(source)
     loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
@@ -59,6 +61,17 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
         weights = session.held()
     session.close()
     return Outcome(output, loop.state, trainer.callbacks, weights)
+
+
+def _agreed(trainer: Trainer, course: Course, resume: str | bool | None) -> dict[str, Any]:
+    """What every rank must have been given alike, by name; under torchrun each has read its own data and arguments."""
+    args, sets = trainer.args, trainer.eval_dataset
+    by_name = sets if isinstance(sets, dict) else {"eval_dataset": sets}
+    rows = {f"the number of rows of {name}": len(d) if has_rows(d) else None for name, d in by_name.items()}
+    if course.sampler is not None:
+        rows |= {"the number of rows of train_dataset": course.sampler.size, "the seed of the data": course.sampler.seed}
+    steps = {name: getattr(args, name) for name in ("seed", "logging_steps", "eval_steps", "save_steps", "fp16", "bf16")}
+    return {**rows, "max_steps": course.max_steps, "resume_from_checkpoint": resume, **steps}
 
 
 def evaluate_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> Judged:
@@ -119,6 +132,8 @@ def _resume(loop: Loop, folder: str | None) -> None:
     fresh, kept = loop.state, extra["state"]
     for name in ("epoch", "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos"):
         setattr(fresh, name, kept[name])
+    if loop.trainer.args.restore_callback_states_from_checkpoint:
+        loop.watchers.restore(kept["stateful_callbacks"])
     if not loop.trainer.args.ignore_data_skip:
         loop.start = Position(data["epoch"], data["rows"] // rows)
         if loop.course.sampler is not None and loop.start.step >= loop.course.sampler.steps:

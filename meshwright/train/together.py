@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -29,3 +29,15 @@ def agree(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> l
         whole = len(failed) == len(answers)  # all of them found the same: a rank would say nothing
         raise MeshwrightError(what if whole or len(answers) == 1 else f"rank {rank}: {what}", fix=fix)
     return [value for value, _ in answers]
+
+
+def refuse_differences(facts: Mapping[str, Any]) -> None:
+    """Ranks that were given different things would wait for each other for ever; all of them are told what differs."""
+    found = agree(lambda: dict(facts))
+    for rank, theirs in enumerate(found):
+        for name, value in found[0].items():
+            if (other := theirs.get(name)) != value:
+                raise MeshwrightError(
+                    f"ranks differ: {name} is {value} on rank 0 and {other} on rank {rank}",
+                    fix="the same script, arguments and data on every rank",
+                )

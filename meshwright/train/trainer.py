@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, set_seed
+from transformers import trainer_pt_utils as reports
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from meshwright.capture.export import flatten
@@ -27,7 +28,7 @@ from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
-from meshwright.train.layers import is_captured
+from meshwright.train.layers import is_captured, refuse_lossless
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.loop import Judged, Outcome
 from meshwright.train.own import refuse_others, seeded, stamp
@@ -42,6 +43,9 @@ _NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimiz
 
 class Trainer:
     """Trains a model under a plan."""
+
+    log_metrics, save_metrics, save_state = reports.log_metrics, reports.save_metrics, reports.save_state
+    """What scripts of Hugging Face end with, as it is there."""
 
     def __init__(
         self,
@@ -91,7 +95,9 @@ class Trainer:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
         if self.train_dataset is None:
             raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
-        self.capture(self.train_dataset)
+        if not any(p.requires_grad for p in self.module.parameters()):
+            raise MeshwrightError("all parameters of the model are frozen: nothing would be trained", fix="requires_grad_(True)")
+        self.capture(self.train_dataset, trains=True)
         found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
         self._take(found)
         if self.skeleton is not None and self.args.plan.ranks > 1:
@@ -158,7 +164,7 @@ class Trainer:
         """The model as one module; a list of layers is wrapped."""
         return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
 
-    def capture(self, dataset: Any) -> None:
+    def capture(self, dataset: Any, *, trains: bool = False) -> None:
         """The graph of the model, once for all ranks; what cannot be captured is said here, before anything starts."""
         plan = self.args.plan
         refuse_world(plan)
@@ -170,6 +176,8 @@ class Trainer:
         if is_captured(self.model) and (self.flat is None or columns != self._columns):
             self._columns = columns  # a set without labels is another graph
             self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
+        if trains and self.flat is not None:
+            refuse_lossless(self.flat, example, own_loss=self.compute_loss_func is not None)
         if plan.ranks > 1 and not launched():
             layers, kept = cut(self, example)
             refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept).flush)
