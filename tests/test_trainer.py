@@ -11,7 +11,9 @@ import torch
 import transformers
 from transformers import EarlyStoppingCallback
 
+from meshwright import MeshwrightError
 from meshwright.runtime.launch import Workers
+from meshwright.train import rotate
 from tests.trainers import Notes, accuracy, distance, gpt2, llama, ours, reference, series, summed_loss, text
 
 CLOSE = 1e-5
@@ -134,6 +136,21 @@ def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(second: Any, 
     for key in ("loss", "learning_rate"):
         assert series(again.state.log_history, key) == pytest.approx(series(whole.state.log_history, key), rel=CLOSE), key
     assert distance(model, whole.model) < 1e-4
+
+
+class Fails(transformers.TrainerCallback):
+    """Raises on the last rank right after a save has begun."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2 and not state.is_world_process_zero:
+            raise ValueError("this callback does not like step 2")
+
+
+def test_a_checkpoint_on_its_way_outlives_the_failure_of_the_run(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"parallel": {"pp": 2}, "save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(MeshwrightError, match="does not like step 2"):
+        ours(gpt2(), tmp_path, text(), callbacks=[Fails()], **plan).train()
+    assert (found := rotate.last_good(tmp_path)) is not None and found.name == "checkpoint-2"
 
 
 def test_a_run_that_had_ended_takes_no_more_steps(tmp_path: Path) -> None:

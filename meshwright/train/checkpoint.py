@@ -35,6 +35,9 @@ from meshwright.train.options import facts, merged
 from meshwright.train.restore import Resumed, restore
 from meshwright.train.together import agree
 
+SETTLE_S = 5.0
+"""How long a run that has failed waits for the checkpoint that it was writing."""
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -109,6 +112,11 @@ class Checkpoints:
         """Put a checkpoint's state into the engine: the one named, or the last good one; None where there is none."""
         self.wait()
         return restore(self.engine, self.root, None if which is None else Path(which), self._group)
+
+    def settle(self) -> None:
+        """The run has failed: what is being written was good, so it gets a while; then nothing waits for it any more."""
+        if self._thread is not None:
+            self._thread.join(SETTLE_S)
 
     def close(self) -> None:
         """Wait for the last checkpoint, and give back the group."""

@@ -48,7 +48,12 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
         loop.checkpoints = Checkpoints(trainer.folder, session.engine, limit=trainer.args.save_total_limit)
     if resume:
         _resume(loop, None if resume is True else str(resume))
-    output = loop.run()
+    try:
+        output = loop.run()
+    except BaseException:
+        if loop.checkpoints is not None:
+            loop.checkpoints.settle()
+        raise
     if loop.checkpoints is not None:
         loop.checkpoints.close()
     weights = {}
