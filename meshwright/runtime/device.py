@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -27,18 +28,17 @@ _MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 63) - 1
 
 
-def stream(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """The start of the random stream of one layer and one microbatch, the same under every plan and in one process."""
-    state = seed
-    for part in (step, microbatch, layer):
-        state = ((state ^ (part + 1)) * _MIX) & _WORD
-        state ^= state >> 31
-    return state
+def stream(start: int, *parts: int) -> int:
+    """The start of a random stream inside another: that of a step in a seed's, a microbatch in the step's, a layer in that.
+
+    It is the same under every plan and in one process.
+    """
+    for part in parts:
+        start = ((start ^ (part + 1)) * _MIX) & _WORD
+        start ^= start >> 31
+    return start
 
 
-def seed(device: torch.device, start: int) -> None:
-    """Start a random stream on a device."""
-    if device.type == "cuda":
-        torch.cuda.manual_seed(start)
-    else:
-        torch.default_generator.manual_seed(start)
+def seeder(device: torch.device) -> Callable[[int], object]:
+    """What starts a random stream on a device."""
+    return torch.cuda.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed

@@ -122,6 +122,7 @@ class Stage:
         self.inplace = changes_in_place(self.layers)
         self.untouched: set[int] = set()
         self.mixed = self.precision.mixed
+        self.draw_from = devices.seeder(self.device)
 
     def forward(self, call: Call) -> tuple[Bundle, Record]:
         """Run the layers and keep what the backward will need."""
@@ -177,6 +178,7 @@ class Stage:
         watched: tuple[Tensor, ...] = ()
         of_batch = self.first_layer == 0 and which.start == 0
         again: dict[int, Any] = {}
+        stream = devices.stream(self.seed, *call.key)
         last = len(self.layers) - 1 if self.is_last else None
         if self.inplace or of_batch or which.start not in self.untouched:
             watched = values = tuple([t.clone() for t in values])
@@ -188,7 +190,7 @@ class Stage:
                 named = {**named, **takes.from_batch(call)}
             if takes.shares:
                 named["made_again"] = again
-            devices.seed(self.device, devices.stream(self.seed, *call.key, number))
+            self.draw_from(devices.stream(stream, number))
             if index == last and call.target is not None and self.takes_target(len(values)):
                 values = (*values, call.target)
             if call.weights is None and not self.mixed:
