@@ -216,7 +216,7 @@ def test_a_model_that_writes_into_its_batch_leaves_the_batch_alone() -> None:
 
 
 def test_norms_count_what_they_see_once_and_only_while_they_train() -> None:
-    from meshwright.runtime.statistics import uncounted
+    from meshwright.runtime.moving import Moving
 
     torch.manual_seed(0)
     built, twin = c.Pictures().double(), c.Pictures().double()
@@ -227,7 +227,8 @@ def test_norms_count_what_they_see_once_and_only_while_they_train() -> None:
         for part in (*layers.modules, twin):
             getattr(part, name)()
         torch.testing.assert_close(through(layers, batch)[0], twin(**batch)["loss"], rtol=1e-12, atol=0)
-        with uncounted(layers.modules):
+        moving = Moving(layers.modules)
+        with moving.as_before(moving.copied()):
             through(layers, batch)
         for (key, mine), theirs in zip(built.named_buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(mine, theirs, msg=key)

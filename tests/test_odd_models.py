@@ -310,6 +310,35 @@ def statistics(kind: str, recompute: str) -> dict[str, Any]:
     return {name.rpartition(".")[2]: tensor for name, tensor in model.modules[1].state_dict().items()}
 
 
+class Codebook(nn.Module):
+    """What it returns depends on a buffer that follows the data, by a new tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x * (1 + self.mean)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return found
+
+
+def following(kind: str) -> list[nn.Module]:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 8)
+    moves = nn.utils.parametrizations.spectral_norm(linear) if kind == "spectral" else Codebook()
+    return [nn.Linear(8, 8), moves, nn.Tanh(), nn.Linear(8, 8)]
+
+
+@pytest.mark.parametrize("kind", ["spectral", "codebook"])
+@pytest.mark.parametrize("recompute", ["inline", "early", [0.6, 0.0]])
+def test_a_layer_runs_again_on_the_buffers_that_it_ran_on(pool: Pool, recompute: Any, kind: str) -> None:
+    """One process takes microbatch after microbatch, so its buffers move as those of the first stage do."""
+    found = pool.verify(partial(following, kind), vectors, pp=2, microbatches=4, recompute=recompute, steps=2)
+    assert found.passed, found.worst
+
+
 @pytest.mark.parametrize("kind", ["batch", "instance"])
 @pytest.mark.parametrize("recompute", ["inline", "early"])
 def test_statistics_are_counted_once_under_recompute(pool: Pool, recompute: str, kind: str) -> None:

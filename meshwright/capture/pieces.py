@@ -52,18 +52,17 @@ class Switched(nn.Module):
 
 
 class Counts(nn.Module):
-    """An operation that keeps statistics of what it saw: not in evaluation, and not where a forward is run again (`still`)."""
+    """An operation that keeps statistics of what it saw, though not in evaluation."""
 
     def __init__(self, target: str) -> None:
         super().__init__()
-        self.target, self.operation, self.still = target, function_of(target), False
+        self.target, self.operation = target, function_of(target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation; a norm has its switch for training and its momentum among its arguments."""
+        """The operation; a norm has its switch for training among its arguments."""
         if is_one_of(self.target, ("aten.batch_norm", "aten.instance_norm")):
-            momentum = 0.0 if self.still else args[6]
-            return self.operation(*args[:5], self.training, momentum, *args[7:], **kwargs)
-        return self.operation(*args, **kwargs) if self.training and not self.still else args[0]
+            return self.operation(*args[:5], self.training, *args[6:], **kwargs)
+        return self.operation(*args, **kwargs) if self.training else args[0]
 
     def __reduce__(self) -> Any:
         return type(self), (self.target,), {"training": self.training}

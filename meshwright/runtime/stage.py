@@ -26,9 +26,9 @@ from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Objective
 from meshwright.runtime.layers import columns_of
+from meshwright.runtime.moving import Moving, Place
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
-from meshwright.runtime.statistics import uncounted
 
 Weights = Sequence[Mapping[str, Tensor]]
 """Parameters of each layer by name, where they are not the layer's own."""
@@ -73,6 +73,7 @@ class Record:
     middle: tuple[Tensor, ...] = ()
     head: tuple[Tensor, ...] = ()
     rest: Rest | None = None
+    moved: Mapping[Place, Tensor] = field(default_factory=dict)
 
 
 class Takes(NamedTuple):
@@ -112,6 +113,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
+        self.moving = Moving(self.layers[: self.recomputed])
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
         # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
         # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
@@ -129,8 +131,10 @@ class Stage:
         count, record = self.recomputed, Record(call)
         values = call.inputs
         if count:
+            before = self.moving.copied()
             with torch.no_grad():
                 values = self._layers(range(count), call, values)
+            record.moved = self.moving.moved(before)
             if count < len(self.layers):
                 record.middle = values = tuple([leaf(t, _learns(t)) for t in values])
         if count < len(self.layers):
@@ -140,7 +144,7 @@ class Stage:
 
     def recompute(self, record: Record) -> None:
         """Run the first layers again, now with a graph; what they count of the data they have counted before."""
-        with uncounted(self.layers[: self.recomputed]):
+        with self.moving.as_before(record.moved):
             head = self._layers(range(self.recomputed), record.call, record.call.inputs)
         if self.recomputed == len(self.layers):
             record.outputs = head
