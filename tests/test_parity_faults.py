@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import Certificate, MeshwrightError, Parallel
+from meshwright.ir.action import Action
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import unit as units
@@ -62,13 +63,13 @@ def dropped_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_rows(patch: pytest.MonkeyPatch) -> None:
     """A microbatch is cut one row too early."""
-    plain = Compute._rows
+    plain = Compute._own
 
-    def rows(self: Compute, step: Any) -> Rows:
-        found = plain(self, step)
-        return Rows(found.start - 1, found.stop - 1) if step.action.mb == 2 else found
+    def own(self: Compute, action: Action, rows: Rows) -> Rows:
+        found = plain(self, action, rows)
+        return Rows(found.start - 1, found.stop - 1) if action.mb == 2 else found
 
-    patch.setattr(Compute, "_rows", rows)
+    patch.setattr(Compute, "_own", own)
 
 
 def no_division(patch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ def changed() -> list[str]:
 def losses(folder: Path, *command: str) -> list[float]:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=ENV, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    lists = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    lists = re.findall(r"\[\d[^\[\]]*\]", done.stdout)  # what two ranks print may share a line
     found: list[float] = ast.literal_eval(lists[0])
-    assert all(ast.literal_eval(line) == found for line in lists), "ranks differ"
+    assert all(ast.literal_eval(text) == found for text in lists), "ranks differ"
     return found
 
 
