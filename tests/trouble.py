@@ -72,7 +72,7 @@ def spins() -> None:
 
 def pauses() -> None:
     """Slow, and in its right."""
-    time.sleep(2)
+    time.sleep(4)
 
 
 class Once(torch.autograd.Function):
