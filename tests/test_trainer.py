@@ -11,9 +11,12 @@ import torch
 import transformers
 from transformers import EarlyStoppingCallback
 
-from meshwright import MeshwrightError
+from meshwright import MeshwrightError, simulate
+from meshwright.ir.timeline import Lane
+from meshwright.report.versus import versus
 from meshwright.runtime.launch import Workers
 from meshwright.train import rotate
+from meshwright.train.measure import measure
 from tests.trainers import Notes, accuracy, distance, gpt2, llama, ours, reference, series, summed_loss, text
 
 CLOSE = 1e-5
@@ -181,3 +184,13 @@ def test_callbacks_go_on_with_what_a_checkpoint_has_of_them(kept: bool, tmp_path
     again.train(resume_from_checkpoint=True)
     assert patience.early_stopping_patience_counter == 5
     assert again.state.global_step == (6 if kept else 8)
+
+
+def test_a_job_is_measured_beside_its_prediction(tmp_path: Path, workers: Workers) -> None:
+    """One traced step, with every action and message of its schedule, and costs from the steps before it."""
+    found = measure(ours(gpt2(), tmp_path, text(), workers, parallel={"pp": 2, "schedule": "chimera"}))
+    predicted = simulate(found.schedule, found.costs)
+    assert versus(predicted, found.timeline).unmatched == 0
+    assert all(cost.forward_s > 0 and cost.input_s > 0 for cost in found.costs)
+    measured = [span for span in found.timeline.spans if span.lane is Lane.COMPUTE]
+    assert {span.worker for span in measured} == {0, 1} and all(span.start_s <= span.end_s for span in measured)

@@ -71,6 +71,7 @@ def _measure_on_rank(trainer: Trainer, steps: int) -> Measurement | None:
         if number == len(batches) - 1:
             profile = session.engine.timeline()
             trace.clear()
+            dist.barrier()  # rank 0 has put the timeline together; the others would count that as waiting
         session.step(batch)
     timeline, schedule = session.engine.timeline(), session.engine.schedule
     session.close()
