@@ -128,10 +128,10 @@ def watch(stage: Stage, meter: Meter) -> None:
 
         return call
 
-    def forward_and_hold(call: Any) -> Any:
-        bundle, record = counted(forward)(call)
-        held[id(record)] = [meter.hold(t) for t in (*(() if first else call.inputs), *record.middle)]
-        return bundle, record
+    def forward_and_hold(record: Any) -> Any:
+        bundle = counted(forward)(record)
+        held[id(record)] = [meter.hold(t) for t in (*(() if first else record.inputs), *record.middle)]
+        return bundle
 
     def backward_and_drop(record: Any, *args: Any, **more: Any) -> Any:
         found = backward(record, *args, **more)

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright import Certificate, MeshwrightError, Parallel
-from meshwright.ir.action import Action
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import unit as units
-from meshwright.runtime.compute import Compute
-from meshwright.runtime.edges import Edges
+from meshwright.runtime.batch import Batch
+from meshwright.runtime.edges import Outgoing
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.stage import Bundle, Stage
@@ -35,18 +34,18 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
 
 def swapped_sends(patch: pytest.MonkeyPatch) -> None:
     """Two activations leave in the wrong order."""
-    plain, held = Edges.send, list[tuple[Any, ...]]()
+    plain, held = Outgoing.send, list[Bundle]()
 
-    def send(self: Edges, channel: Any, bundle: Bundle, shape: object) -> None:
-        if channel.kind.value == "act" and len(held) < 2 and (channel, shape) in self.sent:
-            held.append((channel, bundle, shape))
+    def send(self: Outgoing, bundle: Bundle) -> None:
+        if self._channel.kind.value == "act" and len(held) < 2 and self._contract is not None:
+            held.append(bundle)
             if len(held) == 2:
-                plain(self, *held[1])
-                plain(self, *held[0])
+                plain(self, held[1])
+                plain(self, held[0])
             return
-        plain(self, channel, bundle, shape)
+        plain(self, bundle)
 
-    patch.setattr(Edges, "send", send)
+    patch.setattr(Outgoing, "send", send)
 
 
 def dropped_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -63,13 +62,14 @@ def dropped_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_rows(patch: pytest.MonkeyPatch) -> None:
     """A microbatch is cut one row too early."""
-    plain = Compute._own
+    plain = Engine._cut
 
-    def own(self: Compute, action: Action, rows: Rows) -> Rows:
-        found = plain(self, action, rows)
-        return Rows(found.start - 1, found.stop - 1) if action.mb == 2 else found
+    def cut(self: Engine, step: int) -> Batch:
+        found = plain(self, step)
+        found.cuts[2] = Rows(found.cuts[2].start - 1, found.cuts[2].stop - 1)
+        return found
 
-    patch.setattr(Compute, "_own", own)
+    patch.setattr(Engine, "_cut", cut)
 
 
 def no_division(patch: pytest.MonkeyPatch) -> None:

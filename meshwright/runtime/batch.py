@@ -52,13 +52,15 @@ class Batch:
         self.microbatches, self.copy, self.copies = microbatches, copy, copies
         whole = Rows(0, self.size)
         cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
-        self._rows = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
+        self.cuts = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
+        """The rows of each microbatch of this copy, among those that are here."""
+        self.first = copy * microbatches
+        """The number of the first of them in the whole batch."""
         self._weights: dict[Rows, Weight] = {}
-        self.shapes: dict[int, int] | None = None
-        """What the messages of this batch are shaped like, by slot: shared by all batches of one form."""
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
+        self.labelled = target is not None and not target.is_floating_point()
         self.columns = {name: t if t.is_meta else t.to(device) for name, t in columns.items()}
         shaped = (*self.args, *self.kwargs.values(), *self.columns.values())
         self.form = (self.size, *(tuple(t.shape[1:]) for t in shaped))
@@ -70,14 +72,10 @@ class Batch:
         labels = [t for t in (self.target, *(self.columns.get(name) for name in TARGETS)) if t is not None]
         return max((t.numel() for t in labels if not t.is_floating_point()), default=self.size)
 
-    def rows(self, mb: int) -> Rows:
-        """The rows of microbatch `mb` of this copy, among those that are here."""
-        return self._rows[mb]
-
     def inputs(self, rows: Rows) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """What the first stage is called with."""
         start, stop = rows
-        return tuple(t[start:stop] for t in self.args), {name: t[start:stop] for name, t in self.kwargs.items()}
+        return tuple([t[start:stop] for t in self.args]), {name: t[start:stop] for name, t in self.kwargs.items()}
 
     def named(self, names: Iterable[str], rows: Rows) -> dict[str, Tensor]:
         """Columns by name, cut to some rows."""
@@ -91,9 +89,8 @@ class Batch:
         """What these rows count, asked for by every stage and worked out once."""
         found = self._weights.get(rows)
         if found is None:
-            labelled = self.target is not None and not self.target.is_floating_point()
-            columns = self.named(objective.columns, rows)
-            found = self._weights[rows] = objective.weight(self.targets(rows) if labelled else None, rows, columns)
+            columns = self.named(objective.columns, rows) if objective.weigh is not None else None
+            found = self._weights[rows] = objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
         return found
 
 
@@ -209,24 +206,30 @@ class Objective:
         if target is not None and not target.is_floating_point():
             items = self._labelled(target) if self.count is None else self.count(target)
             return Weight(items, items)
-        return Weight(*[float(rows.stop - rows.start)] * 2)
+        size = float(rows.stop - rows.start)
+        return Weight(size, size)
 
     def _labelled(self, target: Tensor) -> float:
         """Labels that are not ignored. What has no sign holds no -100, which torch would compare with what it wraps to."""
         return float((target != self.ignored).sum() if target.dtype.is_signed else target.numel())
 
-    def __call__(self, output: Tensor, target: Tensor | None, rows: Rows, count: float) -> Tensor:
-        """The sum over these rows; where nothing counts there is nothing to learn, and a mean would be no number."""
+    def __call__(self, output: Tensor, target: Tensor | None, count: float) -> Tensor:
+        """The sum over some rows."""
+        loss, times = self.mean(output, target, count)
+        return loss if times == 1.0 else loss * times
+
+    def mean(self, output: Tensor, target: Tensor | None, count: float) -> tuple[Tensor, float]:
+        """A loss, and how many times it is the sum; where nothing counts there is nothing to learn, and a mean would be none."""
         if not count:
-            return torch.zeros((), dtype=torch.float32, device=output.device)
+            return torch.zeros((), dtype=torch.float32, device=output.device), 1.0
         if output.dtype in (torch.bfloat16, torch.float16):
             output = output.float()  # a sum over rows leaves their range
         if self.loss is not None:
             if target is None:
                 raise MeshwrightError("a loss function needs a target, the batch has none", fix="batch(step) -> (inputs, target)")
-            return self.loss(output, target) * count
+            return self.loss(output, target), count
         if output.dim() == 0:
-            return output * count
+            return output, count
         if target is None:
             raise MeshwrightError(
                 f"the last stage gives {tuple(output.shape)} and the batch has no target to compare it with",
@@ -234,5 +237,5 @@ class Objective:
             )
         if not target.is_floating_point():
             classes, labels = output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
-            return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum")
-        return torch.nn.functional.mse_loss(output, target.to(output.dtype)) * count
+            return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum"), 1.0
+        return torch.nn.functional.mse_loss(output, target.to(output.dtype)), count

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import NONE, Action, Kind, Value
+from meshwright.ir.action import COMPUTE, NONE, Action, Kind, Value
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch
-from meshwright.runtime.executor import Store
+from meshwright.runtime.device import stream
+from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.program import Program, Step
-from meshwright.runtime.stage import Bundle, Call, Key, Record, Stage, leaf
+from meshwright.runtime.stage import Bundle, Record, Stage, leaves
+
+_NONE: Mapping[str, Tensor] = {}
 
 
 @dataclass
 class Tally:
-    """What a rank saw of one step: the sum of losses and its weight, where last stages are."""
+    """What a rank saw of one step, where last stages are: losses, how many times each counts in their sum, and its weight."""
 
     losses: list[Tensor] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     weight: float = 0.0
 
     @property
     def loss(self) -> Tensor | float:
         """The sum of all losses."""
-        return torch.stack([loss.double() for loss in self.losses]).sum() if self.losses else 0.0
+        if not self.losses:
+            return 0.0
+        losses = torch.stack([loss.double() for loss in self.losses])
+        return (losses * torch.tensor(self.times, dtype=torch.float64, device=losses.device)).sum()
 
 
 class Compute:
@@ -48,14 +56,14 @@ class Compute:
         self.narrow = all(len(team) == 1 for copy in self.placement.teams for teams in copy for team in teams)
         self.store = Store(len(program.values))
         self.tallies: dict[int, Tally] = {}
-        self.first_step = self.base = 0
-        self._forms: dict[object, dict[int, int]] = {}
+        self.first_step = 0
+        self._ahead = sorted({s.action.mb // microbatches for s in program.steps if s.channel is None and s.action.op in COMPUTE})
         self._shapes: dict[object, int] = {}
         self._token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
     def begin(self, first_step: int) -> None:
         """A walk starts at a step of the data."""
-        self.first_step, self.base = first_step, first_step * self.microbatches
+        self.first_step = first_step
         self.tallies = {}
         self.parameters.begin(first_step)
 
@@ -65,90 +73,139 @@ class Compute:
 
     # -- what stages do
 
-    def forward(self, step: Step) -> None:
-        """Run a stage on its rows; where backwards come in halves, each half has a graph of its own."""
-        action, stage = step.action, self.stages[step.action.stage]
-        number, local = divmod(self.base + action.mb, self.microbatches)
+    def forward(self, step: Step) -> Do:
+        """Run a stage on its rows."""
+        saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
+        if not self.narrow or step.action.part != NONE or len(saved) > 1:
+            return partial(self._forward_cut, step, saved)
+        stage, store, slots = self.stages[step.action.stage], self.store, self.store.slots
+        ahead, local = divmod(step.action.mb, self.microbatches)
+        read, (keep,), written = step.reads.get(Kind.ACT, ()), saved or (NONE,), step.writes.get(Kind.ACT, ())
+
+        def forward() -> None:
+            number = self.first_step + ahead
+            batch = self.batches[number]
+            rows = batch.cuts[local]
+            if rows.start == rows.stop:
+                return
+            record = self._record(step, stage, batch, number, local, rows, store.pop(read[0]) if read else None)
+            bundle = stage.forward(record)
+            if saved:
+                slots[keep] = record
+            if stage.is_last:
+                self._tally(number, bundle.tensors[0], record)
+            for slot in written:
+                slots[slot] = bundle
+
+        return forward
+
+    def _forward_cut(self, step: Step, saved: tuple[int, ...]) -> None:
+        """Run a stage on what this worker has of the rows; where backwards come in halves, each half has a graph of its own."""
+        stage, (ahead, local) = self.stages[step.action.stage], divmod(step.action.mb, self.microbatches)
+        number = self.first_step + ahead
         batch = self.batches[number]
-        rows = self._own(action, batch.rows(local))
+        rows = self._own(step.action, batch.cuts[local])
         if rows.start == rows.stop:
             return
-        saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
         received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
-        key = Key(number, batch.copy * batch.microbatches + local)
         bundles: list[Bundle] = []
         for index, part in enumerate([rows] if len(saved) < 2 else [rows.cut(i, len(saved)) for i in range(len(saved))]):
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
                 continue
-            call = self._call(step, stage, batch, key, part, rows, received)
-            bundle, record = stage.forward(call)
+            mine = None if received is None else self._rows_of(received, part, rows)
+            record = self._record(step, stage, batch, number, local, part, mine)
+            bundle = stage.forward(record)
             if saved:
                 self.store.slots[saved[index]] = record
             if stage.is_last:
-                self._tally(number, bundle.tensors[0], call.counts)
+                self._tally(number, bundle.tensors[0], record)
             elif part is not rows:
                 self._check_rows(bundle, part)
             bundles.append(bundle)
         if Kind.ACT in step.writes:
             self._scatter(step.writes[Kind.ACT], _joined(bundles), rows)
 
-    def _tally(self, number: int, loss: Tensor, weight: float) -> None:
+    def backward(self, step: Step, *, weights: bool) -> Do:
+        """The gradients of a stage's inputs, and of its weights unless they come later."""
+        stage, slots, inline = self.stages[step.action.stage], self.store.slots, Kind.KEPT in step.reads
+        kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
+        written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
+        aim = self.parameters.aim if self.parameters.versioned else None
+
+        def backward() -> None:
+            record: Record | None = slots[kept]
+            slots[kept] = None
+            if record is None:
+                if aim is not None:
+                    aim(step)  # without rows too this may be the last reader of a version
+                return
+            gradients = self._gather(read).tensors if read else ()
+            if inline:
+                stage.recompute(record)
+            if aim is not None:
+                aim(step)
+            found = stage.backward(record, gradients, weights=weights)
+            if written:
+                self._scatter(written, Bundle(found, (False,) * len(found)), record.rows)
+            if weights:
+                self.parameters.count(step, record.counts)
+            else:
+                slots[rest] = record
+
+        return backward
+
+    def finish(self, step: Step) -> Do:
+        """The gradients of the weights that were put off."""
+        stage, slot = self.stages[step.action.stage], step.reads[Kind.REST][0]
+
+        def finish() -> None:
+            record: Record | None = self.store.pop(slot)
+            if record is not None:
+                stage.finish(record)
+                self.parameters.count(step, record.counts)
+
+        return finish
+
+    def recompute(self, step: Step) -> Do:
+        """Bring back what a forward did not keep."""
+        stage, (kept,), (saved,) = self.stages[step.action.stage], step.reads[Kind.KEPT], step.writes[Kind.SAVED]
+
+        def recompute() -> None:
+            record: Record | None = self.store.pop(kept)
+            if record is not None:
+                stage.recompute(record)
+            self.store.slots[saved] = record
+
+        return recompute
+
+    def _tally(self, number: int, loss: Tensor, record: Record) -> None:
         tally = self.tallies.get(number)
         if tally is None:
             tally = self.tallies[number] = Tally()
         tally.losses.append(loss)
-        tally.weight += weight
-
-    def backward(self, step: Step, *, weights: bool) -> None:
-        """The gradients of a stage's inputs, and of its weights unless they come later."""
-        stage = self.stages[step.action.stage]
-        inline = Kind.KEPT in step.reads
-        record: Record | None = self.store.pop(step.reads[Kind.KEPT if inline else Kind.SAVED][0])
-        if record is None:
-            self.parameters.aim(step)  # without rows too this may be the last reader of a version
-            return
-        gradients = self._gather(step.reads[Kind.GRAD]).tensors if Kind.GRAD in step.reads else ()
-        if inline:
-            stage.recompute(record)
-        self.parameters.aim(step)
-        found = stage.backward(record, gradients, weights=weights)
-        if Kind.GRAD in step.writes:
-            self._scatter(step.writes[Kind.GRAD], Bundle(found, (False,) * len(found)), record.call.rows)
-        if weights:
-            self.parameters.count(step, record.call.counts)
-        else:
-            self.store.slots[step.writes[Kind.REST][0]] = record
-
-    def finish(self, step: Step) -> None:
-        """The gradients of the weights that were put off."""
-        record: Record | None = self.store.pop(step.reads[Kind.REST][0])
-        if record is not None:
-            self.stages[step.action.stage].finish(record)
-            self.parameters.count(step, record.call.counts)
-
-    def recompute(self, step: Step) -> None:
-        """Bring back what a forward did not keep."""
-        record: Record | None = self.store.pop(step.reads[Kind.KEPT][0])
-        if record is not None:
-            self.stages[step.action.stage].recompute(record)
-        self.store.slots[step.writes[Kind.SAVED][0]] = record
+        tally.times.append(record.times)
+        tally.weight += record.counts
 
     # -- what parameters do
 
-    def sync(self, step: Step) -> None:
+    def sync(self, step: Step) -> Do:
         """Add up a unit's gradients, by a collective or along a ring."""
-        partial = step.reads.get(Kind.PARTIAL)
-        self.parameters.sync(step, self.store.pop(partial[0]).tensors if partial else ())
+        partial_ = step.reads.get(Kind.PARTIAL)
+        return lambda: self.parameters.sync(step, self.store.pop(partial_[0]).tensors if partial_ else ())
 
-    def norm(self, step: Step) -> None:
+    def norm(self, step: Step) -> Do:
         """The global reduction of a step."""
-        self.parameters.norm(step)
+        return partial(self.parameters.norm, step)
 
-    def update(self, step: Step) -> None:
+    def update(self, step: Step) -> Do:
         """Turn a version of a unit into the next."""
-        for slot in step.reads.get(Kind.SUM, ()):
-            self.store.take(slot)
-        self.parameters.update(step)
+
+        def update() -> None:
+            for slot in step.reads.get(Kind.SUM, ()):
+                self.store.take(slot)
+            self.parameters.update(step)
+
+        return update
 
     # -- messages
 
@@ -156,46 +213,46 @@ class Compute:
         """A byte that says: go on."""
         return self._token
 
-    def outgoing(self, step: Step) -> Bundle | None:
-        """A bundle from its slot, or the running sum of a unit as it is now."""
-        value = step.value
+    def outgoing(self, step: Step, send: Callable[[Bundle], None]) -> Do:
+        """Send a bundle from its slot, or the running sum of a unit as it is now."""
+        value, store, slots, slot = step.value, self.store, self.store.slots, step.slot
         assert value is not None
-        if value.kind is Kind.PARTIAL or value.kind is Kind.SUM:
-            self.store.take(step.slot)
-            return self.parameters.handed_on(value, last=step.releases)
-        found: Bundle | None = self.store.pop(step.slot)
-        return found
 
-    def incoming(self, step: Step) -> Bundle | None:
+        def send_bundle() -> None:
+            bundle = slots[slot]
+            slots[slot] = None
+            if bundle is not None:
+                send(bundle)
+
+        def send_sum() -> None:
+            store.take(slot)
+            send(self.parameters.handed_on(value, last=step.releases))
+
+        return send_sum if value.kind in (Kind.PARTIAL, Kind.SUM) else send_bundle
+
+    def incoming(self, step: Step) -> Callable[[], Bundle] | None:
         """Room for a sum; other messages say what they are."""
         value = step.value
         assert value is not None
         if value.kind is Kind.TURN:
-            return Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
-        return self.parameters.room(value) if value.kind in (Kind.PARTIAL, Kind.SUM) else None
+            return lambda: Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
+        return partial(self.parameters.room, value) if value.kind in (Kind.PARTIAL, Kind.SUM) else None
+
+    def form(self) -> Hashable:
+        """The forms of all batches of a walk."""
+        return tuple([self.batches[self.first_step + ahead].form for ahead in self._ahead])
 
     def shape(self, step: Step) -> object:
         """A number for boundary, piece and shape of the batch; None where no row crosses."""
         value = step.value
         assert value is not None
-        if value.kind is not Kind.ACT and value.kind is not Kind.GRAD:
+        if value.kind not in (Kind.ACT, Kind.GRAD):
             return value.kind
-        batch = self.batches[(self.base + value.mb) // self.microbatches]
-        known = batch.shapes
-        if known is None:
-            known = batch.shapes = self._forms.setdefault(batch.form, {})
-        found = known.get(step.slot)
-        if found is None:
-            found = known[step.slot] = self._shape(value)
-        return found or None
-
-    def _shape(self, value: Value) -> int:
-        """0 where no row crosses; otherwise equal numbers are equal shapes on a channel."""
         batch, rows = self._crossing(value)
         if rows.start == rows.stop:
-            return 0
+            return None
         what = (value.stage, value.part, value.piece, rows.stop - rows.start, batch.form[1:])
-        return self._shapes.setdefault(what, len(self._shapes) + 1)
+        return self._shapes.setdefault(what, len(self._shapes))
 
     # -- rows
 
@@ -210,9 +267,9 @@ class Compute:
 
     def _crossing(self, value: Value) -> tuple[Batch, Rows]:
         """The rows that cross the boundary behind `value.stage` in this value."""
-        number, local = divmod(self.base + value.mb, self.microbatches)
-        batch = self.batches[number]
-        rows = batch.rows(local)
+        ahead, local = divmod(value.mb, self.microbatches)
+        batch = self.batches[self.first_step + ahead]
+        rows = batch.cuts[local]
         if value.part != NONE:
             rows = rows.cut(value.part, self.schedule.parts)
         if value.piece == NONE:
@@ -221,21 +278,27 @@ class Compute:
         behind = self.placement.team(value.replica, value.stage + 1, value.mb)
         return batch, rows.piece(value.piece, len(before), len(behind))
 
-    def _call(self, step: Step, stage: Stage, batch: Batch, key: Key, rows: Rows, whole: Rows, received: Bundle | None) -> Call:
-        named: Mapping[str, Tensor] = {}
-        if received is None:
-            inputs, named = batch.inputs(rows)
-        else:
-            tensors = received.tensors
-            if rows is not whole:
-                self._check_rows(received, whole)
-                tensors = tuple(t[rows.start - whole.start : rows.stop - whole.start] for t in tensors)
-            inputs = tuple([leaf(t, flag) for t, flag in zip(tensors, received.flags, strict=True)])
+    def _record(
+        self, step: Step, stage: Stage, batch: Batch, number: int, local: int, rows: Rows, received: Bundle | None
+    ) -> Record:
+        """What a stage is called with for some rows of a microbatch; `received` is None on the first."""
+        inputs, named = batch.inputs(rows) if received is None else (leaves(*received), _NONE)
         target = batch.targets(rows) if stage.is_last else None
-        weight = batch.weight(rows, stage.objective)
-        columns = batch.named(stage.columns, rows) if stage.columns else {}
-        weights = self.parameters.versions(step) if self.parameters.versioned else None
-        return Call(inputs, named, target, rows, key, weight.items, weight.counts, weights, columns)
+        items, counts = batch.weight(rows, stage.objective)
+        record = Record(inputs, named, target, rows, stream(stage.seed, number, batch.first + local), items, counts)
+        if stage.columns:
+            record.columns = batch.named(stage.columns, rows)
+        if self.parameters.versioned:
+            record.weights = self.parameters.versions(step)
+        return record
+
+    def _rows_of(self, bundle: Bundle, rows: Rows, own: Rows) -> Bundle:
+        """Some of the rows that this worker has received."""
+        if rows is own:
+            return bundle
+        self._check_rows(bundle, own)
+        start, stop = rows.start - own.start, rows.stop - own.start
+        return Bundle(tuple(t[start:stop] for t in bundle.tensors), bundle.flags)
 
     def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
         """Only what has a row per row of the batch can be cut by rows."""
@@ -249,6 +312,9 @@ class Compute:
 
     def _gather(self, slots: tuple[int, ...]) -> Bundle:
         """The pieces of a bundle put together; pieces without rows were never sent."""
+        if len(slots) == 1:
+            whole: Bundle = self.store.pop(slots[0])
+            return whole
         pieces: list[Bundle] = []
         for slot in slots:
             if (bundle := self.store.pop(slot)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,87 +51,118 @@ class Bare:
     nbytes: int
 
 
-@dataclass(slots=True)
 class Pending:
-    """A bundle on its way; `arrived` is a function to call, and with what, when it has been waited for."""
+    """A bundle on its way; `arrived` is called when it has been waited for."""
 
-    bundle: Bundle
-    receipts: list[Receipt]
-    channel: Channel
-    edges: Edges
-    arrived: tuple[Callable[[Any], None], Any] | None = None
+    __slots__ = ("_arrived", "_bundle", "_channel", "_edges", "_receipts")
+
+    def __init__(
+        self, edges: Edges, channel: Channel, bundle: Bundle, receipts: list[Receipt], arrived: Callable[[], None] | None
+    ) -> None:
+        self._edges, self._channel, self._bundle, self._receipts, self._arrived = edges, channel, bundle, receipts, arrived
 
     def wait(self) -> Bundle:
         """The bundle, when all of it is here."""
-        self.edges.waiting = self.channel
-        for receipt in self.receipts:
+        edges = self._edges
+        edges.waiting = self._channel
+        for receipt in self._receipts:
             receipt.wait()
-        self.edges.waiting = None
-        if self.arrived is not None:
-            note, what = self.arrived
-            note(what)
-        return self.bundle
+        edges.waiting = None
+        if self._arrived is not None:
+            self._arrived()
+        return self._bundle
+
+
+class Outgoing:
+    """Sends messages of one shape on a channel; before the first goes a header that says what they are, unless both ends know."""
+
+    __slots__ = ("_channel", "_contract", "_edges", "_told")
+
+    def __init__(self, edges: Edges, channel: Channel, shape: object) -> None:
+        self._edges, self._channel, self._told = edges, channel, _told(channel, shape)
+        self._contract: Contract | None = None
+
+    def send(self, bundle: Bundle) -> None:
+        """Start to send a bundle."""
+        tensors, flags = bundle
+        contract, channel, send = self._contract, self._channel, self._edges.transport.send
+        if contract is not None:
+            if flags != contract.flags or tuple([(t.shape, t.dtype) for t in tensors]) != contract.forms:
+                raise _changed(channel, contract, Contract.of(bundle))
+        elif self._told:
+            contract = self._contract = Contract.of(bundle)
+            send(channel, _header(contract, channel).to(self._edges.device))
+        for tensor in tensors:
+            send(channel, tensor)
+
+
+class Incoming:
+    """Receives messages of one shape from a channel."""
+
+    __slots__ = ("_channel", "_contract", "_edges", "_shape")
+
+    def __init__(self, edges: Edges, channel: Channel, shape: object) -> None:
+        self._edges, self._channel, self._shape = edges, channel, shape
+        self._contract: Contract | None = None
+
+    def post(self, arrived: Callable[[], None] | None = None) -> Pending:
+        """Post the receives of a bundle; the first waits for the header."""
+        forms, flags = self._contract or self._agree()
+        device = self._edges.device
+        tensors = []
+        for size, dtype in forms:
+            tensors.append(torch.empty(size, dtype=dtype, device=device))
+        return self.fill(Bundle(tuple(tensors), flags), arrived)
+
+    def fill(self, room: Bundle, arrived: Callable[[], None] | None = None) -> Pending:
+        """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""
+        edges, channel, receipts = self._edges, self._channel, []
+        for tensor in room.tensors:
+            receipts.append(edges.transport.receive(channel, tensor))
+        return Pending(edges, channel, room, receipts, arrived)
+
+    @property
+    def nbytes(self) -> int | None:
+        """How large a message is; None where no contract was agreed yet."""
+        if not _told(self._channel, self._shape):
+            return self._shape.nbytes if isinstance(self._shape, Bare) else 1
+        return None if self._contract is None else sum(prod(size) * dtype.itemsize for size, dtype in self._contract.forms)
+
+    def _agree(self) -> Contract:
+        edges, channel = self._edges, self._channel
+        header = torch.empty(HEADER, dtype=torch.int64, device=edges.device)
+        edges.waiting = channel
+        edges.transport.receive(channel, header).wait()
+        edges.waiting = None
+        self._contract = found = _read(header.tolist())
+        return found
 
 
 class Edges:
     """The sending and receiving ends of this rank's channels.
 
-    `waiting` is the channel that a wait is for, and stays after one that failed: whoever watches reads it.
+    `waiting` is the channel that a receive is waited for on, and stays after one that failed: whoever watches reads it.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport, self.device = transport, device
         self.waiting: Channel | None = None
         self.posts_early = isinstance(transport, TorchTransport) and not transport.rendezvous
-        self.sent: dict[tuple[Channel, object], Contract] = {}
-        self.agreed: dict[tuple[Channel, object], Contract] = {}
+        self._out: dict[tuple[Channel, object], Outgoing] = {}
+        self._in: dict[tuple[Channel, object], Incoming] = {}
 
-    def send(self, channel: Channel, bundle: Bundle, shape: object) -> None:
-        """Start to send; `shape` names what the contract depends on."""
-        self.waiting = channel
-        contract = self.sent.get((channel, shape))
-        if contract is not None:
-            if contract.flags != bundle.flags:
-                raise _changed(channel, contract, Contract.of(bundle))
-            for tensor, (size, dtype) in zip(bundle.tensors, contract.forms, strict=True):
-                if tensor.shape != size or tensor.dtype is not dtype:
-                    raise _changed(channel, contract, Contract.of(bundle))
-        elif channel.kind in SHAPED and not isinstance(shape, Bare):
-            contract = self.sent[channel, shape] = Contract.of(bundle)
-            self.transport.send(channel, _header(contract, channel).to(self.device))
-        for tensor in bundle.tensors:
-            self.transport.send(channel, tensor)
-        self.waiting = None
+    def outgoing(self, channel: Channel, shape: object) -> Outgoing:
+        """What sends messages of a shape."""
+        return self._out.setdefault((channel, shape), Outgoing(self, channel, shape))
 
-    def receive(self, channel: Channel, shape: object) -> Pending:
-        """Post the receives of a bundle."""
-        key = (channel, shape)
-        contract = self.agreed.get(key)
-        if contract is None:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-            self.waiting = channel
-            self.transport.receive(channel, header).wait()
-            self.waiting = None
-            contract = self.agreed[key] = _read(header.tolist())
-        tensors: list[Tensor] = []
-        receipts: list[Receipt] = []
-        for size, dtype in contract.forms:
-            tensor = torch.empty(size, dtype=dtype, device=self.device)
-            tensors.append(tensor)
-            receipts.append(self.transport.receive(channel, tensor))
-        return Pending(Bundle(tuple(tensors), contract.flags), receipts, channel, self)
+    def incoming(self, channel: Channel, shape: object) -> Incoming:
+        """What receives messages of a shape."""
+        return self._in.setdefault((channel, shape), Incoming(self, channel, shape))
 
-    def message_bytes(self, channel: Channel, shape: object) -> int | None:
-        """How large a message of this shape is; None where no contract was agreed yet."""
-        if isinstance(shape, Bare):
-            return shape.nbytes
-        contract = self.agreed.get((channel, shape))
-        return None if contract is None else sum(prod(size) * dtype.itemsize for size, dtype in contract.forms)
 
-    def fill(self, channel: Channel, room: Bundle) -> Pending:
-        """Post receives into tensors whose shapes both ends know beforehand (gradient sums, turns)."""
-        receipts = [self.transport.receive(channel, tensor) for tensor in room.tensors]
-        return Pending(room, receipts, channel, self)
+def _told(channel: Channel, shape: object) -> bool:
+    """Does only the sender know what such messages are like?"""
+    return channel.kind in SHAPED and not isinstance(shape, Bare)
 
 
 def _changed(channel: Channel, before: Contract, now: Contract) -> MeshwrightError:

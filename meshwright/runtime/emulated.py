@@ -11,7 +11,8 @@ Both follow the rules of the simulator, from the same prices, but worker by work
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from meshwright.ir.price import Price
 from meshwright.runtime.clock import Clock, Timing
 from meshwright.runtime.durations import Work, peer_of, rounds_before_compute, works
 from meshwright.runtime.edges import Pending
-from meshwright.runtime.executor import Store
+from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.trace import Trace
@@ -118,39 +119,39 @@ class Emulated:
 
     # -- actions
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: Step) -> Do:
         """Wait as long as F takes."""
-        self._act(step)
+        return partial(self._act, step)
 
-    def backward(self, step: Step, *, weights: bool) -> None:
+    def backward(self, step: Step, *, weights: bool) -> Do:
         """Wait as long as B or I takes."""
-        self._act(step)
+        return partial(self._act, step)
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: Step) -> Do:
         """Wait as long as W takes."""
-        self._act(step)
+        return partial(self._act, step)
 
-    def recompute(self, step: Step) -> None:
+    def recompute(self, step: Step) -> Do:
         """Wait as long as R takes."""
-        self._act(step)
+        return partial(self._act, step)
 
-    def update(self, step: Step) -> None:
+    def update(self, step: Step) -> Do:
         """Wait for the sum; an update takes no time in the model."""
-        self._act(step)
+        return partial(self._act, step)
 
-    def sync(self, step: Step) -> None:
+    def sync(self, step: Step) -> Do:
         """Launch a small all_reduce of times; in a ring it is an action that takes no time."""
         schedule = self.program.schedule
         if schedule.ring:
-            self._act(step)
-            return
+            return partial(self._act, step)
         members = schedule.holders[step.action.stage]
-        self._reduce(step, self.groups[members] if len(members) > 1 else None, Kind.SUM)
+        return partial(self._reduce, step, self.groups[members] if len(members) > 1 else None, Kind.SUM)
 
-    def norm(self, step: Step) -> None:
+    def norm(self, step: Step) -> Do:
         """Nothing at the end of a run; between steps the model's workers wait for each other, so they do."""
-        if step.round in self._middle:
-            self._reduce(step, dist.group.WORLD if self.program.schedule.workers > 1 else None, Kind.NORM)
+        if step.round not in self._middle:
+            return lambda: None
+        return partial(self._reduce, step, dist.group.WORLD if self.program.schedule.workers > 1 else None, Kind.NORM)
 
     def _act(self, step: Step) -> None:
         work = self._works[id(step)]
@@ -193,8 +194,11 @@ class Emulated:
         """Something to be sent; its time is written by the send."""
         return self._token
 
-    def outgoing(self, step: Step) -> Bundle | None:
-        """A message of the value's size, with its times in front."""
+    def outgoing(self, step: Step, send: Callable[[Bundle], None]) -> Do:
+        """Send a message of the value's size, with its times in front."""
+        return lambda: send(self._message(step))
+
+    def _message(self, step: Step) -> Bundle:
         work, peer, links = self._works[id(step)], peer_of(step), self.arrivals.links
         start = max(self._now(), links.get((peer, True), 0.0), *[self._stamp(slot) for slot in work.waits])
         if self.half:  # the link is taken by what stands before this in the list, in either direction
@@ -206,9 +210,14 @@ class Emulated:
         message[0], message[1] = free, free + work.latency_s
         return Bundle((message,), (False,))
 
-    def incoming(self, step: Step) -> Bundle | None:
+    def incoming(self, step: Step) -> Callable[[], Bundle]:
         """Room for a message: both ends know its size from the prices."""
-        return Bundle((torch.empty(self._works[id(step)].words, dtype=torch.float64),), (False,))
+        words = self._works[id(step)].words
+        return lambda: Bundle((torch.empty(words, dtype=torch.float64),), (False,))
+
+    def form(self) -> Hashable:
+        """Sizes are the same in all walks."""
+        return None
 
     def shape(self, step: Step) -> object:
         """All messages cross, and both ends know their sizes."""

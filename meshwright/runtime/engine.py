@@ -98,7 +98,7 @@ class Engine:
 
     def _refuse_sizes(self, batch: Batch) -> None:
         for mb in range(self.settings.microbatches if self.layers.fixed else 0):
-            rows = batch.rows(mb)
+            rows = batch.cuts[mb]
             if rows.start < rows.stop:
                 self.layers.refuse_sizes(batch.columns, rows.stop - rows.start)
 

@@ -7,12 +7,14 @@ stages and parameters, emulated ones wait.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from meshwright.ir.action import Op
 from meshwright.passes.comm import OUTSTANDING
 from meshwright.runtime.clock import now
-from meshwright.runtime.edges import SHAPED, Edges, Pending
+from meshwright.runtime.edges import Edges, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.status import current
@@ -24,6 +26,9 @@ WINDOW_BYTES = 1 << 16
 
 LARGEST = 64
 """... but not more than this."""
+
+FORMS = 16
+"""For how many forms of its data a walk is kept ready."""
 
 
 class Store:
@@ -46,8 +51,12 @@ class Store:
         return found.wait() if type(found) is Pending else found
 
 
+Do = Callable[[], None]
+"""What does a step."""
+
+
 class Hands(Protocol):
-    """What actions do. `store` is the executor's; each method reads and writes the slots of its step."""
+    """What actions do. `store` is the executor's; each method makes a step ready, once, and returns what does it each time."""
 
     store: Store
 
@@ -57,38 +66,41 @@ class Hands(Protocol):
     def end(self) -> None:
         """It is over."""
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: Step) -> Do:
         """F."""
 
-    def backward(self, step: Step, *, weights: bool) -> None:
+    def backward(self, step: Step, *, weights: bool) -> Do:
         """B, or I where the weights come later."""
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: Step) -> Do:
         """W."""
 
-    def recompute(self, step: Step) -> None:
+    def recompute(self, step: Step) -> Do:
         """R."""
 
-    def sync(self, step: Step) -> None:
+    def sync(self, step: Step) -> Do:
         """S."""
 
-    def norm(self, step: Step) -> None:
+    def norm(self, step: Step) -> Do:
         """N."""
 
-    def update(self, step: Step) -> None:
+    def update(self, step: Step) -> Do:
         """U."""
 
     def turn(self, step: Step) -> Bundle:
         """What makes the reader of a turn wait for this step."""
 
-    def outgoing(self, step: Step) -> Bundle | None:
-        """What a send sends; None where no row crosses."""
+    def outgoing(self, step: Step, send: Callable[[Bundle], None]) -> Do:
+        """Send what a message carries."""
 
-    def incoming(self, step: Step) -> Bundle | None:
+    def incoming(self, step: Step) -> Callable[[], Bundle] | None:
         """What a receive fills where both ends know its shape beforehand."""
 
+    def form(self) -> Hashable:
+        """What all shapes of this walk follow from."""
+
     def shape(self, step: Step) -> object:
-        """What the contract of a message depends on; None where no row crosses."""
+        """What the contract of a message of this walk depends on; None where no row crosses."""
 
 
 class Executor:
@@ -98,25 +110,21 @@ class Executor:
         self.program, self.edges, self.hands, self.trace = program, edges, hands, trace
         self.at: Step | None = None
         self.done = 0
-        self._early: dict[object, tuple[Step, ...]] = {}
+        self._actions = {id(step): self._action(step) for step in program.steps if step.channel is None}
+        self._walks: dict[Hashable, list[tuple[Step, Do]]] = {}
 
     def run(self, first_step: int = 0) -> None:
         """Walk the list once; its first microbatch is the first of step `first_step`."""
         status = current()
         seat, names = (None, {}) if status is None else status.seated(self)
         self.hands.begin(first_step)
-        steps = self._steps()
-        ends = None if self.trace is None else self.trace.walk(steps)
-        for step in steps:
+        walk = self._walk()
+        ends = None if self.trace is None else self.trace.walk([step for step, _ in walk])
+        for step, do in walk:
             self.at = step
             if seat is not None:
                 seat.value = names[id(step)]
-            if step.channel is None:
-                self._act(step)
-            elif step.sends:
-                self._send(step)
-            else:
-                self._receive(step)
+            do()
             if ends is not None:
                 ends.append(now())
             self.done += 1
@@ -124,62 +132,87 @@ class Executor:
         self.hands.end()
         self.at = None
 
-    def _act(self, step: Step) -> None:
+    def _walk(self) -> list[tuple[Step, Do]]:
+        """The steps of this walk, each with what does it: actions made ready once, messages once per form of the data."""
+        form = self.hands.form()
+        found = self._walks.get(form)
+        if found is None:
+            shapes = {id(step): self.hands.shape(step) for step in self.program.steps if step.channel is not None}
+            early = self._early(shapes) if self.edges.posts_early else None
+            steps = early or self.program.steps
+            found = [(step, self._actions.get(id(step)) or self._message(step, shapes[id(step)])) for step in steps]
+            if early is not None or not self.edges.posts_early:
+                if len(self._walks) >= FORMS:
+                    self._walks.clear()
+                self._walks[form] = found
+        return found
+
+    def _action(self, step: Step) -> Do:
+        """The one match: what does an action, with all that does not change from walk to walk looked up."""
         hands = self.hands
-        for slot in step.waits:
-            hands.store.pop(slot)
         match step.action.op:
             case Op.F:
-                hands.forward(step)
+                do = hands.forward(step)
             case Op.B:
-                hands.backward(step, weights=True)
+                do = hands.backward(step, weights=True)
             case Op.I:
-                hands.backward(step, weights=False)
+                do = hands.backward(step, weights=False)
             case Op.W:
-                hands.finish(step)
+                do = hands.finish(step)
             case Op.R:
-                hands.recompute(step)
+                do = hands.recompute(step)
             case Op.S:
-                hands.sync(step)
+                do = hands.sync(step)
             case Op.N:
-                hands.norm(step)
+                do = hands.norm(step)
             case Op.U:
-                hands.update(step)
+                do = hands.update(step)
             case Op.G:
                 raise AssertionError("parameters are whole, nothing gathers them")
-        for slot in step.signals:
-            hands.store.slots[slot] = hands.turn(step)
+        return self._in_turn(step, do) if step.waits or step.signals else do
 
-    def _steps(self) -> tuple[Step, ...]:
-        """The list, with receives moved up where they do not block and every shape of this walk is known."""
-        if not self.edges.posts_early:
-            return self.program.steps
-        shapes = tuple([self.hands.shape(step) if step.receives else None for step in self.program.steps])
-        if shapes not in self._early:
-            depth: dict[Channel, int] = {}
-            for step, shape in zip(self.program.steps, shapes, strict=True):
-                if step.channel is None or not step.receives:
-                    continue
-                size = self.edges.message_bytes(step.channel, shape) if step.channel.kind in SHAPED and shape else 1
-                if size is None:
-                    return self.program.steps
-                depth[step.channel] = min(depth.get(step.channel, LARGEST), max(OUTSTANDING, WINDOW_BYTES // max(size, 1)))
-            self._early = {shapes: self.program.early(depth)}
-        return self._early[shapes]
+    def _in_turn(self, step: Step, do: Do) -> Do:
+        """An action that waits for turns, or signals them."""
+        hands, store = self.hands, self.hands.store
 
-    def _send(self, step: Step) -> None:
+        def act() -> None:
+            for slot in step.waits:
+                store.pop(slot)
+            do()
+            for slot in step.signals:
+                store.slots[slot] = hands.turn(step)
+
+        return act
+
+    def _message(self, step: Step, shape: object) -> Do:
+        """What does one end of a message of this shape."""
         assert step.channel is not None
-        shape = self.hands.shape(step)
-        if shape is not None and (bundle := self.hands.outgoing(step)) is not None:
-            self.edges.send(step.channel, bundle, shape)
-
-    def _receive(self, step: Step) -> None:
-        assert step.channel is not None
-        shape = self.hands.shape(step)
         if shape is None:
-            return
-        known = self.hands.incoming(step)
-        posted = self.edges.receive(step.channel, shape) if known is None else self.edges.fill(step.channel, known)
-        if self.trace is not None:
-            posted.arrived = self.trace.arrived, step
-        self.hands.store.slots[step.slot] = posted
+            return _nothing
+        if step.sends:
+            return self.hands.outgoing(step, self.edges.outgoing(step.channel, shape).send)
+        line, room = self.edges.incoming(step.channel, shape), self.hands.incoming(step)
+        slots, slot = self.hands.store.slots, step.slot
+        arrived = None if self.trace is None else partial(self.trace.arrived, step)
+
+        def receive() -> None:
+            slots[slot] = line.post(arrived) if room is None else line.fill(room(), arrived)
+
+        return receive
+
+    def _early(self, shapes: Mapping[int, object]) -> tuple[Step, ...] | None:
+        """The list with receives moved up, for what does not block; None where a shape of this walk is not known yet."""
+        depth: dict[Channel, int] = {}
+        for step in self.program.steps:
+            if step.channel is None or step.sends:
+                continue
+            shape = shapes[id(step)]
+            size = 1 if shape is None else self.edges.incoming(step.channel, shape).nbytes
+            if size is None:
+                return None
+            depth[step.channel] = min(depth.get(step.channel, LARGEST), max(OUTSTANDING, WINDOW_BYTES // max(size, 1)))
+        return self.program.early(depth)
+
+
+def _nothing() -> None:
+    """No row crosses here."""

@@ -9,11 +9,14 @@ With recompute the first layers run without a graph and only their input is kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter as Argument
 from inspect import signature
+from itertools import compress
 from math import ceil
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +33,11 @@ from meshwright.runtime.moving import Moving, Place
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
 
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+_takes_gradient = attrgetter("requires_grad")
+
 Weights = Sequence[Mapping[str, Tensor]]
 """Parameters of each layer by name, where they are not the layer's own."""
-
-
-class Key(NamedTuple):
-    """Which random streams a microbatch draws from: step, and its number in the whole batch."""
-
-    step: int
-    microbatch: int
 
 
 class Bundle(NamedTuple):
@@ -48,32 +47,35 @@ class Bundle(NamedTuple):
     flags: tuple[bool, ...]
 
 
-@dataclass(slots=True)
-class Call:
-    """What a stage is called with for one microbatch or a part of it."""
-
-    inputs: tuple[Tensor, ...]
-    named: Mapping[str, Tensor]
-    target: Tensor | None
-    rows: Rows
-    key: Key
-    items: float = 0.0
-    counts: float = 0.0
-    weights: Weights | None = None
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Record:
-    """What a forward leaves for its backward."""
+    """One microbatch, or a part of it, in a stage: what it is called with, and what its forward leaves for its backward.
 
-    call: Call
+    `items` is what the mean of its loss is over, `counts` what it counts for in the whole batch; layers draw from random
+    streams inside `stream`. The last stage writes `times`: the loss that it returns, so many times, is the sum over the rows.
+    """
+
+    weights: Weights | None = None
+    columns: Mapping[str, Tensor] = _NOTHING
+    times: float = 1.0
     flags: tuple[bool, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     middle: tuple[Tensor, ...] = ()
     head: tuple[Tensor, ...] = ()
     rest: Rest | None = None
-    moved: Mapping[Place, Tensor] = field(default_factory=dict)
+    moved: Mapping[Place, Tensor] = _NOTHING
+
+    def __init__(
+        self,
+        inputs: tuple[Tensor, ...],
+        named: Mapping[str, Tensor],
+        target: Tensor | None,
+        rows: Rows,
+        stream: int,
+        items: float,
+        counts: float,
+    ) -> None:
+        self.inputs, self.named, self.target, self.rows = inputs, named, target, rows
+        self.stream, self.items, self.counts = stream, items, counts
 
 
 class Takes(NamedTuple):
@@ -84,19 +86,20 @@ class Takes(NamedTuple):
     shares: bool
 
     @classmethod
-    def of(cls, layer: nn.Module) -> Takes:
-        """Asked once: a module answers slowly for what it does not have."""
-        return cls(columns_of(layer), bool(getattr(layer, "inplace", False)), bool(getattr(layer, "shares", False)))
+    def of(cls, layer: nn.Module) -> Takes | None:
+        """Asked once, for a module answers slowly for what it does not have; None where it takes nothing beside."""
+        found = cls(columns_of(layer), bool(getattr(layer, "inplace", False)), bool(getattr(layer, "shares", False)))
+        return found if found.columns or found.shares else None
 
-    def from_batch(self, call: Call) -> dict[str, Tensor]:
+    def from_batch(self, record: Record) -> dict[str, Tensor]:
         """Columns of the batch by name; a layer that changes tensors in place gets copies."""
-        found = {name: call.columns[name] for name in self.columns}
+        found = {name: record.columns[name] for name in self.columns}
         return {name: t.clone() for name, t in found.items()} if self.inplace else found
 
 
 @dataclass
 class Stage:
-    """A run of layers; the last stage ends in the objective, whose sum it returns as its one output."""
+    """A run of layers; the last stage ends in the objective, and its one output is the loss."""
 
     layers: Sequence[nn.Module]
     first_layer: int
@@ -113,6 +116,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
+        self._all = range(len(self.layers))
         self.moving = Moving(self.layers[: self.recomputed])
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
         # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
@@ -120,32 +124,41 @@ class Stage:
         self.takes_target = takes_target(self.layers[-1])
         mine = [name for layer in self.layers for name in columns_of(layer)]
         self.takes = [Takes.of(layer) for layer in self.layers]
+        self.end = len(self.layers) - 1 if self.is_last else None
         self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
         self.inplace = changes_in_place(self.layers)
         self.untouched: set[int] = set()
         self.mixed = self.precision.mixed
         self.draw_from = devices.seeder(self.device)
 
-    def forward(self, call: Call) -> tuple[Bundle, Record]:
+    def forward(self, record: Record) -> Bundle:
         """Run the layers and keep what the backward will need."""
-        count, record = self.recomputed, Record(call)
-        values = call.inputs
-        if count:
-            before = self.moving.copied()
-            with torch.no_grad():
-                values = self._layers(range(count), call, values)
-            record.moved = self.moving.moved(before)
-            if count < len(self.layers):
-                record.middle = values = tuple([leaf(t, _learns(t)) for t in values])
-        if count < len(self.layers):
-            record.outputs = values = self._layers(range(count, len(self.layers)), call, values)
-        record.flags = tuple([_learns(t) if count == len(self.layers) else t.requires_grad for t in values])
-        return Bundle(tuple([t.detach().contiguous() for t in values]), record.flags), record
+        if self.recomputed:
+            values = self._forward_again_later(record)
+        else:
+            record.outputs = values = self._layers(self._all, record, record.inputs)
+            record.flags = tuple(map(_takes_gradient, values))
+        return Bundle(tuple(map(Tensor.contiguous, map(Tensor.detach, values))), record.flags)
+
+    def _forward_again_later(self, record: Record) -> tuple[Tensor, ...]:
+        """The first layers without a graph, the others with one that starts between them."""
+        count = self.recomputed
+        before = self.moving.copied()
+        with torch.no_grad():
+            values = self._layers(range(count), record, record.inputs)
+        record.moved = self.moving.moved(before)
+        if count == len(self.layers):
+            record.flags = tuple(map(_learns, values))
+        else:
+            record.middle = leaves(values, map(_learns, values))
+            record.outputs = values = self._layers(range(count, len(self.layers)), record, record.middle)
+            record.flags = tuple(map(_takes_gradient, values))
+        return values
 
     def recompute(self, record: Record) -> None:
         """Run the first layers again, now with a graph; what they count of the data they have counted before."""
         with self.moving.as_before(record.moved):
-            head = self._layers(range(self.recomputed), record.call, record.call.inputs)
+            head = self._layers(range(self.recomputed), record, record.inputs)
         if self.recomputed == len(self.layers):
             record.outputs = head
         else:
@@ -153,19 +166,18 @@ class Stage:
 
     def backward(self, record: Record, gradients: Sequence[Tensor], *, weights: bool = True) -> tuple[Tensor, ...]:
         """The gradients of the inputs; those of the weights are added up, or put off until `finish`."""
-        if not weights and self.deferred is not None:
-            self.deferred.begin()
-        outputs = [t for t, flag in zip(record.outputs, record.flags, strict=True) if flag]
-        _backward(outputs, [self._start(t) for t in outputs] if self.is_last else gradients)
+        putting_off = None if weights else self.deferred
+        if putting_off is not None:
+            putting_off.begin()
+        outputs = tuple(compress(record.outputs, record.flags))
+        _backward(outputs, [self._start(t, record.times) for t in outputs] if self.is_last else gradients)
         if record.middle:
-            leaves = [t for t in record.middle if t.requires_grad]
-            flagged = [t for t, leaf in zip(record.head, record.middle, strict=True) if leaf.requires_grad]
-            _backward(flagged, [_gradient(t) for t in leaves])
-        if not weights and self.deferred is not None:
-            record.rest = self.deferred.end()
-        found = tuple([_gradient(t) for t in record.call.inputs if t.requires_grad])
+            flags = [t.requires_grad for t in record.middle]
+            _backward(tuple(compress(record.head, flags)), _gradients(record.middle))
+        if putting_off is not None:
+            record.rest = putting_off.end()
         record.outputs = record.middle = record.head = ()
-        return found
+        return _gradients(record.inputs)
 
     def finish(self, record: Record) -> None:
         """The gradients of the weights that a split backward has put off."""
@@ -173,50 +185,48 @@ class Stage:
             run(record.rest)
             record.rest = None
 
-    def _start(self, loss: Tensor) -> Tensor | None:
-        """What the backward of a loss begins with."""
-        return None if self.scaler is None else torch.full_like(loss, self.scaler.factor)
+    def _start(self, loss: Tensor, times: float) -> Tensor | None:
+        """What the backward of a loss begins with, for the gradient of the sum."""
+        factor = times if self.scaler is None else times * self.scaler.factor
+        return None if factor == 1.0 else torch.full_like(loss, factor)
 
-    def _layers(self, which: range, call: Call, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        named: dict[str, Any] = dict(call.named) if which.start == 0 else {}
+    def _layers(self, which: range, record: Record, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run some of the layers, one after another; behind the last one of all comes the loss."""
+        start, first, end = which.start, self.first_layer, self.end
+        named = record.named if start == 0 else _NOTHING
         watched: tuple[Tensor, ...] = ()
-        of_batch = self.first_layer == 0 and which.start == 0
-        again: dict[int, Any] = {}
-        stream = devices.stream(self.seed, *call.key)
-        last = len(self.layers) - 1 if self.is_last else None
-        if self.inplace or of_batch or which.start not in self.untouched:
-            watched = values = tuple([t.clone() for t in values])
+        if self.inplace or start not in self.untouched or first + start == 0:
+            watched = values = tuple(map(Tensor.clone, values))
             named = {name: t.clone() for name, t in named.items()}
+        plain = record.weights is None and not self.mixed
+        again: dict[int, Any] = {}
         for index in which:
-            layer, number = self.layers[index], self.first_layer + index
             takes = self.takes[index]
-            if takes.columns:
-                named = {**named, **takes.from_batch(call)}
-            if takes.shares:
-                named["made_again"] = again
-            self.draw_from(devices.stream(stream, number))
-            if index == last and call.target is not None and self.takes_target(len(values)):
-                values = (*values, call.target)
-            if call.weights is None and not self.mixed:
-                output = layer(*values, **named)
-            else:
-                output = self._apply(index, call, values, named)
-            if index == last and self.keep is not None:
-                self.keep(call.rows, output)
-            values, named = tensors_of(output, number), {}
+            if takes is not None:
+                named = {**named, **takes.from_batch(record)}
+                if takes.shares:
+                    named["made_again"] = again
+            if index == end and record.target is not None and self.takes_target(len(values)):
+                values = (*values, record.target)
+            self.draw_from(devices.stream(record.stream, first + index))
+            output = self.layers[index](*values, **named) if plain else self._apply(index, record, values, named)
+            if index == end and self.keep is not None:
+                self.keep(record.rows, output)
+            values, named = (output,) if isinstance(output, Tensor) else tensors_of(output, first + index), _NOTHING
         if watched and not any(t._version for t in watched):
-            self.untouched.add(which.start)
-        if self.is_last and which.stop == len(self.layers):
-            return (self.objective(values[0], call.target, call.rows, call.items),)
+            self.untouched.add(start)
+        if end is not None and which.stop == len(self.layers):
+            loss, record.times = self.objective.mean(values[0], record.target, record.items)
+            return (loss,)
         return values
 
-    def _apply(self, index: int, call: Call, values: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
+    def _apply(self, index: int, record: Record, values: tuple[Tensor, ...], named: Mapping[str, Any]) -> Any:
         """A layer in another precision than its weights have, or with weights of another version."""
         layer = self.layers[index]
         with self.precision.autocast(self.device):
-            if call.weights is None:
+            if record.weights is None:
                 return layer(*values, **named)
-            return functional_call(layer, dict(call.weights[index]), values, dict(named))
+            return functional_call(layer, dict(record.weights[index]), values, dict(named))
 
 
 def changes_in_place(layers: Sequence[nn.Module]) -> bool:
@@ -224,9 +234,9 @@ def changes_in_place(layers: Sequence[nn.Module]) -> bool:
     return any(getattr(m, "inplace", False) for at in layers for m in at.modules())
 
 
-def leaf(tensor: Tensor, flag: bool) -> Tensor:
+def leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
     """A fresh start of a graph for what has come over a boundary."""
-    return tensor.detach().requires_grad_(flag)
+    return tuple(map(Tensor.requires_grad_, map(Tensor.detach, tensors), flags))
 
 
 _run_backward = torch.ops.aten.backward.TensorList
@@ -234,19 +244,23 @@ _run_backward = torch.ops.aten.backward.TensorList
 
 
 def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    starts: list[Tensor] = []
-    given: list[Tensor | None] = []
-    for tensor, gradient in zip(outputs, gradients, strict=True):
+    assert len(outputs) == len(gradients)
+    learn = tuple(map(_takes_gradient, outputs))
+    if all(learn):
+        if outputs:
+            _run_backward(outputs, gradients)
+    else:
+        _backward(tuple(compress(outputs, learn)), tuple(compress(gradients, learn)))
+
+
+def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Of those that take one; what nothing has come back to has one of zeros."""
+    found = []
+    for tensor in tensors:
         if tensor.requires_grad:
-            starts.append(tensor)
-            given.append(gradient)
-    if starts:
-        _run_backward(starts, given)
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    gradient = tensor.grad
-    return torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+            gradient = tensor.grad
+            found.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
+    return tuple(found)
 
 
 def tensors_of(output: Any, layer: int) -> tuple[Tensor, ...]:

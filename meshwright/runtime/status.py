@@ -78,7 +78,7 @@ class Status:
         """What the thread is doing now."""
         walker = self.walker
         step = None if walker is None else walker.at
-        channel = None if walker is None or step is None else walker.edges.waiting
+        channel = None if walker is None or step is None else walker.edges.waiting or (step.channel if step.sends else None)
         waits, where = _read(sys._current_frames().get(self._thread))
         if channel is not None:
             waits = label(channel)

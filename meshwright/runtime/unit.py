@@ -121,9 +121,10 @@ class Unit:
 
     def buffer(self, round_: int) -> Buffer:
         """The gradients of a round; a unit with one version has one buffer, which its parameters point at."""
-        if round_ not in self.buffers:
-            self.buffers[round_] = self.spare.pop() if self.spare else Buffer.like(self.params)
-        return self.buffers[round_]
+        found = self.buffers.get(round_)
+        if found is None:
+            found = self.buffers[round_] = self.spare.pop() if self.spare else Buffer.like(self.params)
+        return found
 
     def aim(self, version: int, round_: int) -> None:
         """Let gradients of a version's leaves go to the buffer of a round."""

@@ -195,7 +195,7 @@ def _refuse_rows(case: Case, layers: Layers) -> None:
             fix=f"batches of at least {cuts} rows, or fewer microbatches",
         )
     for mb in range(parallel.microbatches):
-        layers.refuse_sizes(batch.columns, batch.rows(mb).stop - batch.rows(mb).start)
+        layers.refuse_sizes(batch.columns, batch.cuts[mb].stop - batch.cuts[mb].start)
 
 
 def _refuse_dtype(case: Case, model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from meshwright.ir.plan import Parallel
 from meshwright.runtime.batch import Batch, Given, Objective
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.precision import Precision
-from meshwright.runtime.stage import Call, Key, Stage, changes_in_place, leaf
+from meshwright.runtime.stage import Record, Stage, changes_in_place, leaves
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def saved_bytes(
     layers: Layers, batch: Batch, *, objective: Objective | None = None, precision: Precision | None = None
 ) -> tuple[Kept, ...]:
     """For each stage what it keeps of a microbatch of this batch, its largest."""
-    rows = max((batch.rows(mb) for mb in range(batch.microbatches)), key=lambda rows: rows.stop - rows.start)
+    rows = max(batch.cuts, key=lambda rows: rows.stop - rows.start)
     values, named = batch.inputs(rows)
     objective = objective or Objective(weigh=layers.weigh)
     found: list[_Saved] = []
@@ -52,10 +52,11 @@ def saved_bytes(
     for index, layer in enumerate(layers.modules):
         last = index == len(layers.modules) - 1
         stage = Stage([layer], index, torch.device("cpu"), is_last=last, objective=objective, precision=precision or Precision())
-        call = Call(values, named if index == 0 else {}, batch.targets(rows) if last else None, rows, Key(0, 0), items=1.0)
-        call.weights, call.columns = [_stand_in(layer)], batch.named(stage.columns, rows)
+        target = batch.targets(rows) if last else None
+        record = Record(values, named if index == 0 else {}, target, rows, stream=0, items=1.0, counts=1.0)
+        record.weights, record.columns = [_stand_in(layer)], batch.named(stage.columns, rows)
         stage.untouched.add(0)  # no copy of the input for a first look
-        values, one = _measured(stage, call)
+        values, one = _measured(stage, record)
         found.append(one)
     torch.set_rng_state(state)
     return tuple(
@@ -99,12 +100,12 @@ def _stand_in(layer: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _measured(stage: Stage, call: Call) -> tuple[tuple[Tensor, ...], _Saved]:
+def _measured(stage: Stage, record: Record) -> tuple[tuple[Tensor, ...], _Saved]:
     """Run a layer; the tensors that it gives on, and what it saves."""
-    call.inputs = tuple(leaf(t, t.is_floating_point() and stage.first_layer > 0) for t in call.inputs)
-    given = call.weights[0] if call.weights else {}
+    record.inputs = leaves(record.inputs, [t.is_floating_point() and stage.first_layer > 0 for t in record.inputs])
+    given = record.weights[0] if record.weights else {}
     weights = {t.untyped_storage().data_ptr() for t in given.values()}
-    inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in call.inputs}
+    inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in record.inputs}
     saved: dict[int, tuple[int, Any]] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def _measured(stage: Stage, call: Call) -> tuple[tuple[Tensor, ...], _Saved]:
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-        bundle, _ = stage.forward(call)
+        bundle = stage.forward(record)
     outputs = {t.untyped_storage().data_ptr() for t in bundle.tensors}
     output = sum(t.numel() * t.element_size() for t in bundle.tensors)
     own = sum(size for place, (size, _) in saved.items() if place not in inputs)

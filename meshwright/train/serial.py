@@ -133,7 +133,7 @@ class Serial:
                 data = self._batch(batch(step), copy)
                 if self.scaler is not None:
                     self.scaler.measure(data.count)
-                rows = data.rows(local)
+                rows = data.cuts[local]
                 if rows.start == rows.stop:
                     continue
                 sums[step, copy][0] += self._microbatch(data, step, local, self._weights(mb), added)
@@ -175,14 +175,14 @@ class Serial:
 
     def _microbatch(self, data: Batch, step: int, local: int, weights: list[Weights], added: Weights) -> float:
         """One forward and backward through all layers; gradients are added up."""
-        rows = data.rows(local)
+        rows = data.cuts[local]
         if self.whole is None:
             output = self._through_layers(data, step, local, weights)
         else:
             leaves_of = {p: at for held in weights for p, at in held.items()}
             with self.precision.autocast(torch.device("cpu")):
                 output = self.whole(leaves_of, data.named(data.columns, rows))
-        loss = self.objective(output, data.targets(rows), rows, self._weight(data, rows))
+        loss = self.objective(output, data.targets(rows), self._weight(data, rows))
         if loss.requires_grad:
             loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))
         leaves = {id(at): (p, at) for held in weights for p, at in held.items()}
@@ -193,7 +193,7 @@ class Serial:
 
     def _through_layers(self, data: Batch, step: int, local: int, weights: list[Weights]) -> Tensor:
         """One layer after another, each with random streams of its own."""
-        rows, number = data.rows(local), data.copy * self.microbatches + local
+        rows, number = data.cuts[local], data.copy * self.microbatches + local
         values, named = data.inputs(rows)
         values, named = tuple(t.clone() for t in values), {name: t.clone() for name, t in named.items()}
         target, count = data.targets(rows), len(self.layers.modules)

@@ -79,7 +79,7 @@ def _capture_error(case: Case, layers: Layers, built: torch.nn.Module) -> float:
     """Captured layers against the model itself in evaluation, where dropout draws nothing: output and every gradient."""
     batch = case.data(0)
     data = Batch(batch, microbatches=1, names=layers.columns)
-    columns = data.named(data.columns, data.rows(0))
+    columns = data.named(data.columns, data.cuts[0])
     modes = {module: module.training for part in (built, *layers.modules) for module in part.modules()}
     params = [p for p in layers.names if p.requires_grad]
     found = []
