@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
+from meshwright.runtime.device import stream
 
 Given = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -52,11 +54,14 @@ class Batch:
         self.microbatches, self.copy, self.copies = microbatches, copy, copies
         whole = Rows(0, self.size)
         cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
-        self.cuts = [whole.cut(first + mb, cuts) for mb in range(microbatches)]
+        self.cuts = list(_cuts(whole, first, microbatches, cuts))
         """The rows of each microbatch of this copy, among those that are here."""
         self.first = copy * microbatches
         """The number of the first of them in the whole batch."""
-        self._weights: dict[Rows, Weight] = {}
+        self.streams: list[int] = []
+        """Where the random streams of the microbatches start, once it is known of which step this is."""
+        self.weights: dict[Rows, Weight] = {}
+        """What microbatches count, once they are weighed."""
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
@@ -85,13 +90,26 @@ class Batch:
         """What the loss compares with."""
         return None if self.target is None else self.target[rows.start : rows.stop]
 
+    def start_streams(self, seed: int, step: int) -> list[int]:
+        """This is the batch of a step: where its random streams start."""
+        self.streams = [stream(seed, step, self.first + mb) for mb in range(self.microbatches)]
+        return self.streams
+
+    def weigh(self, objective: Objective) -> dict[Rows, Weight]:
+        """What each microbatch counts; asked for by every stage and worked out once."""
+        self.weights = {rows: self.weight(rows, objective) for rows in self.cuts}
+        return self.weights
+
     def weight(self, rows: Rows, objective: Objective) -> Weight:
-        """What these rows count, asked for by every stage and worked out once."""
-        found = self._weights.get(rows)
-        if found is None:
-            columns = self.named(objective.columns, rows) if objective.weigh is not None else None
-            found = self._weights[rows] = objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
-        return found
+        """What some rows count."""
+        columns = self.named(objective.columns, rows) if objective.weigh is not None else None
+        return objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
+
+
+@lru_cache(maxsize=64)
+def _cuts(rows: Rows, first: int, count: int, cuts: int) -> tuple[Rows, ...]:
+    """Some of equal cuts of rows."""
+    return tuple(rows.cut(index, cuts) for index in range(first, first + count))
 
 
 class Batches(dict[int, Batch]):

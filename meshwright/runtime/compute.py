@@ -13,7 +13,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, NONE, Action, Kind, Value
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch
-from meshwright.runtime.device import stream
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.program import Program, Step
@@ -131,6 +130,8 @@ class Compute:
         kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
         written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.versioned else None
+        pop, gather, scatter, count = self.store.pop, self._gather, self._scatter, self.parameters.counter(step)
+        whole = len(read) == 1
 
         def backward() -> None:
             record: Record | None = slots[kept]
@@ -139,16 +140,16 @@ class Compute:
                 if aim is not None:
                     aim(step)  # without rows too this may be the last reader of a version
                 return
-            gradients = self._gather(read).tensors if read else ()
+            gradients = (pop(read[0]) if whole else gather(read)).tensors if read else ()
             if inline:
                 stage.recompute(record)
             if aim is not None:
                 aim(step)
             found = stage.backward(record, gradients, weights=weights)
             if written:
-                self._scatter(written, Bundle(found, (False,) * len(found)), record.rows)
+                scatter(written, Bundle(found, (False,) * len(found)), record.rows)
             if weights:
-                self.parameters.count(step, record.counts)
+                count(record.counts)
             else:
                 slots[rest] = record
 
@@ -156,13 +157,13 @@ class Compute:
 
     def finish(self, step: Step) -> Do:
         """The gradients of the weights that were put off."""
-        stage, slot = self.stages[step.action.stage], step.reads[Kind.REST][0]
+        stage, slot, count = self.stages[step.action.stage], step.reads[Kind.REST][0], self.parameters.counter(step)
 
         def finish() -> None:
             record: Record | None = self.store.pop(slot)
             if record is not None:
                 stage.finish(record)
-                self.parameters.count(step, record.counts)
+                count(record.counts)
 
         return finish
 
@@ -284,8 +285,9 @@ class Compute:
         """What a stage is called with for some rows of a microbatch; `received` is None on the first."""
         inputs, named = batch.inputs(rows) if received is None else (leaves(*received), _NONE)
         target = batch.targets(rows) if stage.is_last else None
-        items, counts = batch.weight(rows, stage.objective)
-        record = Record(inputs, named, target, rows, stream(stage.seed, number, batch.first + local), items, counts)
+        items, counts = (batch.weights or batch.weigh(stage.objective)).get(rows) or batch.weight(rows, stage.objective)
+        start = (batch.streams or batch.start_streams(stage.seed, number))[local]
+        record = Record(inputs, named, target, rows, start, items, counts)
         if stage.columns:
             record.columns = batch.named(stage.columns, rows)
         if self.parameters.versioned:
@@ -312,9 +314,6 @@ class Compute:
 
     def _gather(self, slots: tuple[int, ...]) -> Bundle:
         """The pieces of a bundle put together; pieces without rows were never sent."""
-        if len(slots) == 1:
-            whole: Bundle = self.store.pop(slots[0])
-            return whole
         pieces: list[Bundle] = []
         for slot in slots:
             if (bundle := self.store.pop(slot)) is not None:

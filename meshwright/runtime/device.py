@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -24,19 +25,42 @@ def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+@contextmanager
+def patient_threads() -> Iterator[None]:
+    """Threads that start in here let a thread that computes go on when something wakes them, where the system can do that.
+
+    Those of gloo carry messages. Each message wakes two of them; if they interrupt who computes, its caches are cold.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        yield
+        return
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    if policy == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, parameter)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameter)
+
+
 _MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 63) - 1
 
 
 def stream(start: int, *parts: int) -> int:
-    """The start of a random stream inside another: that of a step in a seed's, a microbatch in the step's, a layer in that.
+    """The start of a random stream inside another: that of a step in a seed's, of a microbatch in the step's.
 
-    It is the same under every plan and in one process.
+    It is the same under every plan and in one process. A layer draws from that of its microbatch xor its `salt`.
     """
     for part in parts:
         start = ((start ^ (part + 1)) * _MIX) & _WORD
         start ^= start >> 31
     return start
+
+
+def salt(layer: int) -> int:
+    """What tells the random streams of the layers of one microbatch apart."""
+    return stream(0, layer)
 
 
 def seeder(device: torch.device) -> Callable[[int], object]:

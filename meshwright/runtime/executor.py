@@ -109,25 +109,25 @@ class Executor:
     def __init__(self, program: Program, edges: Edges, hands: Hands, trace: Trace | None = None) -> None:
         self.program, self.edges, self.hands, self.trace = program, edges, hands, trace
         self.at: Step | None = None
-        self.done = 0
+        self.walks = 0
         self._actions = {id(step): self._action(step) for step in program.steps if step.channel is None}
         self._walks: dict[Hashable, list[tuple[Step, Do]]] = {}
 
     def run(self, first_step: int = 0) -> None:
         """Walk the list once; its first microbatch is the first of step `first_step`."""
         status = current()
-        seat, names = (None, {}) if status is None else status.seated(self)
+        seat = None if status is None else status.seated(self)
         self.hands.begin(first_step)
         walk = self._walk()
         ends = None if self.trace is None else self.trace.walk([step for step, _ in walk])
         for step, do in walk:
             self.at = step
             if seat is not None:
-                seat.value = names[id(step)]
+                seat.value = step.words
             do()
             if ends is not None:
                 ends.append(now())
-            self.done += 1
+        self.walks += 1
         self.edges.transport.flush()
         self.hands.end()
         self.at = None
@@ -194,11 +194,7 @@ class Executor:
         line, room = self.edges.incoming(step.channel, shape), self.hands.incoming(step)
         slots, slot = self.hands.store.slots, step.slot
         arrived = None if self.trace is None else partial(self.trace.arrived, step)
-
-        def receive() -> None:
-            slots[slot] = line.post(arrived) if room is None else line.fill(room(), arrived)
-
-        return receive
+        return line.post_into(slots, slot, arrived) if room is None else line.fill_into(slots, slot, arrived, room)
 
     def _early(self, shapes: Mapping[int, object]) -> tuple[Step, ...] | None:
         """The list with receives moved up, for what does not block; None where a shape of this walk is not known yet."""

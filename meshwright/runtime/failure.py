@@ -31,7 +31,6 @@ class Doing:
     peer: int | None = None
     waits: str = ""
     where: str = ""
-    done: int = 0
     still_s: float = 0.0
     over: bool = False
     last: bool = False

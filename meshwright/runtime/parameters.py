@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,12 +90,17 @@ class Parameters:
             for value in step.drops:
                 self.units[value.stage].drop(value.version)
 
-    def count(self, step: Step, weight: float) -> None:
-        """Note what was added to the gradients of a stage's units; a tie counts with its first stage alone."""
-        for unit, first in self._counted[step.action.stage]:
-            buffer = unit.buffer(step.round)
-            if first:
-                buffer.weight += weight
+    def counter(self, step: Step) -> Callable[[float], None]:
+        """Notes what a step has added to the gradients of a stage's units; a tie counts with its first stage alone."""
+        units, round_ = self._counted[step.action.stage], step.round
+
+        def count(weight: float) -> None:
+            for unit, first in units:
+                buffer = unit.buffers.get(round_) or unit.buffer(round_)
+                if first:
+                    buffer.weight += weight
+
+        return count
 
     def sync(self, step: Step, partial: Sequence[Tensor]) -> None:
         """Start a collective, or add what the ring has so far."""

@@ -20,7 +20,8 @@ class Step:
     """One action or one end of a message. `reads` and `writes` are slots, keyed by kind; `round` is that of its gradients.
 
     An update is `in_place` where nobody later wants the version that it replaces; `drops` are versions whose last reader
-    this is; `releases`: this is the last use of its unit's gradients of this round; `waits` and `signals` are turns.
+    this is; `releases`: this is the last use of its unit's gradients of this round; `waits` and `signals` are turns. `words`
+    is what a worker that dies here has said: `name` and `stage`.
     """
 
     entry: Entry
@@ -37,6 +38,20 @@ class Step:
     releases: bool = False
     waits: tuple[int, ...] = ()
     signals: tuple[int, ...] = ()
+    words: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.words = f"{self.name} {self.stage}".encode()
+
+    @property
+    def name(self) -> str:
+        """As text, `2B5`."""
+        return str(self.action if self.channel is None else self.entry)
+
+    @property
+    def stage(self) -> int:
+        """The stage that it belongs to."""
+        return self.action.stage if self.value is None else self.value.stage
 
     @property
     def receives(self) -> bool:

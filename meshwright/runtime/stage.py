@@ -129,6 +129,7 @@ class Stage:
         self.inplace = changes_in_place(self.layers)
         self.untouched: set[int] = set()
         self.mixed = self.precision.mixed
+        self.salts = [devices.salt(self.first_layer + index) for index in range(len(self.layers))]
         self.draw_from = devices.seeder(self.device)
 
     def forward(self, record: Record) -> Bundle:
@@ -164,13 +165,15 @@ class Stage:
         else:
             record.head = head
 
-    def backward(self, record: Record, gradients: Sequence[Tensor], *, weights: bool = True) -> tuple[Tensor, ...]:
+    def backward(self, record: Record, gradients: Sequence[Tensor | None], *, weights: bool = True) -> tuple[Tensor, ...]:
         """The gradients of the inputs; those of the weights are added up, or put off until `finish`."""
         putting_off = None if weights else self.deferred
         if putting_off is not None:
             putting_off.begin()
         outputs = tuple(compress(record.outputs, record.flags))
-        _backward(outputs, [self._start(t, record.times) for t in outputs] if self.is_last else gradients)
+        if self.is_last:
+            gradients = [self._start(t, record.times) for t in outputs]
+        _backward(outputs, gradients)
         if record.middle:
             flags = [t.requires_grad for t in record.middle]
             _backward(tuple(compress(record.head, flags)), _gradients(record.middle))
@@ -208,7 +211,7 @@ class Stage:
                     named["made_again"] = again
             if index == end and record.target is not None and self.takes_target(len(values)):
                 values = (*values, record.target)
-            self.draw_from(devices.stream(record.stream, first + index))
+            self.draw_from(record.stream ^ self.salts[index])
             output = self.layers[index](*values, **named) if plain else self._apply(index, record, values, named)
             if index == end and self.keep is not None:
                 self.keep(record.rows, output)

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from meshwright.runtime.failure import Doing
-from meshwright.runtime.program import Program, Step
+from meshwright.runtime.program import Step
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.faults import label, other
 
@@ -37,9 +37,8 @@ class Lines(Protocol):
 class Walker(Protocol):
     """What is watched of an executor."""
 
-    program: Program
     at: Step | None
-    done: int
+    walks: int
 
     @property
     def edges(self) -> Lines:
@@ -58,7 +57,6 @@ class Status:
     def __init__(self, rank: int, seat: Seat | None = None) -> None:
         self.rank, self.seat = rank, seat
         self.seen = Doing(rank)
-        self._names: dict[int, bytes] = {}
         self.walker: Walker | None = None
         self.over = False
         self._thread = threading.get_ident()
@@ -67,12 +65,10 @@ class Status:
         self._since = time.monotonic()
         self._home, self._born = home(), born(os.getpid())
 
-    def seated(self, walker: Walker) -> tuple[Seat | None, dict[int, bytes]]:
-        """A walk begins: where to write the name of each step, and these names."""
-        if walker is not self.walker and self.seat is not None:
-            self._names = {id(step): f"{name(step)} {stage(step)}".encode() for step in walker.program.steps}
+    def seated(self, walker: Walker) -> Seat | None:
+        """A walk begins: where to write the words of each step."""
         self.walker = walker
-        return self.seat, self._names
+        return self.seat
 
     def look(self, *, last: bool = False) -> Doing:
         """What the thread is doing now."""
@@ -82,20 +78,19 @@ class Status:
         waits, where = _read(sys._current_frames().get(self._thread))
         if channel is not None:
             waits = label(channel)
-        now, done = time.monotonic(), 0 if walker is None else walker.done
-        mark = (id(walker), done, id(step), None if step is not None else where)
+        now = time.monotonic()
+        mark = (id(walker), 0 if walker is None else walker.walks, id(step), None if step is not None else where)
         if mark != self._mark:
             self._mark, self._since = mark, now
         self._beat += 1
         self.seen = Doing(
             self.rank,
             self._beat,
-            action="" if step is None else name(step),
-            stage=None if step is None else stage(step),
+            action="" if step is None else step.name,
+            stage=None if step is None else step.stage,
             peer=None if channel is None else other(channel, self.rank),
             waits=waits,
             where=where,
-            done=done,
             still_s=round(now - self._since, 2),
             over=self.over,
             last=last,
@@ -104,16 +99,6 @@ class Status:
             born=self._born,
         )
         return self.seen
-
-
-def name(step: Step) -> str:
-    """A step as text, `2B5`."""
-    return str(step.action if step.channel is None else step.entry)
-
-
-def stage(step: Step) -> int:
-    """The stage that a step belongs to."""
-    return step.action.stage if step.value is None else step.value.stage
 
 
 _CURRENT: ContextVar[Status | None] = ContextVar("status", default=None)

@@ -1,7 +1,8 @@
 """A sync unit: parameters that are added up, updated and versioned together (a stage's own, or one tie group).
 
-Gradients live in flat buffers, one per round and dtype; a parameter's gradient is a view. The last element of a buffer
-is the weight of what was added up (rows or tokens), so that one division after the sum gives the global mean:
+Gradients live in flat buffers, one per round and dtype; a parameter's gradient is a view. Before a buffer is added to
+others the weight of what is in it (rows or tokens) is written into its last element, so that one division after the sum
+gives the global mean:
 
     [ gradient of p0 | gradient of p1 | ... | weight ]
 
@@ -38,6 +39,7 @@ class Buffer:
     flats: list[Tensor]
     views: list[Tensor]
     weight: float = 0.0
+    sealed: bool = False
     works: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -66,30 +68,28 @@ class Buffer:
                 self.works.append(dist.all_reduce(bucket, group=group, async_op=True))
 
     def seal(self) -> None:
-        """Write the weight of what is here into its place."""
+        """Write the weight of what is here into its place: from now on it is what stands there."""
         self.flats[-1][-1] = self.weight
+        self.sealed = True
 
     def finish(self, factor: float = 1.0) -> None:
         """Wait for the sum, and divide it by its weight, once, and by what the losses were multiplied by."""
         for work in self.works:
             work.wait()
         self.works.clear()
-        total = self.flats[-1][-1].item()
+        total = self.flats[-1][-1].item() if self.sealed else self.weight
         if total > 0:
             for flat in self.flats:
                 flat.div_(total * factor)
-            self.flats[-1][-1] = -total
-
-    @property
-    def total(self) -> float:
-        """The weight of the whole batch, once finished."""
-        return -self.flats[-1][-1].item()
+            self.weight = -total
+            if self.sealed:
+                self.flats[-1][-1] = -total
 
     def clear(self) -> None:
         """Ready for the next round."""
         for flat in self.flats:
             flat.zero_()
-        self.weight = 0.0
+        self.weight, self.sealed = 0.0, False
 
 
 class Unit:
@@ -133,11 +133,8 @@ class Unit:
 
     def sync(self, round_: int) -> None:
         """Start to add up over all who hold this unit."""
-        buffer = self.buffer(round_)
         if self.group is not None:
-            buffer.start(self.group)
-        else:
-            buffer.seal()
+            self.buffer(round_).start(self.group)
 
     def square(self, round_: int, factor: float = 1.0) -> float:
         """The sum of the squares of the mean gradient."""

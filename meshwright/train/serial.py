@@ -200,7 +200,7 @@ class Serial:
         for stage in range(self.layers.stages):
             for offset, layer in enumerate(self.layers.of_stage(stage)):
                 index = self.layers.starts[stage] + offset
-                devices.seeder(torch.device("cpu"))(devices.stream(self.seed, step, number, index))
+                devices.seeder(torch.device("cpu"))(devices.stream(self.seed, step, number) ^ devices.salt(index))
                 if index == count - 1 and target is not None and self.takes_target(len(values)):
                     values = (*values, target)
                 named |= {name: t.clone() for name, t in data.named(columns_of(layer), rows).items()}

@@ -12,7 +12,6 @@ So send i waits at most until its own receive is posted: never longer than if ev
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -102,18 +101,16 @@ class _End:
         self.ring.close()
 
 
-class SharedReceipt:
-    """A posted receive; waiting for it takes all messages up to its own out of the ring."""
+class SharedReceipt(tuple["SharedTransport", _End, int]):
+    """A posted receive: its transport, end and number. To wait for it takes all messages up to its own out of the ring."""
 
-    __slots__ = ("_end", "_number", "_owner")
-
-    def __init__(self, owner: SharedTransport, end: _End, number: int) -> None:
-        self._owner, self._end, self._number = owner, end, number
+    __slots__ = ()
 
     def wait(self) -> None:
         """Return when the tensor is filled."""
-        while self._end.done < self._number:
-            self._owner.fill(self._end)
+        transport, end, number = self
+        while end.done < number:
+            transport.fill(end)
 
 
 class SharedTransport:
@@ -132,7 +129,7 @@ class SharedTransport:
         meet_timeout_s: float = 60.0,
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
-        self._slots = slots
+        self._slots, self._most = slots, max(0, slots - 1 - ACKS_TOGETHER)
         self._ends: dict[Channel, _End] = {}
         mine = own_channels(channels, rank)
         lines = meet(run_id, rank, {other(channel, rank) for channel in mine}, meet_timeout_s)
@@ -153,7 +150,7 @@ class SharedTransport:
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
         """Copy the tensor into the ring; blocks only while the receiver is a whole ring behind."""
-        assert tensor.is_cpu and tensor.is_contiguous(), "bytes are copied as they lie in memory"
+        assert tensor.is_contiguous(), "bytes are copied as they lie in memory"
         end = self._ends[channel]
         if not end.free:
             end.free = len(self._read(end, _ACKS))
@@ -167,28 +164,33 @@ class SharedTransport:
 
     def receive(self, channel: Channel, tensor: Tensor) -> SharedReceipt:
         """Remember where the message goes; it is copied out when it is waited for."""
-        assert tensor.is_cpu and tensor.is_contiguous(), "bytes are copied as they lie in memory"
+        assert tensor.is_contiguous(), "bytes are copied as they lie in memory"
         end = self._ends[channel]
+        posted = end.posted
         # With so many posted a sender never finds the ring full for longer than if every send and receive blocked.
-        if len(end.posted) > max(0, self._slots - 1 - ACKS_TOGETHER):
+        if len(posted) > self._most:
             self.fill(end)
-        end.posted.append(tensor)
-        return SharedReceipt(self, end, end.done + len(end.posted))
+        posted.append(tensor)
+        return SharedReceipt((self, end, end.done + len(posted)))
 
     def fill(self, end: _End) -> None:
         """Take the next message of a channel into the tensor that was posted first."""
-        nbytes = int.from_bytes(self._read(end, _HEADER), "little")
+        header = self._read(end, _HEADER) if self.timeout_s is not None else os.read(end.reads, _HEADER)
+        if not header:
+            raise PeerLost(end.channel, self.rank)
+        nbytes = int.from_bytes(header, "little")
         tensor = end.posted.popleft()
         if nbytes != tensor.nbytes:
             raise wrong_message(end.channel, f"{nbytes} bytes", f"{tensor.nbytes} bytes")
         _copy(tensor.data_ptr(), end.ring.next(nbytes), nbytes)
         end.done += 1
-        # A sender may have closed after its last message, which is whole: its loss shows at the next one, if there is one.
         end.owed += 1
         if end.owed >= ACKS_TOGETHER or end.owed >= self._slots:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(end.writes, bytes(end.owed))
-            end.owed = 0
+            owed, end.owed = end.owed, 0
+            try:
+                os.write(end.writes, bytes(owed))
+            except BrokenPipeError:
+                return  # it closed after its last message, which is whole: its loss shows at the next one, if there is one
 
     def flush(self) -> None:
         """Nothing to wait for: what was sent has been copied."""

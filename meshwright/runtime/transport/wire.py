@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.ir.action import Kind
+from meshwright.runtime import device as devices
 from meshwright.runtime.transport.base import Channel, own_channels
 from meshwright.runtime.transport.faults import from_torch, other
 
@@ -77,7 +78,10 @@ class TorchTransport:
         mine = set(own_channels(channels, rank))
         # On gloo a send and the word that a receive is posted would wait for each other's lock: a group per direction.
         members = dist.get_process_group_ranks(world)
-        ways = (dist.new_group(members), dist.new_group(members)) if tagged and channels else (world, world)
+        ways = world, world
+        if tagged and channels:
+            with devices.patient_threads():
+                ways = dist.new_group(members), dist.new_group(members)
         for channel in channels:
             line = ways[channel.source < channel.target] if tagged else dist.new_group([channel.source, channel.target])
             if channel in mine:
