@@ -31,6 +31,16 @@ class Own:
     tensors: Given
 
 
+class Cut(NamedTuple):
+    """Some rows of a batch: what the mean of their loss is over, what they count for in the whole batch, and where the random
+    streams of their layers start."""
+
+    rows: Rows
+    items: float
+    counts: float
+    stream: int
+
+
 class Batch:
     """One step's tensors on one copy."""
 
@@ -58,10 +68,8 @@ class Batch:
         """The rows of each microbatch of this copy, among those that are here."""
         self.first = copy * microbatches
         """The number of the first of them in the whole batch."""
-        self.streams: list[int] = []
-        """Where the random streams of the microbatches start, once it is known of which step this is."""
-        self.weights: dict[Rows, Weight] = {}
-        """What microbatches count, once they are weighed."""
+        self.ready: list[Cut] = []
+        """The microbatches, once they are weighed."""
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
@@ -80,7 +88,8 @@ class Batch:
     def inputs(self, rows: Rows) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """What the first stage is called with."""
         start, stop = rows
-        return tuple([t[start:stop] for t in self.args]), {name: t[start:stop] for name, t in self.kwargs.items()}
+        named = {name: t[start:stop] for name, t in self.kwargs.items()} if self.kwargs else {}
+        return tuple([t[start:stop] for t in self.args]), named
 
     def named(self, names: Iterable[str], rows: Rows) -> dict[str, Tensor]:
         """Columns by name, cut to some rows."""
@@ -90,20 +99,17 @@ class Batch:
         """What the loss compares with."""
         return None if self.target is None else self.target[rows.start : rows.stop]
 
-    def start_streams(self, seed: int, step: int) -> list[int]:
-        """This is the batch of a step: where its random streams start."""
-        self.streams = [stream(seed, step, self.first + mb) for mb in range(self.microbatches)]
-        return self.streams
+    def make_ready(self, objective: Objective, seed: int, step: int) -> list[Cut]:
+        """The microbatches of the batch of a step; asked for by every stage and worked out once."""
+        start = stream(seed, step)
+        self.ready = [self.cut(mb, rows, objective, start) for mb, rows in enumerate(self.cuts)]
+        return self.ready
 
-    def weigh(self, objective: Objective) -> dict[Rows, Weight]:
-        """What each microbatch counts; asked for by every stage and worked out once."""
-        self.weights = {rows: self.weight(rows, objective) for rows in self.cuts}
-        return self.weights
-
-    def weight(self, rows: Rows, objective: Objective) -> Weight:
-        """What some rows count."""
+    def cut(self, mb: int, rows: Rows, objective: Objective, start: int) -> Cut:
+        """Some rows of a microbatch; `start` is where the random streams of the step do."""
         columns = self.named(objective.columns, rows) if objective.weigh is not None else None
-        return objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
+        weight = objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
+        return Cut(rows, weight.items, weight.counts, stream(start, self.first + mb))
 
 
 @lru_cache(maxsize=64)

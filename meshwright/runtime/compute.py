@@ -9,16 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.errors import MeshwrightError
-from meshwright.ir.action import COMPUTE, NONE, Action, Kind, Value
+from meshwright.ir.action import COMPUTE, NONE, Kind, Value
 from meshwright.ir.placement import Rows
-from meshwright.runtime.batch import Batch
+from meshwright.runtime.batch import Batch, Cut
+from meshwright.runtime.device import stream
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.parameters import Parameters
+from meshwright.runtime.pieces import Pieces, cut, joined, require_rows
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle, Record, Stage, leaves
-
-_NONE: Mapping[str, Tensor] = {}
 
 
 @dataclass
@@ -50,9 +49,8 @@ class Compute:
         microbatches: int,
     ) -> None:
         self.program, self.stages, self.parameters, self.batches = program, stages, parameters, batches
-        self.schedule, self.placement = program.schedule, program.schedule.placement
         self.microbatches = microbatches
-        self.narrow = all(len(team) == 1 for copy in self.placement.teams for teams in copy for team in teams)
+        self.pieces = Pieces(program.schedule, program.worker)
         self.store = Store(len(program.values))
         self.tallies: dict[int, Tally] = {}
         self.first_step = 0
@@ -75,19 +73,23 @@ class Compute:
     def forward(self, step: Step) -> Do:
         """Run a stage on its rows."""
         saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
-        if not self.narrow or step.action.part != NONE or len(saved) > 1:
+        if not self.pieces.narrow or step.action.part != NONE or len(saved) > 1:
             return partial(self._forward_cut, step, saved)
-        stage, store, slots = self.stages[step.action.stage], self.store, self.store.slots
+        stage, pop, slots = self.stages[step.action.stage], self.store.pop, self.store.slots
+        takes_more = stage.is_last or bool(stage.columns) or self.parameters.versioned
         ahead, local = divmod(step.action.mb, self.microbatches)
         read, (keep,), written = step.reads.get(Kind.ACT, ()), saved or (NONE,), step.writes.get(Kind.ACT, ())
 
         def forward() -> None:
             number = self.first_step + ahead
             batch = self.batches[number]
-            rows = batch.cuts[local]
-            if rows.start == rows.stop:
+            mine = (batch.ready or batch.make_ready(stage.objective, stage.seed, number))[local]
+            start, stop = mine.rows
+            if start == stop:
                 return
-            record = self._record(step, stage, batch, number, local, rows, store.pop(read[0]) if read else None)
+            record = Record(mine, leaves(*pop(read[0]))) if read else self._first(mine, batch)
+            if takes_more:
+                self._complete(record, step, stage, batch)
             bundle = stage.forward(record)
             if saved:
                 slots[keep] = record
@@ -98,12 +100,28 @@ class Compute:
 
         return forward
 
+    def _first(self, mine: Cut, batch: Batch) -> Record:
+        """The record of a first stage."""
+        inputs, named = batch.inputs(mine.rows)
+        record = Record(mine, inputs)
+        record.named = named
+        return record
+
+    def _complete(self, record: Record, step: Step, stage: Stage, batch: Batch) -> None:
+        """What some stages take beside their inputs."""
+        if stage.is_last:
+            record.target = batch.targets(record.cut.rows)
+        if stage.columns:
+            record.columns = batch.named(stage.columns, record.cut.rows)
+        if self.parameters.versioned:
+            record.weights = self.parameters.versions(step)
+
     def _forward_cut(self, step: Step, saved: tuple[int, ...]) -> None:
         """Run a stage on what this worker has of the rows; where backwards come in halves, each half has a graph of its own."""
         stage, (ahead, local) = self.stages[step.action.stage], divmod(step.action.mb, self.microbatches)
         number = self.first_step + ahead
         batch = self.batches[number]
-        rows = self._own(step.action, batch.cuts[local])
+        rows = self.pieces.own(step.action, batch.cuts[local])
         if rows.start == rows.stop:
             return
         received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
@@ -111,18 +129,19 @@ class Compute:
         for index, part in enumerate([rows] if len(saved) < 2 else [rows.cut(i, len(saved)) for i in range(len(saved))]):
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
                 continue
-            mine = None if received is None else self._rows_of(received, part, rows)
-            record = self._record(step, stage, batch, number, local, part, mine)
+            mine = batch.cut(local, part, stage.objective, stream(stage.seed, number))
+            record = self._first(mine, batch) if received is None else Record(mine, leaves(*cut(received, part, rows)))
+            self._complete(record, step, stage, batch)
             bundle = stage.forward(record)
             if saved:
                 self.store.slots[saved[index]] = record
             if stage.is_last:
                 self._tally(number, bundle.tensors[0], record)
             elif part is not rows:
-                self._check_rows(bundle, part)
+                require_rows(bundle, part)
             bundles.append(bundle)
         if Kind.ACT in step.writes:
-            self._scatter(step.writes[Kind.ACT], _joined(bundles), rows)
+            self._scatter(step.writes[Kind.ACT], joined(bundles), rows)
 
     def backward(self, step: Step, *, weights: bool) -> Do:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
@@ -147,9 +166,9 @@ class Compute:
                 aim(step)
             found = stage.backward(record, gradients, weights=weights)
             if written:
-                scatter(written, Bundle(found, (False,) * len(found)), record.rows)
+                scatter(written, Bundle(found, (False,) * len(found)), record.cut.rows)
             if weights:
-                count(record.counts)
+                count(record.cut.counts)
             else:
                 slots[rest] = record
 
@@ -163,7 +182,7 @@ class Compute:
             record: Record | None = self.store.pop(slot)
             if record is not None:
                 stage.finish(record)
-                count(record.counts)
+                count(record.cut.counts)
 
         return finish
 
@@ -185,7 +204,7 @@ class Compute:
             tally = self.tallies[number] = Tally()
         tally.losses.append(loss)
         tally.times.append(record.times)
-        tally.weight += record.counts
+        tally.weight += record.cut.counts
 
     # -- what parameters do
 
@@ -257,85 +276,24 @@ class Compute:
 
     # -- rows
 
-    def _own(self, action: Action, rows: Rows) -> Rows:
-        """What this worker has of the rows of an action's microbatch."""
-        if action.part != NONE:
-            rows = rows.cut(action.part, self.schedule.parts)
-        if self.narrow:
-            return rows
-        team = self.placement.team(action.replica, action.stage, action.mb)
-        return rows.cut(team.index(self.program.worker), len(team))
-
-    def _crossing(self, value: Value) -> tuple[Batch, Rows]:
-        """The rows that cross the boundary behind `value.stage` in this value."""
-        ahead, local = divmod(value.mb, self.microbatches)
-        batch = self.batches[self.first_step + ahead]
-        rows = batch.cuts[local]
-        if value.part != NONE:
-            rows = rows.cut(value.part, self.schedule.parts)
-        if value.piece == NONE:
-            return batch, rows
-        before = self.placement.team(value.replica, value.stage, value.mb)
-        behind = self.placement.team(value.replica, value.stage + 1, value.mb)
-        return batch, rows.piece(value.piece, len(before), len(behind))
-
-    def _record(
-        self, step: Step, stage: Stage, batch: Batch, number: int, local: int, rows: Rows, received: Bundle | None
-    ) -> Record:
-        """What a stage is called with for some rows of a microbatch; `received` is None on the first."""
-        inputs, named = batch.inputs(rows) if received is None else (leaves(*received), _NONE)
-        target = batch.targets(rows) if stage.is_last else None
-        items, counts = (batch.weights or batch.weigh(stage.objective)).get(rows) or batch.weight(rows, stage.objective)
-        start = (batch.streams or batch.start_streams(stage.seed, number))[local]
-        record = Record(inputs, named, target, rows, start, items, counts)
-        if stage.columns:
-            record.columns = batch.named(stage.columns, rows)
-        if self.parameters.versioned:
-            record.weights = self.parameters.versions(step)
-        return record
-
-    def _rows_of(self, bundle: Bundle, rows: Rows, own: Rows) -> Bundle:
-        """Some of the rows that this worker has received."""
-        if rows is own:
-            return bundle
-        self._check_rows(bundle, own)
-        start, stop = rows.start - own.start, rows.stop - own.start
-        return Bundle(tuple(t[start:stop] for t in bundle.tensors), bundle.flags)
-
-    def _check_rows(self, bundle: Bundle, rows: Rows) -> None:
-        """Only what has a row per row of the batch can be cut by rows."""
-        for tensor in bundle.tensors:
-            if not tensor.dim() or tensor.shape[0] != rows.stop - rows.start:
-                raise MeshwrightError(
-                    f"a tensor of shape {tuple(tensor.shape)} crosses stages and is to be cut by rows, "
-                    f"but its first dimension is not the {rows.stop - rows.start} rows of the microbatch",
-                    fix="rows first in everything that crosses, or a plan without width and halves",
-                )
-
     def _gather(self, slots: tuple[int, ...]) -> Bundle:
         """The pieces of a bundle put together; pieces without rows were never sent."""
-        pieces: list[Bundle] = []
-        for slot in slots:
-            if (bundle := self.store.pop(slot)) is not None:
-                pieces.append(bundle)
-        return _joined(pieces)
+        return joined([bundle for slot in slots if (bundle := self.store.pop(slot)) is not None])
 
     def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: Rows) -> None:
         """Put a bundle into its slots, cut into pieces where the next team is another."""
-        if self.narrow:
+        if self.pieces.narrow:
             for slot in slots:
                 self.store.slots[slot] = bundle
             return
-        self._check_rows(bundle, own)
         for slot in slots:
             _, rows = self._crossing(self.program.values[slot])
             if rows.start < rows.stop:
-                start, stop = rows.start - own.start, rows.stop - own.start
-                self.store.slots[slot] = Bundle(tuple(t[start:stop].contiguous() for t in bundle.tensors), bundle.flags)
+                tensors, flags = cut(bundle, rows, own)
+                self.store.slots[slot] = Bundle(tuple(t.contiguous() for t in tensors), flags)
 
-
-def _joined(pieces: list[Bundle]) -> Bundle:
-    """Rows of several bundles, one after another."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return Bundle(tuple(torch.cat(t) for t in zip(*(piece.tensors for piece in pieces), strict=True)), pieces[0].flags)
+    def _crossing(self, value: Value) -> tuple[Batch, Rows]:
+        """The batch that a message belongs to, and its rows that cross."""
+        ahead, local = divmod(value.mb, self.microbatches)
+        batch = self.batches[self.first_step + ahead]
+        return batch, self.pieces.crossing(value, batch.cuts[local])

@@ -26,10 +26,10 @@ def backend(device: torch.device) -> str:
 
 
 @contextmanager
-def patient_threads() -> Iterator[None]:
-    """Threads that start in here let a thread that computes go on when something wakes them, where the system can do that.
+def patience() -> Iterator[None]:
+    """What wakes this thread, or one that it starts in here, does not interrupt who computes, where the system can do so.
 
-    Those of gloo carry messages. Each message wakes two of them; if they interrupt who computes, its caches are cold.
+    Every message wakes a peer, with gloo also threads that carry it. Who is interrupted by them finds its caches cold.
     """
     if not hasattr(os, "SCHED_BATCH"):
         yield

@@ -117,13 +117,13 @@ class Incoming:
         edges, channel = self._edges, self._channel
 
         def post() -> None:
-            flags = (self._contract or self._agree()).flags
+            contract = self._contract or self._agree()
             tensors, receipts = [], []
             for make in self._makers:
                 tensor = make()
                 tensors.append(tensor)
                 receipts.append(edges.transport.receive(channel, tensor))
-            slots[slot] = Pending((edges, channel, Bundle(tuple(tensors), flags), receipts, arrived))
+            slots[slot] = Pending((edges, channel, Bundle(tuple(tensors), contract.flags), receipts, arrived))
 
         return post
 

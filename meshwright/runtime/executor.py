@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from meshwright.ir.action import Op
 from meshwright.passes.comm import OUTSTANDING
 from meshwright.runtime.clock import now
+from meshwright.runtime.device import patience
 from meshwright.runtime.edges import Edges, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
@@ -120,13 +121,14 @@ class Executor:
         self.hands.begin(first_step)
         walk = self._walk()
         ends = None if self.trace is None else self.trace.walk([step for step, _ in walk])
-        for step, do in walk:
-            self.at = step
-            if seat is not None:
-                seat.value = step.words
-            do()
-            if ends is not None:
-                ends.append(now())
+        with patience():
+            for step, do in walk:
+                self.at = step
+                if seat is not None:
+                    seat.value = step.words
+                do()
+                if ends is not None:
+                    ends.append(now())
         self.walks += 1
         self.edges.transport.flush()
         self.hands.end()

@@ -16,7 +16,6 @@ from inspect import signature
 from itertools import compress
 from math import ceil
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +26,13 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
-from meshwright.runtime.batch import Objective
+from meshwright.runtime.batch import Cut, Objective
 from meshwright.runtime.layers import columns_of
 from meshwright.runtime.moving import Moving, Place
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
 
-_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+_NOTHING: Mapping[Any, Any] = {}
 _takes_gradient = attrgetter("requires_grad")
 
 Weights = Sequence[Mapping[str, Tensor]]
@@ -48,12 +47,13 @@ class Bundle(NamedTuple):
 
 
 class Record:
-    """One microbatch, or a part of it, in a stage: what it is called with, and what its forward leaves for its backward.
+    """A cut of a batch in a stage: what it is called with, and what its forward leaves for its backward.
 
-    `items` is what the mean of its loss is over, `counts` what it counts for in the whole batch; layers draw from random
-    streams inside `stream`. The last stage writes `times`: the loss that it returns, so many times, is the sum over the rows.
+    The last stage writes `times`: the loss that it returns, so many times, is the sum over the rows.
     """
 
+    named: Mapping[str, Tensor] = _NOTHING
+    target: Tensor | None = None
     weights: Weights | None = None
     columns: Mapping[str, Tensor] = _NOTHING
     times: float = 1.0
@@ -64,18 +64,8 @@ class Record:
     rest: Rest | None = None
     moved: Mapping[Place, Tensor] = _NOTHING
 
-    def __init__(
-        self,
-        inputs: tuple[Tensor, ...],
-        named: Mapping[str, Tensor],
-        target: Tensor | None,
-        rows: Rows,
-        stream: int,
-        items: float,
-        counts: float,
-    ) -> None:
-        self.inputs, self.named, self.target, self.rows = inputs, named, target, rows
-        self.stream, self.items, self.counts = stream, items, counts
+    def __init__(self, cut: Cut, inputs: tuple[Tensor, ...]) -> None:
+        self.cut, self.inputs = cut, inputs
 
 
 class Takes(NamedTuple):
@@ -196,12 +186,13 @@ class Stage:
     def _layers(self, which: range, record: Record, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run some of the layers, one after another; behind the last one of all comes the loss."""
         start, first, end = which.start, self.first_layer, self.end
-        named = record.named if start == 0 else _NOTHING
+        named: Mapping[str, Any] = record.named if start == 0 else {}
         watched: tuple[Tensor, ...] = ()
         if self.inplace or start not in self.untouched or first + start == 0:
-            watched = values = tuple(map(Tensor.clone, values))
-            named = {name: t.clone() for name, t in named.items()}
-        plain = record.weights is None and not self.mixed
+            values = tuple(map(Tensor.clone, values))
+            named = {name: t.clone() for name, t in named.items()} if named else named
+            watched = () if start in self.untouched else values
+        plain, stream = record.weights is None and not self.mixed, record.cut.stream
         again: dict[int, Any] = {}
         for index in which:
             takes = self.takes[index]
@@ -211,15 +202,15 @@ class Stage:
                     named["made_again"] = again
             if index == end and record.target is not None and self.takes_target(len(values)):
                 values = (*values, record.target)
-            self.draw_from(record.stream ^ self.salts[index])
+            self.draw_from(stream ^ self.salts[index])
             output = self.layers[index](*values, **named) if plain else self._apply(index, record, values, named)
             if index == end and self.keep is not None:
-                self.keep(record.rows, output)
-            values, named = (output,) if isinstance(output, Tensor) else tensors_of(output, first + index), _NOTHING
+                self.keep(record.cut.rows, output)
+            values, named = (output,) if isinstance(output, Tensor) else tensors_of(output, first + index), {}
         if watched and not any(t._version for t in watched):
             self.untouched.add(start)
         if end is not None and which.stop == len(self.layers):
-            loss, record.times = self.objective.mean(values[0], record.target, record.items)
+            loss, record.times = self.objective.mean(values[0], record.target, record.cut.items)
             return (loss,)
         return values
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.ir.plan import Parallel
-from meshwright.runtime.batch import Batch, Given, Objective
+from meshwright.runtime.batch import Batch, Cut, Given, Objective
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import Record, Stage, changes_in_place, leaves
@@ -52,8 +52,8 @@ def saved_bytes(
     for index, layer in enumerate(layers.modules):
         last = index == len(layers.modules) - 1
         stage = Stage([layer], index, torch.device("cpu"), is_last=last, objective=objective, precision=precision or Precision())
-        target = batch.targets(rows) if last else None
-        record = Record(values, named if index == 0 else {}, target, rows, stream=0, items=1.0, counts=1.0)
+        record = Record(Cut(rows, items=1.0, counts=1.0, stream=0), values)
+        record.named, record.target = named if index == 0 else {}, batch.targets(rows) if last else None
         record.weights, record.columns = [_stand_in(layer)], batch.named(stage.columns, rows)
         stage.untouched.add(0)  # no copy of the input for a first look
         values, one = _measured(stage, record)
