@@ -76,16 +76,16 @@ def no_division(patch: pytest.MonkeyPatch) -> None:
     """Sums are taken for means."""
 
     def finish(self: units.Buffer, factor: float = 1.0) -> None:
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+        for one in self.sums:
+            one.wait()
+        self.sums.clear()
 
     patch.setattr(units.Buffer, "finish", finish)
 
 
 def lost_sync(patch: pytest.MonkeyPatch) -> None:
     """Gradients stay where they are; nobody adds them up."""
-    patch.setattr(units.Buffer, "start", lambda self, group: self.seal())
+    patch.setattr(units.Buffer, "start", lambda self, adder: self.seal())
 
 
 def stale_version(patch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,28 +12,13 @@ from meshwright.ir.action import COMPUTE, NONE, Kind, Value
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch, Cut
 from meshwright.runtime.device import stream
+from meshwright.runtime.edges import Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.pieces import Pieces, cut, joined, require_rows
 from meshwright.runtime.program import Program, Step
-from meshwright.runtime.stage import Bundle, Record, Stage, leaves
-
-
-@dataclass
-class Tally:
-    """What a rank saw of one step, where last stages are: losses, how many times each counts in their sum, and its weight."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    weight: float = 0.0
-
-    @property
-    def loss(self) -> Tensor | float:
-        """The sum of all losses."""
-        if not self.losses:
-            return 0.0
-        losses = torch.stack([loss.double() for loss in self.losses])
-        return (losses * torch.tensor(self.times, dtype=torch.float64, device=losses.device)).sum()
+from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
+from meshwright.runtime.tally import Tally
 
 
 class Compute:
@@ -75,10 +59,10 @@ class Compute:
         saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
         if not self.pieces.narrow or step.action.part != NONE or len(saved) > 1:
             return partial(self._forward_cut, step, saved)
-        stage, pop, slots = self.stages[step.action.stage], self.store.pop, self.store.slots
+        stage, slots = self.stages[step.action.stage], self.store.slots
         takes_more = stage.is_last or bool(stage.columns) or self.parameters.versioned
         ahead, local = divmod(step.action.mb, self.microbatches)
-        read, (keep,), written = step.reads.get(Kind.ACT, ()), saved or (NONE,), step.writes.get(Kind.ACT, ())
+        (given,), (keep,), written = step.reads.get(Kind.ACT, (NONE,)), saved or (NONE,), step.writes.get(Kind.ACT, ())
 
         def forward() -> None:
             number = self.first_step + ahead
@@ -87,11 +71,15 @@ class Compute:
             start, stop = mine.rows
             if start == stop:
                 return
-            record = Record(mine, leaves(*pop(read[0]))) if read else self._first(mine, batch)
+            if given == NONE:
+                record = self._first(mine, batch)
+            else:
+                values, slots[given] = slots[given], None
+                record = Record(mine, own_leaves(*values.wait()) if type(values) is Pending else leaves(*values))
             if takes_more:
                 self._complete(record, step, stage, batch)
             bundle = stage.forward(record)
-            if saved:
+            if keep != NONE:
                 slots[keep] = record
             if stage.is_last:
                 self._tally(number, bundle.tensors[0], record)
@@ -199,12 +187,9 @@ class Compute:
         return recompute
 
     def _tally(self, number: int, loss: Tensor, record: Record) -> None:
-        tally = self.tallies.get(number)
-        if tally is None:
-            tally = self.tallies[number] = Tally()
-        tally.losses.append(loss)
-        tally.times.append(record.times)
-        tally.weight += record.cut.counts
+        if number not in self.tallies:
+            self.tallies[number] = Tally()
+        self.tallies[number].add(loss, record.times, record.cut.counts)
 
     # -- what parameters do
 

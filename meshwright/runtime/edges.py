@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ DTYPES = (
 
 PATTERN_BYTES = 1 << 16
 """Up to this size a tensor is kept as a pattern for those that are received."""
+
+_form = attrgetter("shape", "dtype")
 
 SHAPED = (Kind.ACT, Kind.GRAD)
 """Kinds whose shape only the sender knows."""
@@ -92,12 +95,8 @@ class Outgoing:
         if contract is None and self._told:
             contract = self._contract = Contract.of(bundle)
             send(channel, _header(contract, channel).to(self._edges.device))
-        if contract is not None:
-            if flags != contract.flags or len(tensors) != len(contract.forms):
-                raise _changed(channel, contract, Contract.of(bundle))
-            for tensor, (size, dtype) in zip(tensors, contract.forms, strict=False):
-                if tensor.shape != size or tensor.dtype is not dtype:
-                    raise _changed(channel, contract, Contract.of(bundle))
+        elif contract is not None and (flags != contract.flags or tuple(map(_form, tensors)) != contract.forms):
+            raise _changed(channel, contract, Contract.of(bundle))
         for tensor in tensors:
             send(channel, tensor)
 

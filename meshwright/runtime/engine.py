@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objective, Own
-from meshwright.runtime.compute import Compute, Tally
+from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.layers import Layers, require_layers
@@ -25,9 +26,12 @@ from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
+from meshwright.runtime.tally import Tally
 from meshwright.runtime.trace import Trace, gather
 from meshwright.runtime.transport.choose import open_transport
-from meshwright.runtime.unit import Optimizer, Scheduler, Unit
+from meshwright.runtime.transport.pair import Pair
+from meshwright.runtime.transport.shared import SharedTransport
+from meshwright.runtime.unit import Adder, Collective, Optimizer, Scheduler, Unit
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,16 @@ class Engine:
         """Set the trace's clock, and let it know when syncs have been waited for."""
         trace.clock = common_clock(self.settings.device)
         for number, unit in self.units.items():
-            if unit.group is not None:
+            if unit.adder is not None:
                 trace.watch(number)
                 unit.landed = partial(trace.landed, number)
 
     def close(self) -> None:
         """Give back channels and groups."""
         self.transport.close()
+        for unit in self.units.values():
+            if isinstance(unit.adder, Pair):
+                unit.adder.close()
         for group in self.groups.values():
             dist.destroy_process_group(group)
 
@@ -146,9 +153,16 @@ class Engine:
             self.layers.unit(unit),
             optimizer=self.settings.optimizer,
             scheduler=self.settings.scheduler,
-            group=self.groups.get(ranks),
+            adder=partial(self._adder, unit, ranks) if ranks in self.groups else None,
             versioned=not self.schedule.flush,
         )
+
+    def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
+        """What adds up a unit's gradients: for two that can see each other's memory no collective is needed."""
+        if len(ranks) == 2 and isinstance(self.transport, SharedTransport) and self.schedule.flush:
+            (peer,) = set(ranks) - {self.mesh.rank}
+            return Pair(flats, self.mesh.rank, peer, f"{self.transport.run_id}-{unit}")
+        return Collective(self.groups[ranks])
 
     def _largest(self, count: int) -> float:
         """The largest of all ranks' numbers; all ranks ask together."""

@@ -22,7 +22,7 @@ from meshwright.passes.check import check
 from meshwright.passes.forward import forward_only
 from meshwright.passes.lower import lower
 from meshwright.runtime.batch import Batch, Given, Objective, Own
-from meshwright.runtime.compute import Compute, Tally
+from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.executor import Executor
@@ -30,6 +30,7 @@ from meshwright.runtime.layers import Layers
 from meshwright.runtime.parameters import Parameters, Rules
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
+from meshwright.runtime.tally import Tally
 
 Reduce = Callable[[Rows, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """What is done to the outputs of some rows where they arise, before they are sent anywhere; a row stays a row."""

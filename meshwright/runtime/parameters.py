@@ -112,9 +112,9 @@ class Parameters:
         buffer.seal()
         for mine, others in zip(buffer.flats, partial, strict=bool(partial)):
             mine.add_(others)
-        if Kind.SUM in step.writes and unit.group is not None:
-            for flat in buffer.flats:
-                dist.all_reduce(flat, group=unit.group)
+        if Kind.SUM in step.writes and unit.adder is not None:
+            for one in unit.adder.start(buffer.flats):
+                one.wait()
 
     def room(self, value: Value) -> Bundle:
         """Where a running sum is received: a complete one in place of the own."""

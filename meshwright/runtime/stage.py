@@ -163,10 +163,11 @@ class Stage:
         outputs = tuple(compress(record.outputs, record.flags))
         if self.is_last:
             gradients = [self._start(t, record.times) for t in outputs]
-        _backward(outputs, gradients)
-        if record.middle:
-            flags = [t.requires_grad for t in record.middle]
-            _backward(tuple(compress(record.head, flags)), _gradients(record.middle))
+        if self.recomputed:
+            _backward(outputs, gradients)
+            _backward(tuple(compress(record.head, map(_takes_gradient, record.middle))), _gradients(record.middle))
+        elif outputs:
+            _run_backward(outputs, gradients)
         if putting_off is not None:
             record.rest = putting_off.end()
         record.outputs = record.middle = record.head = ()
@@ -228,9 +229,14 @@ def changes_in_place(layers: Sequence[nn.Module]) -> bool:
     return any(getattr(m, "inplace", False) for at in layers for m in at.modules())
 
 
+def own_leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
+    """A fresh start of a graph in tensors that nobody else has."""
+    return tuple(map(Tensor.requires_grad_, tensors, flags))
+
+
 def leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
     """A fresh start of a graph for what has come over a boundary."""
-    return tuple(map(Tensor.requires_grad_, map(Tensor.detach, tensors), flags))
+    return own_leaves(map(Tensor.detach, tensors), flags)
 
 
 _run_backward = torch.ops.aten.backward.TensorList
@@ -238,13 +244,10 @@ _run_backward = torch.ops.aten.backward.TensorList
 
 
 def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    assert len(outputs) == len(gradients)
-    learn = tuple(map(_takes_gradient, outputs))
-    if all(learn):
-        if outputs:
-            _run_backward(outputs, gradients)
-    else:
-        _backward(tuple(compress(outputs, learn)), tuple(compress(gradients, learn)))
+    """From where a gradient was announced; of what was run again it is only known now whether it takes one."""
+    learn = [t.requires_grad for t in outputs]
+    if any(learn):
+        _run_backward(list(compress(outputs, learn)), list(compress(gradients, learn)))
 
 
 def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,32 @@ BUCKET_BYTES = 25 << 20
 """A collective carries at most this much, so that its first part is done while the rest is on its way."""
 
 
+class Sum(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> object:
+        """Return when it is there."""
+
+
+class Adder(Protocol):
+    """Adds up over all who hold a unit; each of them starts the same sums in the same order."""
+
+    def start(self, tensors: Sequence[Tensor]) -> Sequence[Sum]:
+        """Add up tensors in place, without waiting."""
+
+
+class Collective:
+    """An all_reduce, bucket by bucket."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def start(self, tensors: Sequence[Tensor]) -> list[Sum]:
+        """Launch it."""
+        buckets = [bucket for t in tensors for bucket in t.split(max(1, BUCKET_BYTES // t.element_size()))]
+        return [dist.all_reduce(bucket, group=self.group, async_op=True) for bucket in buckets]
+
+
 @dataclass
 class Buffer:
     """The gradients of one round: flat tensors by dtype, a view per parameter, and collectives under way."""
@@ -40,7 +66,7 @@ class Buffer:
     views: list[Tensor]
     weight: float = 0.0
     sealed: bool = False
-    works: list[Any] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
 
     @classmethod
     def like(cls, params: Sequence[Tensor]) -> Buffer:
@@ -60,12 +86,10 @@ class Buffer:
             flats.append(flat)
         return cls(flats, [views[i] for i in range(len(params))])
 
-    def start(self, group: dist.ProcessGroup) -> None:
-        """Add up over a group without waiting, bucket by bucket."""
+    def start(self, adder: Adder) -> None:
+        """Add up over all holders without waiting."""
         self.seal()
-        for flat in self.flats:
-            for bucket in flat.split(max(1, BUCKET_BYTES // flat.element_size())):
-                self.works.append(dist.all_reduce(bucket, group=group, async_op=True))
+        self.sums.extend(adder.start(self.flats))
 
     def seal(self) -> None:
         """Write the weight of what is here into its place: from now on it is what stands there."""
@@ -74,9 +98,9 @@ class Buffer:
 
     def finish(self, factor: float = 1.0) -> None:
         """Wait for the sum, and divide it by its weight, once, and by what the losses were multiplied by."""
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+        for one in self.sums:
+            one.wait()
+        self.sums.clear()
         total = self.flats[-1][-1].item() if self.sealed else self.weight
         if total > 0:
             for flat in self.flats:
@@ -101,15 +125,16 @@ class Unit:
         *,
         optimizer: Optimizer,
         scheduler: Scheduler | None = None,
-        group: dist.ProcessGroup | None = None,
+        adder: Callable[[Sequence[Tensor]], Adder] | None = None,
         versioned: bool = False,
     ) -> None:
         self.params = [p for p in params if p.requires_grad]
-        self.group, self.versioned = group, versioned
+        self.versioned = versioned
         self.optimizer = optimizer(self.params) if self.params else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.buffers: dict[int, Buffer] = {}
         self.spare = [Buffer.like(self.params)]
+        self.adder = None if adder is None else adder(self.spare[0].flats)
         self.leaves: dict[int, list[Tensor]] = {}
         self.watch: Callable[[int, list[nn.Parameter], list[Tensor]], None] | None = None
         self.landed: Callable[[int], None] | None = None
@@ -133,8 +158,8 @@ class Unit:
 
     def sync(self, round_: int) -> None:
         """Start to add up over all who hold this unit."""
-        if self.group is not None:
-            self.buffer(round_).start(self.group)
+        if self.adder is not None:
+            self.buffer(round_).start(self.adder)
 
     def square(self, round_: int, factor: float = 1.0) -> float:
         """The sum of the squares of the mean gradient."""

@@ -21,12 +21,12 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.plan import Parallel
 from meshwright.runtime.batch import Count, Given, Loss, Own
-from meshwright.runtime.compute import Tally
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.forward import Evaluated, Forward, Outputs
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
+from meshwright.runtime.tally import Tally
 from meshwright.runtime.trace import Trace
 from meshwright.train.data import Source
 from meshwright.train.export import SHARD_BYTES, export

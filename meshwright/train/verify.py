@@ -16,11 +16,11 @@ from torch import Tensor
 from meshwright.ir.plan import Parallel
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss
-from meshwright.runtime.compute import Tally
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.precision import Precision
+from meshwright.runtime.tally import Tally
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.case import Case, prepare
 from meshwright.train.certificate import Certificate, RankTrace, certify, digest, tensor_error

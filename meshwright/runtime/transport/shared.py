@@ -20,6 +20,7 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -128,7 +129,7 @@ class SharedTransport:
         timeout_s: float | None = None,
         meet_timeout_s: float = 60.0,
     ) -> None:
-        self.rank, self.timeout_s = rank, timeout_s
+        self.rank, self.run_id, self.timeout_s = rank, run_id, timeout_s
         self._slots, self._most = slots, max(0, slots - 1 - ACKS_TOGETHER)
         self._ends: dict[Channel, _End] = {}
         mine = own_channels(channels, rank)
@@ -146,7 +147,7 @@ class SharedTransport:
         finally:
             for line in lines.values():
                 line.close()
-        _let_go_in_children(self)
+        let_go_in_children(self)
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
         """Copy the tensor into the ring; blocks only while the receiver is a whole ring behind."""
@@ -233,7 +234,14 @@ def _accept(channel: Channel, line: socket.socket, slots: int) -> _End:
     return _End(channel, _Ring(memory, slots, grows=False), data_reads, ack_writes, 0)
 
 
-def _let_go_in_children(transport: SharedTransport) -> None:
+class Closed(Protocol):
+    """What can be closed."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+def let_go_in_children(transport: Closed) -> None:
     """Close a forked child's copies (data loaders fork): they would hide from the peers that this process died."""
     held = weakref.ref(transport)
 
