@@ -34,18 +34,21 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
 
 def swapped_sends(patch: pytest.MonkeyPatch) -> None:
     """Two activations leave in the wrong order."""
-    plain, held = Outgoing.send, list[Bundle]()
+    plain, held = Outgoing.send_from, list[Bundle]()
 
-    def send(self: Outgoing, bundle: Bundle) -> None:
-        if self._channel.kind.value == "act" and len(held) < 2 and self._contract is not None:
-            held.append(bundle)
-            if len(held) == 2:
-                plain(self, held[1])
-                plain(self, held[0])
-            return
-        plain(self, bundle)
+    def send_from(self: Outgoing, slots: list[Any], slot: int) -> Callable[[], None]:
+        def send() -> None:
+            if self._channel.kind.value == "act" and len(held) < 2 and self._contract is not None:
+                held.append(slots[slot])
+                if len(held) == 2:
+                    plain(self, held, 1)()
+                    plain(self, held, 0)()
+                return
+            plain(self, slots, slot)()
 
-    patch.setattr(Outgoing, "send", send)
+        return send
+
+    patch.setattr(Outgoing, "send_from", send_from)
 
 
 def dropped_gradient(patch: pytest.MonkeyPatch) -> None:

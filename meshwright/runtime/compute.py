@@ -12,7 +12,7 @@ from meshwright.ir.action import COMPUTE, NONE, Kind, Value
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch, Cut
 from meshwright.runtime.device import stream
-from meshwright.runtime.edges import Pending
+from meshwright.runtime.edges import Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.pieces import Pieces, cut, joined, require_rows
@@ -138,7 +138,7 @@ class Compute:
         written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.versioned else None
         pop, gather, scatter, count = self.store.pop, self._gather, self._scatter, self.parameters.counter(step)
-        whole = len(read) == 1
+        whole, narrow = len(read) == 1, self.pieces.narrow
 
         def backward() -> None:
             record: Record | None = slots[kept]
@@ -154,7 +154,12 @@ class Compute:
                 aim(step)
             found = stage.backward(record, gradients, weights=weights)
             if written:
-                scatter(written, Bundle(found, (False,) * len(found)), record.cut.rows)
+                bundle = Bundle(found, (False,) * len(found))
+                if narrow:
+                    for slot in written:
+                        slots[slot] = bundle
+                else:
+                    scatter(written, bundle, record.cut.rows)
             if weights:
                 count(record.cut.counts)
             else:
@@ -218,22 +223,18 @@ class Compute:
         """A byte that says: go on."""
         return self._token
 
-    def outgoing(self, step: Step, send: Callable[[Bundle], None]) -> Do:
+    def outgoing(self, step: Step, line: Outgoing) -> Do:
         """Send a bundle from its slot, or the running sum of a unit as it is now."""
-        value, store, slots, slot = step.value, self.store, self.store.slots, step.slot
+        value, slot = step.value, step.slot
         assert value is not None
-
-        def send_bundle() -> None:
-            bundle = slots[slot]
-            slots[slot] = None
-            if bundle is not None:
-                send(bundle)
+        if value.kind not in (Kind.PARTIAL, Kind.SUM):
+            return line.send_from(self.store.slots, slot)
 
         def send_sum() -> None:
-            store.take(slot)
-            send(self.parameters.handed_on(value, last=step.releases))
+            self.store.take(slot)
+            line.send(self.parameters.handed_on(value, last=step.releases))
 
-        return send_sum if value.kind in (Kind.PARTIAL, Kind.SUM) else send_bundle
+        return send_sum
 
     def incoming(self, step: Step) -> Callable[[], Bundle] | None:
         """Room for a sum; other messages say what they are."""

@@ -88,17 +88,34 @@ class Outgoing:
         self._edges, self._channel, self._told = edges, channel, _told(channel, shape)
         self._contract: Contract | None = None
 
+    def send_from(self, slots: list[Any], slot: int) -> Callable[[], None]:
+        """What sends the bundle that is in a slot, if there is one, and empties the slot."""
+        edges, channel = self._edges, self._channel
+
+        def send() -> None:
+            bundle, slots[slot] = slots[slot], None
+            if bundle is None:
+                return
+            tensors, flags = bundle
+            contract = self._contract
+            if contract is None or flags != contract.flags or tuple(map(_form, tensors)) != contract.forms:
+                self._agree(bundle)
+            for tensor in tensors:
+                edges.transport.send(channel, tensor)
+
+        return send
+
     def send(self, bundle: Bundle) -> None:
         """Start to send a bundle."""
-        tensors, flags = bundle
-        contract, channel, send = self._contract, self._channel, self._edges.transport.send
-        if contract is None and self._told:
-            contract = self._contract = Contract.of(bundle)
-            send(channel, _header(contract, channel).to(self._edges.device))
-        elif contract is not None and (flags != contract.flags or tuple(map(_form, tensors)) != contract.forms):
-            raise _changed(channel, contract, Contract.of(bundle))
-        for tensor in tensors:
-            send(channel, tensor)
+        self.send_from([bundle], 0)()
+
+    def _agree(self, bundle: Bundle) -> None:
+        """Before the first message of a shape goes what it is like, unless both ends know; later ones must be like it."""
+        if self._contract is not None:
+            raise _changed(self._channel, self._contract, Contract.of(bundle))
+        if self._told:
+            self._contract = Contract.of(bundle)
+            self._edges.transport.send(self._channel, _header(self._contract, self._channel).to(self._edges.device))
 
 
 class Incoming:

@@ -22,7 +22,7 @@ from meshwright.ir.cluster import Duplex
 from meshwright.ir.price import Price
 from meshwright.runtime.clock import Clock, Timing
 from meshwright.runtime.durations import Work, peer_of, rounds_before_compute, works
-from meshwright.runtime.edges import Pending
+from meshwright.runtime.edges import Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
@@ -194,9 +194,9 @@ class Emulated:
         """Something to be sent; its time is written by the send."""
         return self._token
 
-    def outgoing(self, step: Step, send: Callable[[Bundle], None]) -> Do:
+    def outgoing(self, step: Step, line: Outgoing) -> Do:
         """Send a message of the value's size, with its times in front."""
-        return lambda: send(self._message(step))
+        return lambda: line.send(self._message(step))
 
     def _message(self, step: Step) -> Bundle:
         work, peer, links = self._works[id(step)], peer_of(step), self.arrivals.links

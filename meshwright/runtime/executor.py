@@ -15,7 +15,7 @@ from meshwright.ir.action import Op
 from meshwright.passes.comm import OUTSTANDING
 from meshwright.runtime.clock import now
 from meshwright.runtime.device import patience
-from meshwright.runtime.edges import Edges, Pending
+from meshwright.runtime.edges import Edges, Outgoing, Pending
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.status import current
@@ -91,7 +91,7 @@ class Hands(Protocol):
     def turn(self, step: Step) -> Bundle:
         """What makes the reader of a turn wait for this step."""
 
-    def outgoing(self, step: Step, send: Callable[[Bundle], None]) -> Do:
+    def outgoing(self, step: Step, line: Outgoing) -> Do:
         """Send what a message carries."""
 
     def incoming(self, step: Step) -> Callable[[], Bundle] | None:
@@ -192,7 +192,7 @@ class Executor:
         if shape is None:
             return _nothing
         if step.sends:
-            return self.hands.outgoing(step, self.edges.outgoing(step.channel, shape).send)
+            return self.hands.outgoing(step, self.edges.outgoing(step.channel, shape))
         line, room = self.edges.incoming(step.channel, shape), self.hands.incoming(step)
         slots, slot = self.hands.store.slots, step.slot
         arrived = None if self.trace is None else partial(self.trace.arrived, step)

@@ -5,6 +5,8 @@ A channel is a ring of slots in an anonymous file that both ends map, and two pi
     sender   copy into slot i mod K   -- header: number of bytes -->   copy out of slot i mod K   receiver
              (K messages ahead at most)        <-- one byte: free --
 
+What is small goes through the pipe itself, behind its header, in one write that the system does not tear; it needs no slot.
+
 A reader sleeps in `read`, so nobody spins, and the end of a pipe tells at once that the peer died. Nothing has a name in
 the file system. A send blocks while the ring is full; a receiver that posts more than K receives takes the oldest first.
 So send i waits at most until its own receive is posted: never longer than if every send and receive blocked.
@@ -35,6 +37,7 @@ ACKS_TOGETHER = 2
 """How many taken messages are acknowledged by one write: half the wake-ups of a sender, which has slots to spare for it."""
 
 _HEADER = 8
+_SMALL = select.PIPE_BUF - _HEADER  # what a pipe takes in one piece
 _ACKS = 64  # as many as there are, up to this
 _SMALLEST = 1 << 16
 _copy = ctypes.memmove
@@ -152,14 +155,17 @@ class SharedTransport:
     def send(self, channel: Channel, tensor: Tensor) -> None:
         """Copy the tensor into the ring; blocks only while the receiver is a whole ring behind."""
         assert tensor.is_contiguous(), "bytes are copied as they lie in memory"
-        end = self._ends[channel]
-        if not end.free:
-            end.free = len(self._read(end, _ACKS))
-        nbytes = tensor.nbytes
-        _copy(end.ring.next(nbytes), tensor.data_ptr(), nbytes)
-        end.free -= 1
+        end, nbytes = self._ends[channel], tensor.nbytes
+        word = nbytes.to_bytes(_HEADER, "little")
+        if nbytes <= _SMALL:
+            word += ctypes.string_at(tensor.data_ptr(), nbytes)
+        else:
+            if not end.free:
+                end.free = len(self._read(end, _ACKS))
+            _copy(end.ring.next(nbytes), tensor.data_ptr(), nbytes)
+            end.free -= 1
         try:
-            os.write(end.writes, nbytes.to_bytes(_HEADER, "little"))
+            os.write(end.writes, word)
         except BrokenPipeError:
             raise PeerLost(channel, self.rank) from None
 
@@ -176,15 +182,19 @@ class SharedTransport:
 
     def fill(self, end: _End) -> None:
         """Take the next message of a channel into the tensor that was posted first."""
-        header = self._read(end, _HEADER) if self.timeout_s is not None else os.read(end.reads, _HEADER)
-        if not header:
-            raise PeerLost(end.channel, self.rank)
-        nbytes = int.from_bytes(header, "little")
         tensor = end.posted.popleft()
-        if nbytes != tensor.nbytes:
-            raise wrong_message(end.channel, f"{nbytes} bytes", f"{tensor.nbytes} bytes")
-        _copy(tensor.data_ptr(), end.ring.next(nbytes), nbytes)
+        nbytes = tensor.nbytes
+        wanted = _HEADER + nbytes if nbytes <= _SMALL else _HEADER
+        heard = os.read(end.reads, wanted) if self.timeout_s is None else self._read(end, wanted)
+        if not heard:
+            raise PeerLost(end.channel, self.rank)
+        if (sent := int.from_bytes(heard[:_HEADER], "little")) != nbytes:
+            raise wrong_message(end.channel, f"{sent} bytes", f"{nbytes} bytes")
         end.done += 1
+        if nbytes <= _SMALL:
+            _copy(tensor.data_ptr(), heard[_HEADER:], nbytes)
+            return
+        _copy(tensor.data_ptr(), end.ring.next(nbytes), nbytes)
         end.owed += 1
         if end.owed >= ACKS_TOGETHER or end.owed >= self._slots:
             owed, end.owed = end.owed, 0
