@@ -42,7 +42,7 @@ def messages(seed: int, count: int) -> list[Tensor]:
     rng = random.Random(seed)
     made = []
     for i in range(count):
-        shape = rng.choice([(), (0,), (3, 0, 2), (i + 1,), (2, i + 1), (1 << min(i, 17), 3)])
+        shape = rng.choice([(), (0,), (3, 0, 2), (i + 1,), (2, i + 1), (1 << min(i, 17), 3), (4087 + i % 3,)])
         dtype = rng.choice(DTYPES)
         size = int(torch.tensor(shape).prod()) * dtype.itemsize
         raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=generator)

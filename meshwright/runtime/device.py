@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -26,21 +26,22 @@ def backend(device: torch.device) -> str:
 
 
 @contextmanager
-def patience() -> Iterator[None]:
-    """What wakes this thread, or one that it starts in here, does not interrupt who computes, where the system can do so.
+def patience(device: torch.device) -> Iterator[None]:
+    """What wakes this thread, or one that it starts in here, does not interrupt who computes on a CPU, where a system allows it.
 
     Every message wakes a peer, with gloo also threads that carry it. Who is interrupted by them finds its caches cold.
     """
-    if not hasattr(os, "SCHED_BATCH"):
-        yield
-        return
-    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
-    if policy == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, parameter)
+    before = None
+    with suppress(OSError, AttributeError):  # not permitted, not on this system
+        policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+        if device.type == "cpu" and policy == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, parameter)
+            before = policy, parameter
     try:
         yield
     finally:
-        os.sched_setscheduler(0, policy, parameter)
+        if before is not None:
+            os.sched_setscheduler(0, *before)
 
 
 _MIX = 0x9E3779B97F4A7C15

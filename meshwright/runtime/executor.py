@@ -121,7 +121,7 @@ class Executor:
         self.hands.begin(first_step)
         walk = self._walk()
         ends = None if self.trace is None else self.trace.walk([step for step, _ in walk])
-        with patience():
+        with patience(self.edges.device):
             for step, do in walk:
                 self.at = step
                 if seat is not None:

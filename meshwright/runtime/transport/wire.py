@@ -80,7 +80,7 @@ class TorchTransport:
         members = dist.get_process_group_ranks(world)
         ways = world, world
         if tagged and channels:
-            with devices.patience():
+            with devices.patience(where):
                 ways = dist.new_group(members), dist.new_group(members)
         for channel in channels:
             line = ways[channel.source < channel.target] if tagged else dist.new_group([channel.source, channel.target])
