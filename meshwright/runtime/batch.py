@@ -102,14 +102,26 @@ class Batch:
     def make_ready(self, objective: Objective, seed: int, step: int) -> list[Cut]:
         """The microbatches of the batch of a step; asked for by every stage and worked out once."""
         start = stream(seed, step)
-        self.ready = [self.cut(mb, rows, objective, start) for mb, rows in enumerate(self.cuts)]
+        if self.target is not None and self.labelled and objective.by_labels:
+            # One question for all rows: each answer is waited for.
+            upto = [0, *objective.labels(self.target).cumsum(0).tolist()]
+            weights = [Weight(*[float(upto[rows.stop] - upto[rows.start])] * 2) for rows in self.cuts]
+        else:
+            weights = [self.weight(rows, objective) for rows in self.cuts]
+        self.ready = [
+            Cut(rows, items, counts, stream(start, self.first + mb))
+            for mb, (rows, (items, counts)) in enumerate(zip(self.cuts, weights, strict=True))
+        ]
         return self.ready
 
     def cut(self, mb: int, rows: Rows, objective: Objective, start: int) -> Cut:
         """Some rows of a microbatch; `start` is where the random streams of the step do."""
+        return Cut(rows, *self.weight(rows, objective), stream(start, self.first + mb))
+
+    def weight(self, rows: Rows, objective: Objective) -> Weight:
+        """What some rows count."""
         columns = self.named(objective.columns, rows) if objective.weigh is not None else None
-        weight = objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
-        return Cut(rows, weight.items, weight.counts, stream(start, self.first + mb))
+        return objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
 
 
 @lru_cache(maxsize=64)
@@ -228,14 +240,21 @@ class Objective:
             labels = [columns[name] for name in TARGETS if name in columns]
             return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
         if target is not None and not target.is_floating_point():
-            items = self._labelled(target) if self.count is None else self.count(target)
+            items = float(self.labels(target).sum()) if self.count is None else self.count(target)
             return Weight(items, items)
         size = float(rows.stop - rows.start)
         return Weight(size, size)
 
-    def _labelled(self, target: Tensor) -> float:
-        """Labels that are not ignored. What has no sign holds no -100, which torch would compare with what it wraps to."""
-        return float((target != self.ignored).sum() if target.dtype.is_signed else target.numel())
+    @property
+    def by_labels(self) -> bool:
+        """Is a weight the number of labels that count, where there are labels?"""
+        return self.wanted and self.weigh is None and self.count is None
+
+    def labels(self, target: Tensor) -> Tensor:
+        """How many labels of each row are not ignored. What has no sign holds no -100, but torch compares what it wraps to."""
+        rows = target.flatten(1) if target.dim() > 1 else target.unsqueeze(1)
+        counted = rows != self.ignored if target.dtype.is_signed else torch.ones_like(rows, dtype=torch.bool)
+        return counted.sum(1)
 
     def __call__(self, output: Tensor, target: Tensor | None, count: float) -> Tensor:
         """The sum over some rows."""

@@ -156,7 +156,7 @@ class Serial:
         return Batch(given, microbatches=self.microbatches, copy=copy, copies=self.copies, names=names)
 
     def _weight(self, data: Batch, rows: Rows) -> float:
-        return self.objective.weight(data.targets(rows), rows, data.named(self.objective.columns, rows)).counts
+        return data.weight(rows, self.objective).counts
 
     def _weights(self, mb: int) -> list[Weights]:
         """For each stage its parameters as leaves, of the versions that it reads."""
