@@ -31,16 +31,21 @@ def patience() -> Iterator[None]:
 
     Every message wakes a peer, with gloo also threads that carry it. Who is interrupted by them finds its caches cold.
     """
-    if not hasattr(os, "SCHED_BATCH"):
-        yield
-        return
-    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
-    if policy == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, parameter)
+    changed = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER and _schedule(os.SCHED_BATCH)
     try:
         yield
     finally:
-        os.sched_setscheduler(0, policy, parameter)
+        if changed:
+            _schedule(os.SCHED_OTHER)
+
+
+def _schedule(policy: int) -> bool:
+    """Schedule this thread by another policy, which a sandbox may forbid; whether it is so now."""
+    try:
+        os.sched_setscheduler(0, policy, os.sched_getparam(0))
+    except OSError:
+        return False
+    return True
 
 
 _MIX = 0x9E3779B97F4A7C15
