@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 def drawn(rank: int, round_: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * round_ + rank)
-    return [torch.randn(1 + 1000 * i, generator=generator).to(dtype) for i, dtype in enumerate(DTYPES)]
+    return [torch.randn(1000 * i, generator=generator).to(dtype) for i, dtype in enumerate(DTYPES)]
 
 
 def sums(rank: int, run_id: str) -> list[list[Tensor]]:

@@ -1,20 +1,27 @@
-"""What a walk makes ready once: for every form of the data, and with a policy of the system that is put back."""
+"""What a walk makes ready: messages for every form of the data, microbatches, and a policy of the system that is put back."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from meshwright import MeshwrightError
+from meshwright.ir.placement import Rows
 from meshwright.ir.plan import Parallel
 from meshwright.runtime import device as devices
+from meshwright.runtime.batch import Batch, Objective, Own
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.executor import FORMS
+from meshwright.runtime.forward import Forward
 from meshwright.runtime.layers import Layers
 from meshwright.train import models
+from meshwright.train.layers import layers_for
 from meshwright.train.lists import lists_for
 from meshwright.train.verify import momentum
 from tests.conftest import Pool
@@ -75,3 +82,56 @@ def test_patience_is_for_cpus_and_does_without_where_it_is_not_allowed(monkeypat
     monkeypatch.delattr(os, "sched_getscheduler")
     with devices.patience(CPU):
         pass
+
+
+def whole_and_own() -> list[float]:
+    """As many rows once for all copies and once for each: their microbatches are not alike."""
+    plan, data = Parallel(pp=2, dp=2, microbatches=2), tuple(t.double() for t in models.mlp_batch(0, rows=8, width=6))
+    layers = layers_for([layer.double() for layer in model("mlp", 2, 0.0)], data, 2)
+    engine = Engine(lists_for(plan, ties=layers.ties), layers, Settings(momentum, plan.microbatches, copies=plan.dp))
+    forward = Forward(engine)
+    weights = []
+    for step, given in enumerate([data, Own(data), data]):
+        weights.append(forward(given).weight)
+        weights += [tally.weight for tally in engine.run(lambda _, given=given: given, step).values()]  # type: ignore[misc]
+    engine.close()
+    return weights
+
+
+def test_a_batch_for_all_copies_and_one_for_each_may_follow_each_other(pool: Pool) -> None:
+    first, last = pool.run(whole_and_own, ranks=4)[:2]
+    assert first == [8.0, 16.0, 8.0]
+    assert last == [8.0, 4.0, 16.0, 8.0, 8.0, 4.0]
+
+
+class Filled:
+    """Weighs rows, and cannot do without."""
+
+    columns = ("labels",)
+
+    def __call__(self, columns: Mapping[str, Tensor]) -> float:
+        """How many labels there are."""
+        return float(columns["labels"].view(1, 5).numel())
+
+
+def test_microbatches_without_rows_are_not_weighed() -> None:
+    given = {"labels": torch.zeros(2, 5)}
+    batch = Batch(given, microbatches=4, names=("labels",))
+    found = batch.make_ready(Objective(weigh=Filled()), 0, 0)
+    assert sorted(cut.items for cut in found) == [0.0, 0.0, 5.0, 5.0]
+    assert all(cut.items == 5.0 * (cut.rows.stop - cut.rows.start) for cut in found)
+
+
+def test_a_loss_function_returns_one_number() -> None:
+    output, target = torch.ones(4, 3), torch.zeros(4, 3)
+    loss, times = Objective(lambda o, t: (o - t).sum().reshape(1)).mean(output, target, 4.0)
+    assert (loss.shape, loss.item(), times) == ((), 12.0, 4.0)
+    with pytest.raises(MeshwrightError, match=r"the loss function returned \(4,\), not one number"):
+        Objective(lambda o, t: (o - t).sum(-1)).mean(output, target, 4.0)
+
+
+def test_forms_tell_cuts_apart() -> None:
+    given = torch.zeros(8, 3), torch.zeros(8)
+    whole, own = (Batch(g, microbatches=2, copies=2) for g in (given, Own(given)))
+    assert whole.cuts == [Rows(0, 2), Rows(2, 4)] and own.cuts == [Rows(0, 4), Rows(4, 8)]
+    assert whole.form != own.form and whole.form[1:] == own.form[1:]

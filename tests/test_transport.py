@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import random
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -149,6 +152,42 @@ def post_many(rank: int, name: str) -> list[float]:
 @pytest.mark.parametrize("name", ALL)
 def test_many_receives_may_be_posted(name: str) -> None:
     assert crew.run(post_many, 2, name)[1] == list(range(12))
+
+
+def narrow_pipes(rank: int) -> list[float]:
+    """Whoever has many pipes gets short ones: what was posted crosses all the same."""
+    whole = os.pipe
+
+    def pipe() -> tuple[int, int]:
+        reads, writes = whole()
+        fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 2 * mmap.PAGESIZE)
+        return reads, writes
+
+    os.pipe = pipe  # a process of its own
+    return edges_of_small(rank)
+
+
+def edges_of_small(rank: int) -> list[float]:
+    """Sizes around what goes through a pipe itself; something that is sent after them is waited for first."""
+    transport, sizes = opened("shared", PAIR, rank), (4087, 4088, 4089, 0)
+    if rank == 0:
+        for size in sizes:
+            transport.send(ACT, torch.full((size,), size % 100, dtype=torch.uint8))
+        transport.send(TURN, torch.empty(0))
+        transport.receive(GRAD, torch.empty(1)).wait()
+        return []
+    into = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    receipts = [transport.receive(ACT, tensor) for tensor in into]
+    transport.receive(TURN, torch.empty(0)).wait()
+    transport.send(GRAD, torch.zeros(1))
+    for receipt in receipts:
+        receipt.wait()
+    return [float(tensor.unique()) for tensor in into if tensor.numel()]
+
+
+@pytest.mark.parametrize("work", [edges_of_small, narrow_pipes])
+def test_messages_around_the_size_that_fits_into_a_pipe(work: Callable[[int], list[float]]) -> None:
+    assert crew.run(work, 2, deadline_s=10.0) == [[], [87.0, 88.0, 89.0]]
 
 
 def flood(rank: int, name: str) -> tuple[bool, float, int]:

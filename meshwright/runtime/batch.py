@@ -76,7 +76,7 @@ class Batch:
         self.labelled = target is not None and not target.is_floating_point()
         self.columns = {name: t if t.is_meta else t.to(device) for name, t in columns.items()}
         shaped = (*self.args, *self.kwargs.values(), *self.columns.values())
-        self.form = (self.size, *(tuple(t.shape[1:]) for t in shaped))
+        self.form = ((self.size, cuts), *(tuple(t.shape[1:]) for t in shaped))
         """What the shapes of everything that follows depend on; equal on all ranks."""
 
     @property
@@ -120,6 +120,8 @@ class Batch:
 
     def weight(self, rows: Rows, objective: Objective) -> Weight:
         """What some rows count."""
+        if rows.start == rows.stop:  # nobody runs them, and what weighs may not take them
+            return Weight(0.0, 0.0)
         columns = self.named(objective.columns, rows) if objective.weigh is not None else None
         return objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
 
@@ -270,7 +272,7 @@ class Objective:
         if self.loss is not None:
             if target is None:
                 raise MeshwrightError("a loss function needs a target, the batch has none", fix="batch(step) -> (inputs, target)")
-            return self.loss(output, target), count
+            return _one_number(self.loss(output, target)), count
         if output.dim() == 0:
             return output, count
         if target is None:
@@ -282,3 +284,12 @@ class Objective:
             classes, labels = output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
             return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum"), 1.0
         return torch.nn.functional.mse_loss(output, target.to(output.dtype)), count
+
+
+def _one_number(loss: Tensor) -> Tensor:
+    """What a user's loss function returned, without dimensions."""
+    if not loss.dim():
+        return loss
+    if loss.numel() != 1:
+        raise MeshwrightError(f"the loss function returned {tuple(loss.shape)}, not one number", fix="the mean over the rows")
+    return loss.reshape(())

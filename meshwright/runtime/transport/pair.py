@@ -93,6 +93,8 @@ def _views(memory: int, like: Sequence[Tensor]) -> list[Tensor]:
     os.close(memory)
     found, start = [], 0
     for tensor in like:
-        found.append(torch.frombuffer(window, dtype=tensor.dtype, count=tensor.numel(), offset=start))
+        size = tensor.numel()
+        # torch makes no empty tensor from memory
+        found.append(torch.frombuffer(window, dtype=tensor.dtype, count=size, offset=start) if size else tensor)
         start += _room(tensor)
     return found

@@ -6,6 +6,7 @@ A channel is a ring of slots in an anonymous file that both ends map, and two pi
              (K messages ahead at most)        <-- one byte: free --
 
 What is small goes through the pipe itself, behind its header, in one write that the system does not tear; it needs no slot.
+Only headers do where a pipe is short: the system shortens those of a user who has very many.
 
 A reader sleeps in `read`, so nobody spins, and the end of a pipe tells at once that the peer died. Nothing has a name in
 the file system. A send blocks while the ring is full; a receiver that posts more than K receives takes the oldest first.
@@ -15,6 +16,7 @@ So send i waits at most until its own receive is posted: never longer than if ev
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import select
@@ -90,10 +92,11 @@ class _Ring:
 class _End:
     """What one rank holds of a channel: the ring, the pipe it reads and the pipe it writes."""
 
-    __slots__ = ("channel", "done", "free", "owed", "posted", "reads", "ring", "writes")
+    __slots__ = ("channel", "done", "free", "owed", "posted", "reads", "ring", "small", "writes")
 
-    def __init__(self, channel: Channel, ring: _Ring, reads: int, writes: int, free: int) -> None:
+    def __init__(self, channel: Channel, ring: _Ring, reads: int, writes: int, free: int, small: int) -> None:
         self.channel, self.ring, self.reads, self.writes = channel, ring, reads, writes
+        self.small = small  # up to this size messages go through the pipe
         self.free = free  # slots that a sender may fill
         self.posted: deque[Tensor] = deque()
         self.done = 0  # messages that a receiver has taken
@@ -157,7 +160,7 @@ class SharedTransport:
         assert tensor.is_contiguous(), "bytes are copied as they lie in memory"
         end, nbytes = self._ends[channel], tensor.nbytes
         word = nbytes.to_bytes(_HEADER, "little")
-        if nbytes <= _SMALL:
+        if nbytes <= end.small:
             word += ctypes.string_at(tensor.data_ptr(), nbytes)
         else:
             if not end.free:
@@ -183,14 +186,15 @@ class SharedTransport:
         """Take the next message of a channel into the tensor that was posted first."""
         tensor = end.posted.popleft()
         nbytes = tensor.nbytes
-        wanted = _HEADER + nbytes if nbytes <= _SMALL else _HEADER
+        small = nbytes <= end.small
+        wanted = _HEADER + nbytes if small else _HEADER
         heard = os.read(end.reads, wanted) if self.timeout_s is None else self._read(end, wanted)
         if not heard:
             raise PeerLost(end.channel, self.rank)
         if (sent := int.from_bytes(heard[:_HEADER], "little")) != nbytes:
             raise wrong_message(end.channel, f"{sent} bytes", f"{nbytes} bytes")
         end.done += 1
-        if nbytes <= _SMALL:
+        if small:
             _copy(tensor.data_ptr(), heard[_HEADER:], nbytes)
             return
         _copy(tensor.data_ptr(), end.ring.next(nbytes), nbytes)
@@ -235,12 +239,17 @@ def _offer(channel: Channel, line: socket.socket, slots: int) -> _End:
     give(line, label(channel), [data_reads, ack_writes, memory])
     os.close(data_reads)
     os.close(ack_writes)
-    return _End(channel, _Ring(memory, slots, grows=True), ack_reads, data_writes, slots)
+    return _End(channel, _Ring(memory, slots, grows=True), ack_reads, data_writes, slots, _small(data_writes, slots))
 
 
 def _accept(channel: Channel, line: socket.socket, slots: int) -> _End:
     data_reads, ack_writes, memory = take(line, label(channel), 3, channel.source)
-    return _End(channel, _Ring(memory, slots, grows=False), data_reads, ack_writes, 0)
+    return _End(channel, _Ring(memory, slots, grows=False), data_reads, ack_writes, 0, _small(data_reads, slots))
+
+
+def _small(pipe: int, slots: int) -> int:
+    """What goes through a pipe, said alike at both its ends: each message may take a page, and as many as slots must fit."""
+    return _SMALL if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) >= slots * mmap.PAGESIZE else 0
 
 
 class Closed(Protocol):
