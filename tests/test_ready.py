@@ -135,3 +135,23 @@ def test_forms_tell_cuts_apart() -> None:
     whole, own = (Batch(g, microbatches=2, copies=2) for g in (given, Own(given)))
     assert whole.cuts == [Rows(0, 2), Rows(2, 4)] and own.cuts == [Rows(0, 4), Rows(4, 8)]
     assert whole.form != own.form and whole.form[1:] == own.form[1:]
+
+
+def asked_for(transport: str) -> list[int]:
+    """The steps whose batches a walk of eight steps asks for."""
+    plan, seen = Parallel(pp=2, microbatches=1, schedule="pipedream", transport=transport), list[int]()
+
+    def data(step: int) -> tuple[Tensor, Tensor]:
+        seen.append(step)
+        return models.mlp_batch(step, rows=4, width=6)
+
+    layers = Layers.of([layer.double() for layer in model("mlp", 2, 0.0)], 2)
+    engine = Engine(lists_for(plan, steps=8), layers, Settings(momentum, 1, transport=transport))
+    engine.run(data)
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["shared", "torch"])
+def test_a_walk_asks_for_each_batch_once(pool: Pool, transport: str) -> None:
+    assert pool.run(asked_for, transport, ranks=2) == [list(range(8))] * 2

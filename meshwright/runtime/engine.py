@@ -71,7 +71,7 @@ class Engine:
         self.parameters = Parameters(
             self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
         )
-        self.batches = Batches(self._cut, behind=schedule.stages)
+        self.batches = Batches(self._cut, behind=max(schedule.stages, schedule.steps))  # a walk asks for all its forms first
         self.compute = Compute(self.program, self.stages, self.parameters, self.batches, settings.microbatches)
         self.executor = Executor(self.program, Edges(self.transport, settings.device), self.compute, trace)
         if trace is not None:
