@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,17 +62,22 @@ def test_an_end_that_closes_after_its_last_sum_takes_nothing_from_the_other() ->
     assert crew.run(ends_early, 2, "early") == ["done", "done"]
 
 
-def dies(rank: int, run_id: str) -> Any:
-    pair = Pair(drawn(rank, 0), rank, 1 - rank, run_id)
-    if rank == 1:
-        os._exit(9)
+def loss_of_the_other(pair: Pair) -> tuple[str, bool]:
+    """What rank 0 is told of the end that died, and whether soon."""
     begun = time.monotonic()
     try:
-        for one in pair.start(drawn(rank, 0)):
+        for one in pair.start(drawn(0, 0)):
             one.wait()
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun < 5
     return "nothing", False
+
+
+def dies(rank: int, run_id: str) -> tuple[str, bool]:
+    pair = Pair(drawn(rank, 0), rank, 1 - rank, run_id)
+    if rank == 1:
+        os._exit(9)
+    return loss_of_the_other(pair)
 
 
 def test_who_waits_for_an_end_that_died_is_told_so() -> None:
@@ -90,14 +94,9 @@ def forks(rank: int, run_id: str) -> tuple[str, bool]:
         if os.fork() == 0:
             time.sleep(6)
         os._exit(9)
-    begun = time.monotonic()
-    try:
-        for one in pair.start(drawn(rank, 0)):
-            one.wait()
-    except Exception as error:
-        return type(error).__name__, time.monotonic() - begun < 5
-    return "nothing", False
+    return loss_of_the_other(pair)
 
 
 def test_children_do_not_hold_the_ends_open() -> None:
-    assert crew.run(forks, 2, "forks")[0] == ("PeerLost", True)
+    text, soon = crew.run(forks, 2, "forks")[0]
+    assert soon and text.startswith("PeerLost: rank 0 lost rank 1 on channel sum")
