@@ -137,8 +137,7 @@ class Compute:
         kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
         written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.versioned else None
-        pop, gather, scatter, count = self.store.pop, self._gather, self._scatter, self.parameters.counter(step)
-        whole, narrow = len(read) == 1, self.pieces.narrow
+        gather, scatter, count = self._gather, self._scatter, self.parameters.counter(step)
 
         def backward() -> None:
             record: Record | None = slots[kept]
@@ -147,19 +146,14 @@ class Compute:
                 if aim is not None:
                     aim(step)  # without rows too this may be the last reader of a version
                 return
-            gradients = (pop(read[0]) if whole else gather(read)).tensors if read else ()
+            gradients = gather(read).tensors if read else ()
             if inline:
                 stage.recompute(record)
             if aim is not None:
                 aim(step)
             found = stage.backward(record, gradients, weights=weights)
             if written:
-                bundle = Bundle(found, (False,) * len(found))
-                if narrow:
-                    for slot in written:
-                        slots[slot] = bundle
-                else:
-                    scatter(written, bundle, record.cut.rows)
+                scatter(written, Bundle(found, (False,) * len(found)), record.cut.rows)
             if weights:
                 count(record.cut.counts)
             else:
