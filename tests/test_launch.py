@@ -169,6 +169,7 @@ def test_a_rank_that_is_killed_under_torchrun() -> None:
         ("raises", "rank 1 failed in 1F2 (stage 1): ValueError: bad weights"),
         ("sleeps", "rank 1 hangs in 1F2 (stage 1): no progress"),
         ("stopped", "rank 1 was stopped"),
+        ("quits", "rank 1 failed in 1F2 (stage 1): SystemExit: 0"),
     ],
 )
 def test_other_trouble_under_torchrun(what: str, said: str) -> None:

@@ -128,6 +128,8 @@ def test_a_loss_function_returns_one_number() -> None:
     assert (loss.shape, loss.item(), times) == ((), 12.0, 4.0)
     with pytest.raises(MeshwrightError, match=r"the loss function returned \(4,\), not one number"):
         Objective(lambda o, t: (o - t).sum(-1)).mean(output, target, 4.0)
+    with pytest.raises(MeshwrightError, match="the loss function returned float, not a tensor"):
+        Objective(lambda o, t: (o - t).sum().item()).mean(output, target, 4.0)  # type: ignore[arg-type, return-value]
 
 
 def test_forms_tell_cuts_apart() -> None:

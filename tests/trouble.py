@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,11 @@ def killed() -> None:
 def exits() -> None:
     """A process that leaves without a word."""
     os._exit(5)
+
+
+def quits() -> None:
+    """A script that thinks it is done."""
+    sys.exit(0)
 
 
 def segfaults() -> None:

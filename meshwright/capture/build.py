@@ -34,11 +34,11 @@ class Captured(nn.Module):
     `made_again` is where layers that run one after another on the same columns leave what their prelude has made.
     """
 
-    shares = True
+    takes_made_again = True
 
     def __init__(self, body: fx.GraphModule, columns: tuple[str, ...], names: Mapping[str, str], *, inplace: bool) -> None:
         super().__init__()
-        self.body, self.columns, self.direct, self.inplace = body, columns, columns, inplace
+        self.body, self.batch_columns, self.direct, self.inplace = body, columns, columns, inplace
         self.prelude: Prelude | None = None
         self.free: tuple[str, ...] = ()
         self.original = dict(names)
@@ -47,7 +47,7 @@ class Captured(nn.Module):
     def after(self, prelude: Prelude, free: tuple[str, ...], names: Mapping[str, str]) -> Captured:
         """The same layer, with these values from a prelude."""
         self.prelude, self.free = prelude, free
-        self.columns = tuple(dict.fromkeys((*prelude.columns, *self.direct)))
+        self.batch_columns = tuple(dict.fromkeys((*prelude.columns, *self.direct)))
         self.original |= {f"prelude.{name}": own for name, own in names.items()}
         return self
 

@@ -60,7 +60,7 @@ def _measured(line: Line, places: Sequence[int], model: nn.Module) -> list[int]:
     found = []
     for first, last in itertools.pairwise(places):
         module = layer(line, first, last, states, meta)
-        total, values = _run(module, values, {name: columns[name] for name in module.columns})
+        total, values = _run(module, values, {name: columns[name] for name in module.batch_columns})
         found.append(total)
         values = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in values)
     return found

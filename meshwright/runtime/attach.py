@@ -70,7 +70,7 @@ def attach(
             with process_group(rank, world, PrefixStore(name, store), local_rank=local_rank):
                 yield here
         except BaseException as error:
-            if isinstance(error, SystemExit) and not error.code:
+            if isinstance(error, SystemExit) and not error.code and not watch.status.look().action:
                 watch.finish()
                 raise
             exit_.after_error(watch.fail(error), error)

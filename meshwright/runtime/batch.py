@@ -288,6 +288,8 @@ class Objective:
 
 def _one_number(loss: Tensor) -> Tensor:
     """What a user's loss function returned, without dimensions."""
+    if not isinstance(loss, Tensor):
+        raise MeshwrightError(f"the loss function returned {type(loss).__name__}, not a tensor", fix="the mean over the rows")
     if not loss.dim():
         return loss
     if loss.numel() != 1:

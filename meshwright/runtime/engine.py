@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objecti
 from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
-from meshwright.runtime.layers import Layers, require_layers
+from meshwright.runtime.layers import Layers, refuse_hooks, require_layers
 from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.offsets import common_clock
 from meshwright.runtime.parameters import Parameters, Rules
@@ -51,12 +52,16 @@ class Settings:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
+EQUAL = ("microbatches", "copies", "rules", "transport", "seed", "precision")
+"""The settings that must be the same on all ranks."""
+
+
 class Engine:
     """One rank of a run. Every rank makes it with equal arguments, inside an initialised process group."""
 
     def __init__(self, schedule: Schedule, layers: Layers, settings: Settings, trace: Trace | None = None) -> None:
         _refuse(schedule, layers, settings)
-        _refuse_unequal(layers)
+        _refuse_unequal(schedule, layers, settings)
         self.schedule, self.layers, self.settings = schedule, layers, settings
         self.scaler = settings.precision.scaler()
         self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
@@ -195,19 +200,26 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
         raise MeshwrightError(f"the model ties stages {layers.ties}, the schedule was lowered for ties {schedule.ties}")
     if not schedule.lowered:
         raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
+    if not schedule.flush or any(action.op is Op.I for entries in schedule.lists for action in walk(entries)):
+        why = f"{schedule.name} computes on versions of the parameters, or their gradients apart from those of inputs"
+        refuse_hooks(layers, why, fix="a schedule with a flush and whole backwards, such as onef1b, or no hook")
     refuse(settings.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(settings.precision.dtype, settings.device)
     if not schedule.norm and settings.rules.skip_nonfinite:
         raise MeshwrightError(f"{schedule.name} has no flush: a step cannot be skipped as a whole", fix="skip_nonfinite=False")
 
 
-def _refuse_unequal(layers: Layers) -> None:
-    """Ranks that cut the model in different ways would send each other nonsense: their hashes are compared first of all."""
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, layers.digest)
-    if len(set(found)) > 1:
-        other = next(rank for rank, digest in enumerate(found) if digest != found[0])
-        raise MeshwrightError(
-            f"ranks cut the model in different ways: rank 0 has {found[0]}, rank {other} has {found[other]}",
-            fix="the same model, example batch, plan and versions of torch on all ranks",
-        )
+def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> None:
+    """Ranks that were given different things would send each other nonsense, or wait for ever: they are compared first of all."""
+    mine = {
+        "cut the model in different ways": layers.digest,
+        "have different schedules": f"{schedule.name} {sha256(repr(schedule).encode()).hexdigest()[:16]}",
+    } | {f"have different settings, {name}": repr(getattr(settings, name)) for name in EQUAL}
+    found: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for what in mine:
+        if other := [rank for rank, words in enumerate(found) if words[what] != found[0][what]]:
+            raise MeshwrightError(
+                f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
+                fix="the same model, example batch, plan, settings and versions of torch on all ranks",
+            )

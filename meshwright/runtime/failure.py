@@ -64,6 +64,16 @@ class Doing:
         return cls(**json.loads(text))
 
 
+LONGEST = 20_000
+"""Characters of a text that go through a store, which takes no message of any size."""
+
+
+def _short(text: str) -> str:
+    """The two ends of what is too long."""
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+
+
 class How(StrEnum):
     """In what way a rank failed."""
 
@@ -92,14 +102,15 @@ class Failure:
         """What an exception on a rank means."""
         ours = isinstance(error, MeshwrightError)
         what = error.what if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}".rstrip(": ")
+        detail = "" if ours else "".join(traceback.format_exception(error))
         return cls(
             doing.rank,
             How.RAISED,
-            what,
+            _short(what),
             doing.action,
             doing.stage,
             fix=error.fix if isinstance(error, MeshwrightError) else None,
-            detail="" if ours else "".join(traceback.format_exception(error)),
+            detail=_short(detail),
             clean=ours and not doing.action,
         )
 

@@ -45,6 +45,10 @@ class Workers:
 
     def __init__(self, count: int, *, timeout_s: float = Patience.timeout_s, preload: Sequence[str] = ()) -> None:
         _refuse_inside_a_worker()
+        if not isinstance(count, int) or count < 1:
+            raise MeshwrightError(f"there are 1, 2, ... local workers, got {count!r}", fix="Workers(2)")
+        if not timeout_s > 0:
+            raise MeshwrightError(f"a run may stand still for a time above 0, got timeout_s={timeout_s!r}", fix="timeout_s=300")
         self.count, self.jobs = count, 0
         self.preload = ["meshwright.runtime.preload", *preload]
         self.patience = Patience(timeout_s=timeout_s)

@@ -111,7 +111,7 @@ class Layers:
 
 def columns_of(layer: nn.Module) -> tuple[str, ...]:
     """The batch columns that a layer takes by name besides what crosses from the layer before it."""
-    names: tuple[str, ...] = getattr(layer, "columns", ())
+    names: tuple[str, ...] = getattr(layer, "batch_columns", ())
     return names
 
 
@@ -121,3 +121,10 @@ def require_layers(layers: Sequence[nn.Module], share: float, stage: int) -> Non
         raise MeshwrightError(
             f"stage {stage} is one module: a share {share} of it cannot be recomputed", fix="share 1, or more layers per stage"
         )
+
+
+def refuse_hooks(layers: Layers, why: str, *, fix: str) -> None:
+    """Gradient hooks of parameters, where they would not be called; torch has no public way to ask for them."""
+    for parameter, name in layers.names.items():
+        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise MeshwrightError(f"{name} has a gradient hook, which would not be called: {why}", fix=fix)

@@ -5,6 +5,8 @@ A layer that is run again for its backward must find them as they were when it f
     forward     m0 -> m1          m0 is kept with the microbatch
     forward     m1 -> m2          ... of the next one
     recompute   m0 -> (dropped)   on what was kept; the layer has m2 before and after
+
+What a stage hands on must not move either while it is on its way.
 """
 
 from __future__ import annotations
@@ -15,17 +17,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import MeshwrightError
+
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its buffers."""
 
+SMALL_BYTES = 1 << 16
+"""Buffers up to this size are kept with every microbatch; of larger ones it is seen at the first forward which move."""
+
 
 class Moving:
-    """The buffers of some layers; which of them move is seen at the first forward."""
+    """The buffers of some layers, of which the first `again` are run again."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-        self.places: list[Place] = [(m, name) for m in modules for name, _ in m.named_buffers(recurse=False)]
-        self._known = False
+    def __init__(self, layers: Sequence[nn.Module], again: int) -> None:
+        self.places, self._all = _places(layers[:again]), _places(layers)
+        self._still: dict[Place, tuple[Tensor, int]] | None = None
+        self._runs_graph = again < len(layers)
 
     def copied(self) -> dict[Place, Tensor]:
         """What moves, as it is now; a buffer that several modules share stays one."""
@@ -37,9 +44,19 @@ class Moving:
         return found
 
     def moved(self, before: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
-        """What of this a forward has moved; after the first forward nothing else is looked at."""
-        if not self._known:
-            self._known, self.places = True, [at for at, then in before.items() if not torch.equal(getattr(*at), then)]
+        """What of this a forward may have moved; what was found still must stay so."""
+        if self._still is None:
+            large = [at for at, then in before.items() if then.nbytes > SMALL_BYTES]
+            found = [at for at in large if torch.equal(getattr(*at), before[at])]
+            self._still = {at: (getattr(*at), getattr(*at)._version) for at in found}
+            self.places = [at for at in self.places if at not in self._still]
+        for (module, name), (buffer, version) in self._still.items():
+            if (now := getattr(module, name)) is not buffer or now._version != version:
+                raise MeshwrightError(
+                    f"buffer {name!r} of a {type(module).__name__} did not move in its first forward and does now: "
+                    "what it was is not kept",
+                    fix="a stage without recompute for this layer",
+                )
         return {at: before[at] for at in self.places}
 
     @contextmanager
@@ -53,3 +70,25 @@ class Moving:
         finally:
             for (module, name), buffer in now.items():
                 setattr(module, name, buffer)
+
+    def apart(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What is handed on, without graphs; what a layer may keep and change (it has no gradient, or is a buffer) as a copy."""
+        kept = {getattr(*at).untyped_storage().data_ptr() for at in self._all}
+        found = []
+        for value in values:
+            own = value.requires_grad or (not self._runs_graph and value.untyped_storage().data_ptr() not in kept)
+            found.append(value.detach().contiguous() if own else value.detach().clone(memory_format=torch.contiguous_format))
+        return tuple(found)
+
+
+def _places(layers: Sequence[nn.Module]) -> list[Place]:
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    return [(m, name) for m in modules for name, _ in m.named_buffers(recurse=False)]
+
+
+def changed_late(layer: int) -> MeshwrightError:
+    """What to say where a layer is to run again and has changed what it was given."""
+    return MeshwrightError(
+        f"layer {layer} or one after it changes its input in place for some data and did not at first: it cannot be run again",
+        fix="a class attribute `inplace = True` on that layer, or a stage without recompute",
+    )

@@ -28,7 +28,7 @@ from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Cut, Objective
 from meshwright.runtime.layers import columns_of
-from meshwright.runtime.moving import Moving, Place
+from meshwright.runtime.moving import Moving, Place, changed_late
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.split import Deferred, Rest, run
 
@@ -78,7 +78,7 @@ class Takes(NamedTuple):
     @classmethod
     def of(cls, layer: nn.Module) -> Takes | None:
         """Asked once, for a module answers slowly for what it does not have; None where it takes nothing beside."""
-        found = cls(columns_of(layer), bool(getattr(layer, "inplace", False)), bool(getattr(layer, "shares", False)))
+        found = cls(columns_of(layer), bool(getattr(layer, "inplace", False)), bool(getattr(layer, "takes_made_again", False)))
         return found if found.columns or found.shares else None
 
     def from_batch(self, record: Record) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
         self._all = range(len(self.layers))
-        self.moving = Moving(self.layers[: self.recomputed])
+        self.moving = Moving(self.layers, self.recomputed)
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
         # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
         # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
@@ -129,14 +129,19 @@ class Stage:
         else:
             record.outputs = values = self._layers(self._all, record, record.inputs)
             record.flags = tuple(map(_takes_gradient, values))
+        if not all(map(_takes_gradient, values)):
+            return Bundle(self.moving.apart(values), record.flags)
         return Bundle(tuple(map(Tensor.contiguous, map(Tensor.detach, values))), record.flags)
 
     def _forward_again_later(self, record: Record) -> tuple[Tensor, ...]:
         """The first layers without a graph, the others with one that starts between them."""
         count = self.recomputed
         before = self.moving.copied()
+        given = [t._version for t in record.inputs]
         with torch.no_grad():
             values = self._layers(range(count), record, record.inputs)
+        if given != [t._version for t in record.inputs]:
+            raise changed_late(self.first_layer)
         record.moved = self.moving.moved(before)
         if count == len(self.layers):
             record.flags = tuple(map(_learns, values))
@@ -195,14 +200,15 @@ class Stage:
             watched = () if start in self.untouched else values
         plain, stream = record.weights is None and not self.mixed, record.cut.stream
         again: dict[int, Any] = {}
+        target = record.target if record.target is None or self.recomputed < len(self.layers) else record.target.clone()
         for index in which:
             takes = self.takes[index]
             if takes is not None:
                 named = {**named, **takes.from_batch(record)}
                 if takes.shares:
                     named["made_again"] = again
-            if index == end and record.target is not None and self.takes_target(len(values)):
-                values = (*values, record.target)
+            if index == end and target is not None and self.takes_target(len(values)):
+                values = (*values, target)
             self.draw_from(stream ^ self.salts[index])
             output = self.layers[index](*values, **named) if plain else self._apply(index, record, values, named)
             if index == end and self.keep is not None:
@@ -211,7 +217,7 @@ class Stage:
         if watched and not any(t._version for t in watched):
             self.untouched.add(start)
         if end is not None and which.stop == len(self.layers):
-            loss, record.times = self.objective.mean(values[0], record.target, record.cut.items)
+            loss, record.times = self.objective.mean(values[0], target, record.cut.items)
             return (loss,)
         return values
 

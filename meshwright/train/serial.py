@@ -21,7 +21,7 @@ from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
-from meshwright.runtime.layers import Layers, columns_of
+from meshwright.runtime.layers import Layers, columns_of, refuse_hooks
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import takes_target, tensors_of
 from meshwright.runtime.unit import Optimizer
@@ -82,6 +82,8 @@ class Serial:
     """The model itself, uncut: what its captured layers are compared with."""
 
     def __post_init__(self) -> None:
+        why = "what a run is compared with computes on copies of the parameters"
+        refuse_hooks(self.layers, why, fix="verify the model without its hooks")
         self.objective = Objective(self.loss, weigh=self.layers.weigh)
         self.scaler = self.precision.scaler()
         self.units = {unit: [p for p in self.layers.unit(unit) if p.requires_grad] for unit in range(self.schedule.units)}
@@ -140,7 +142,8 @@ class Serial:
                 counted = self._weight(data, rows)
                 sums[step, copy][1] += counted
                 weight += counted
-            for p, gradient in added.items():
+            for p, found in added.items():
+                gradient = found.to_dense() if found.is_sparse else found
                 total[p] = total[p] + gradient if p in total else gradient
         if stray := [self.layers.names[p] for p in self.params if p.grad is not None]:
             raise MeshwrightError(
