@@ -97,6 +97,17 @@ class Tabular(nn.Module):
         return self.line(x)
 
 
+class Borrowing(nn.Module):
+    """Uses another layer's weight, and keeps it where nobody looks."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.line, self.others = nn.Linear(4, 4), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) @ self.others[0].weight
+
+
 def masked(weight: Tensor) -> Tensor:
     return weight.triu()
 
@@ -120,6 +131,9 @@ def layers(kind: str) -> list[nn.Module]:
             return [Tabular(), linear(), Tabular(), linear()]
         case "sparse":
             return [nn.Embedding(8, 4, sparse=True), linear()]
+        case "borrowing":
+            first = linear()
+            return [first, linear(), linear(), Borrowing(first)]
         case "hooked":
             hooked = [linear() for _ in range(4)]
             hooked[0].weight.register_hook(masked)
@@ -209,6 +223,12 @@ def test_gradient_hooks_are_called_in_whole_backwards(pool: Pool) -> None:
     assert change.triu().any() and not change.tril(-1).any(), "masked below the diagonal"
     with pytest.raises(MeshwrightError, match="verify the model without its hooks"):
         pool.verify(partial(layers, "hooked"), vectors, pp=2, microbatches=4, steps=1)
+
+
+def test_a_tie_that_cannot_be_seen_is_refused_by_a_run_too(pool: Pool) -> None:
+    with pytest.raises(MeshwrightError, match=r"a layer uses 0\.weight of another one"):
+        pool.run(engine, "borrowing", ranks=2)
+    pool.close()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objecti
 from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
-from meshwright.runtime.layers import Layers, refuse_hooks, require_layers
+from meshwright.runtime.layers import Layers, refuse_hooks, refuse_stray, require_layers
 from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.offsets import common_clock
 from meshwright.runtime.parameters import Parameters, Rules
@@ -72,6 +72,8 @@ class Engine:
         self.stages = {stage: self._stage(stage) for stage in self.program.stages}
         self._start_equal()
         self.units = {unit: self._unit(unit) for unit in self.program.units}
+        mine = {p for unit in self.units.values() for p in unit.params}
+        self._others = [p for p in self.layers.names if p not in mine and p.grad is None]
         layers_here = {stage: at.layers for stage, at in self.stages.items()}
         self.parameters = Parameters(
             self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
@@ -89,6 +91,8 @@ class Engine:
         if self.scaler is not None and not self.scaler.unit:
             self.scaler.measure(self._largest(self.batches[first_step].count))
         self.executor.run(first_step)
+        if self.executor.walks == 1:
+            refuse_stray(self.layers, self._others)
         return self.compute.tallies
 
     def _cut(self, step: int) -> Batch:

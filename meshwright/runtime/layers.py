@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -128,3 +128,12 @@ def refuse_hooks(layers: Layers, why: str, *, fix: str) -> None:
     for parameter, name in layers.names.items():
         if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise MeshwrightError(f"{name} has a gradient hook, which would not be called: {why}", fix=fix)
+
+
+def refuse_stray(layers: Layers, parameters: Iterable[nn.Parameter]) -> None:
+    """Parameters that got a gradient where nobody holds them."""
+    if stray := [layers.names[p] for p in parameters if p.grad is not None]:
+        raise MeshwrightError(
+            f"a layer uses {stray[0]} of another one without having it as its own: the tie cannot be seen",
+            fix="register the shared parameter in both: second.weight = first.weight",
+        )

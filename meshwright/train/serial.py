@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind, Op, walk
 from meshwright.ir.effects import rule
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
-from meshwright.runtime.layers import Layers, columns_of, refuse_hooks
+from meshwright.runtime.layers import Layers, columns_of, refuse_hooks, refuse_stray
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import takes_target, tensors_of
 from meshwright.runtime.unit import Optimizer
@@ -145,11 +144,7 @@ class Serial:
             for p, found in added.items():
                 gradient = found.to_dense() if found.is_sparse else found
                 total[p] = total[p] + gradient if p in total else gradient
-        if stray := [self.layers.names[p] for p in self.params if p.grad is not None]:
-            raise MeshwrightError(
-                f"a layer uses {stray[0]} of another one without having it as its own: the tie cannot be seen",
-                fix="register the shared parameter in both: second.weight = first.weight",
-            )
+        refuse_stray(self.layers, self.params)
         factor = self.scaler.factor if self.scaler else 1.0
         for p in self.params:
             p.grad = total[p] / ((weight or 1.0) * factor) if p in total else torch.zeros_like(p)
