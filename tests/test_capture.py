@@ -227,7 +227,7 @@ def test_norms_count_what_they_see_once_and_only_while_they_train() -> None:
         for part in (*layers.modules, twin):
             getattr(part, name)()
         torch.testing.assert_close(through(layers, batch)[0], twin(**batch)["loss"], rtol=1e-12, atol=0)
-        moving = Moving(layers.modules, len(layers.modules))
+        moving = Moving(layers.modules)
         with moving.as_before(moving.copied()):
             through(layers, batch)
         for (key, mine), theirs in zip(built.named_buffers(), twin.buffers(), strict=True):

@@ -27,12 +27,13 @@ SMALL_BYTES = 1 << 16
 
 
 class Moving:
-    """The buffers of some layers, of which the first `again` are run again."""
+    """The buffers of layers that are run again."""
 
-    def __init__(self, layers: Sequence[nn.Module], again: int) -> None:
-        self.places, self._all = _places(layers[:again]), _places(layers)
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+        self.places: list[Place] = [(m, name) for m in modules for name, _ in m.named_buffers(recurse=False)]
+        self._all = tuple(self.places)
         self._still: dict[Place, tuple[Tensor, int]] | None = None
-        self._runs_graph = again < len(layers)
 
     def copied(self) -> dict[Place, Tensor]:
         """What moves, as it is now; a buffer that several modules share stays one."""
@@ -71,19 +72,18 @@ class Moving:
             for (module, name), buffer in now.items():
                 setattr(module, name, buffer)
 
-    def apart(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What is handed on, without graphs; what a layer may keep and change (it has no gradient, or is a buffer) as a copy."""
-        kept = {getattr(*at).untyped_storage().data_ptr() for at in self._all}
-        found = []
-        for value in values:
-            own = value.requires_grad or (not self._runs_graph and value.untyped_storage().data_ptr() not in kept)
-            found.append(value.detach().contiguous() if own else value.detach().clone(memory_format=torch.contiguous_format))
-        return tuple(found)
-
-
-def _places(layers: Sequence[nn.Module]) -> list[Place]:
-    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-    return [(m, name) for m in modules for name, _ in m.named_buffers(recurse=False)]
+    def apart(self, values: Sequence[Tensor], *, graph: bool) -> tuple[Tensor, ...]:
+        """What is handed on, without its graph; what a layer may keep and change (no gradient, or a buffer) as a copy."""
+        if graph:
+            kept = [not value.requires_grad for value in values]
+        else:
+            buffers = {getattr(*at).untyped_storage().data_ptr() for at in self._all}
+            kept = [value.untyped_storage().data_ptr() in buffers for value in values]
+        plain = torch.contiguous_format
+        return tuple(
+            t.detach().clone(memory_format=plain) if copied else t.detach().contiguous()
+            for t, copied in zip(values, kept, strict=True)
+        )
 
 
 def changed_late(layer: int) -> MeshwrightError:

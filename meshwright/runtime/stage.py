@@ -107,7 +107,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
         self._all = range(len(self.layers))
-        self.moving = Moving(self.layers, self.recomputed)
+        self.moving = Moving(self.layers[: self.recomputed])
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
         # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
         # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
@@ -130,7 +130,7 @@ class Stage:
             record.outputs = values = self._layers(self._all, record, record.inputs)
             record.flags = tuple(map(_takes_gradient, values))
         if not all(map(_takes_gradient, values)):
-            return Bundle(self.moving.apart(values), record.flags)
+            return Bundle(self.moving.apart(values, graph=self.recomputed < len(self.layers)), record.flags)
         return Bundle(tuple(map(Tensor.contiguous, map(Tensor.detach, values))), record.flags)
 
     def _forward_again_later(self, record: Record) -> tuple[Tensor, ...]:
