@@ -122,10 +122,10 @@ class _Builder:
 
     def add(self, node: Node) -> None:
         """One more node; parameters and buffers are added where they are first read."""
-        self.inplace |= node.inplace
+        self.inplace |= bool(node.writes) and not node.changes
         kwargs = dict(node.kwargs)
         found = piece(node.target, node.args, kwargs, self.state)
-        if node.inplace and self.line.flat.by_name[self.line.base[node.name]].kind is Kind.STATE:
+        if node.changes and not node.target.startswith("higher_order."):
             found = Counts(node.target), node.args
         if found is not None:
             module, args = found
@@ -218,7 +218,7 @@ def _start(builder: _Builder, taken: Iterable[str], reads: Iterable[str]) -> tup
     for name in (*taken, *columns):
         builder.made[name] = builder.graph.placeholder(name)
     for name in columns:
-        if name in builder.line.changed:  # the batch itself must stay as it is
+        if builder.line.is_written(name):  # the batch itself must stay as it is
             builder.made[name] = builder.graph.call_function(torch.clone, (builder.made[name],))
     return tuple(by_name[name].target for name in columns)
 
@@ -244,26 +244,27 @@ def _free_reads(line: Line, first: int, last: int) -> tuple[str, ...]:
     names = dict.fromkeys([*reads, *_results(line, last)])
     kinds = {n: line.flat.by_name[n].kind for n in names}
     return tuple(
-        n for n in names if n in line.free and (kinds[n] is Kind.CALL or (kinds[n] is Kind.COLUMN and n in line.changed))
+        n for n in names if n in line.free and (kinds[n] is Kind.CALL or (kinds[n] is Kind.COLUMN and line.is_written(n)))
     )
 
 
 def _changes_late(line: Line) -> bool:
     """Does the model change, in place, what depends on no parameter after a layer has read it?"""
-    read: set[str] = set()
+    read: set[int] = set()
     for node in line.flat.nodes:
         if node.name in line.free:
-            if node.inplace and line.base[node.name] in read:
+            if not read.isdisjoint(node.writes):
                 return True
         else:
-            read |= {line.base[name] for name in node.reads}
+            read |= {memory for name in node.reads for memory in line.flat.by_name[name].memory}
     return False
 
 
 def needed(line: Line, names: Iterable[str]) -> dict[str, None]:
     """What is made again for these nodes, columns included; what they are is what in-place operations have left."""
     names = list(names)
-    names += [n.name for n in line.flat.nodes if n.inplace and n.name in line.free and line.base[n.name] in names]
+    final = {memory for name in names if name in line.free for memory in line.flat.by_name[name].memory}
+    names += [n.name for n in line.flat.nodes if n.name in line.free and not final.isdisjoint(n.writes)]
     found = {n: None for n in (*line.closure(names), *names) if n in line.free}
     order = {node.name: i for i, node in enumerate(line.flat.nodes)}
     return dict.fromkeys(sorted(found, key=order.__getitem__))

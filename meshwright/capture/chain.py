@@ -164,9 +164,9 @@ class Chain:
     def _shares_changed_memory(self, place: int) -> bool:
         """Would a cut part two views of memory that is changed behind it?"""
         line = self.line
-        bases = [line.base[name] for name in line.crossings[place]]
-        later = {line.base[node.name] for node in line.work[place:] if node.inplace} if len(bases) > 1 else set()
-        return any(base in later and bases.count(base) > 1 for base in bases)
+        crossing = [memory for name in line.crossings[place] for memory in line.flat.by_name[name].memory]
+        later = {memory for node in line.work[place:] for memory in node.writes} if len(crossing) > 1 else set()
+        return any(memory in later and crossing.count(memory) > 1 for memory in crossing)
 
     def _depth(self, place: int) -> int:
         """How many modules stay open over a place."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.capture.flat import Flat, Kind, Node, refs
-from meshwright.capture.operations import CHECKS, NORMS, VIEWS, is_one_of
+from meshwright.capture.operations import CHECKS, is_one_of
 
 
 @dataclass(frozen=True)
@@ -25,54 +25,46 @@ class Line:
     @cached_property
     def state(self) -> frozenset[str]:
         """State that lives in one layer: parameters, and buffers that change."""
-        changed = set(self.changed)
-        changed |= {name for node in self.flat.nodes if is_one_of(node.target, NORMS) for name in node.reads}
-        nodes = [self.flat.by_name[name] for name in changed]
-        return self.parameters | {node.target for node in nodes if node.kind is Kind.STATE}
+        return self.parameters | {name for node in self.flat.nodes for name in node.changes}
 
     @cached_property
     def needs(self) -> dict[str, tuple[str, ...]]:
         """For each node what must have run before: what it reads, and who has changed that in place."""
-        changed: dict[str, list[str]] = {}
+        changed: dict[int, list[str]] = {}
         found: dict[str, tuple[str, ...]] = {}
         for node in self.flat.nodes:
             reads = list(node.reads)
             for name in node.reads:
-                reads += changed.get(self.base[name], ())
+                for memory in self.flat.by_name[name].memory:
+                    reads += changed.get(memory, ())
             found[node.name] = tuple(dict.fromkeys(reads))
-            if node.inplace:
-                changed.setdefault(self.base[node.name], []).append(node.name)
+            for memory in node.writes:
+                changed.setdefault(memory, []).append(node.name)
         return found
 
     @cached_property
-    def base(self) -> dict[str, str]:
-        """For each node whose memory its value may be."""
-        found: dict[str, str] = {}
-        for node in self.flat.nodes:
-            first = next(iter(node.reads), None)
-            shares = node.kind is Kind.CALL and (node.inplace or is_one_of(node.target, VIEWS)) and first is not None
-            found[node.name] = found[first] if shares and first is not None else node.name
-        return found
+    def written(self) -> frozenset[int]:
+        """The memory that is written into."""
+        return frozenset(memory for node in self.flat.nodes for memory in node.writes)
 
-    @cached_property
-    def changed(self) -> frozenset[str]:
-        """The nodes whose memory is changed in place by others."""
-        return frozenset(self.base[node.name] for node in self.flat.nodes if node.inplace)
+    def is_written(self, name: str) -> bool:
+        """Is the memory of a value changed in place?"""
+        return not self.written.isdisjoint(self.flat.by_name[name].memory)
 
     @cached_property
     def free(self) -> frozenset[str]:
         """Nodes that depend on no parameter and draw no numbers."""
         bound: set[str] = set()
+        taken: set[int] = set()
         before = -1
         while len(bound) != before:  # what is changed in place binds its memory, and that its earlier views
             before = len(bound)
             for node in self.flat.nodes:
                 if node.kind is Kind.STATE and node.target in self.state:
                     bound.add(node.name)
-                elif node.random or any(name in bound for name in self.needs[node.name]):
+                elif node.random or not taken.isdisjoint(node.memory) or any(name in bound for name in self.needs[node.name]):
                     bound.add(node.name)
-                    if node.inplace:
-                        bound.add(self.base[node.name])
+                    taken.update(node.writes)
         return frozenset(node.name for node in self.flat.nodes if node.name not in bound)
 
     @cached_property
@@ -86,7 +78,7 @@ class Line:
     def _alive(self) -> set[str]:
         """What the result depends on; changes of buffers count as results."""
         wanted = [ref.name for ref in refs(self.flat.result)]
-        wanted += [n.name for n in self.flat.nodes if n.inplace and self._changes_state(n)]
+        wanted += [node.name for node in self.flat.nodes if node.changes]
         seen: set[str] = set()
         while wanted:
             name = wanted.pop()
@@ -94,9 +86,6 @@ class Line:
                 seen.add(name)
                 wanted += self.needs[name]
         return seen
-
-    def _changes_state(self, node: Node) -> bool:
-        return self.flat.by_name[self.base[node.name]].kind is Kind.STATE
 
     @cached_property
     def last_use(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,19 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
             module.training = training
     graph = program.module(check_guards=False).graph
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
-    return transcribe(graph, tuple(outputs), tuple(given), known)
+    flat = transcribe(graph, tuple(outputs), tuple(given), known)
+    _refuse_changed_attributes(flat, known)
+    return flat
+
+
+def _refuse_changed_attributes(flat: Flat, known: Collection[str]) -> None:
+    """A tensor that a module merely has would be changed in one stage, and neither saved nor seen by others."""
+    for node in flat.nodes:
+        if unknown := [name for name in node.changes if name not in known]:
+            raise MeshwrightError(
+                f"the forward changes {unknown[0]!r} in place, a tensor that is neither a parameter nor a buffer",
+                fix="register_buffer(name, tensor) in its module",
+            )
 
 
 def _two_rows(tensor: Tensor) -> Tensor:
@@ -129,6 +141,11 @@ def _unexportable(model: nn.Module, error: Exception, given: Sequence[str]) -> M
         return MeshwrightError(
             f"the model cannot do without a column that the batch lacks ({first}); the batch has {', '.join(map(repr, given))}",
             fix=f"a batch with {' or '.join(map(repr, absent))}",
+        )
+    if "fake tensor in the exported program constant" in text:
+        return MeshwrightError(
+            "the model cannot be captured: its forward uses the .data of a tensor, or keeps a tensor from one call to the next",
+            fix=".detach() in place of .data; register_buffer for what is kept",
         )
     where = ""
     if found := re.search(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)', text):

@@ -57,9 +57,14 @@ class Node:
     size: Size | None = None
     several: bool = False
     random: bool = False
-    inplace: bool = False
     path: str = ""
     body: Flat | None = None
+    memory: tuple[int, ...] = ()
+    """The numbers of the memory that its value may live in."""
+    writes: tuple[int, ...] = ()
+    """The memory that it may write into."""
+    changes: tuple[str, ...] = ()
+    """The parameters and buffers that it writes into."""
     constant: Any = None
     """The values of a tensor that forward itself has made from numbers, as nested lists."""
 

@@ -46,9 +46,6 @@ VIEWS = (
 )
 """Operations whose result may share memory with their first argument."""
 
-NORMS = ("aten.batch_norm",)
-"""Operations that count what they saw in buffers of their own."""
-
 CHECKS = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar", "aten.sym_constrain_range")
 """Operations that only look whether the trace still holds."""
 
@@ -94,8 +91,3 @@ def is_random(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if is_one_of(name, ("aten.scaled_dot_product_attention",)):
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
     return True
-
-
-def is_inplace(function: Any) -> bool:
-    """Does an operation change its first argument?"""
-    return torch.Tag.inplace in getattr(function, "tags", ())

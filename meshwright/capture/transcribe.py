@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshwright.capture.flat import Flat, Kind, Node, Ref, Size
-from meshwright.capture.operations import is_inplace, is_random, name_of
+from meshwright.capture.memory import Memory
+from meshwright.capture.operations import is_random, name_of
 
 INNER = "model"
 """What the model is called inside the module that is traced."""
@@ -21,11 +22,12 @@ def transcribe(graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[s
     result: Any = None
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     names = dict(zip((node.name for node in inputs), columns, strict=True))
+    memory = Memory()
     for node in graph.nodes:
         if node.op == "output":
             result = _tree(node.args[0])
         else:
-            nodes.append(_node(node, names, known))
+            nodes.append(_node(node, names, known, memory))
     return Flat(tuple(nodes), tuple(_flattened(result)), outputs, columns, _fixed(inputs, names))
 
 
@@ -46,20 +48,21 @@ def _fixed(inputs: list[torch.fx.Node], names: Mapping[str, str]) -> tuple[tuple
     return tuple(found)
 
 
-def _node(node: torch.fx.Node, columns: Mapping[str, str], known: Collection[str]) -> Node:
+def _node(node: torch.fx.Node, columns: Mapping[str, str], known: Collection[str], memory: Memory) -> Node:
     value = node.meta.get("val")
     size, several = _size(value), isinstance(value, tuple | list)
     if node.op == "placeholder":
-        return Node(node.name, Kind.COLUMN, columns.get(node.name, node.name), size=size)
+        return Node(node.name, Kind.COLUMN, columns.get(node.name, node.name), size=size, memory=memory.of(value))
     if node.op == "get_attr":
         owner: Any = node.graph.owning_module
         for part in str(node.target).split("."):
             owner = getattr(owner, part)
         if isinstance(owner, torch.fx.GraphModule):
-            return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph, known))
+            return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph, known, memory))
         name = str(node.target).removeprefix(f"{INNER}.")
-        value = None if name in known or owner.is_meta else owner.detach().tolist()
-        return Node(node.name, Kind.STATE, name, size=_size(owner), constant=value)
+        constant = None if name in known or owner.is_meta else owner.detach().tolist()
+        mine = memory.of_state(name, value)
+        return Node(node.name, Kind.STATE, name, size=_size(owner), constant=constant, memory=mine)
     assert node.op == "call_function", f"{node.op} in an exported graph"
     return Node(
         node.name,
@@ -70,18 +73,20 @@ def _node(node: torch.fx.Node, columns: Mapping[str, str], known: Collection[str
         size,
         several,
         is_random(node.target, node.args, dict(node.kwargs)),
-        is_inplace(node.target),
         _path(node),
+        memory=memory.made_by(node),
+        writes=memory.written_by(node),
+        changes=memory.changed_by(node),
     )
 
 
-def _region(graph: torch.fx.Graph, known: Collection[str]) -> Flat:
+def _region(graph: torch.fx.Graph, known: Collection[str], memory: Memory) -> Flat:
     nodes, result = [], None
     for node in graph.nodes:
         if node.op == "output":
             result = _tree(node.args[0])
         else:
-            nodes.append(_node(node, {}, known))
+            nodes.append(_node(node, {}, known, memory))
     return Flat(tuple(nodes), result)
 
 
