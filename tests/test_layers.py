@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "meshwright"
 LEVEL = {
     "errors": 0,
+    "torch_internals": 0,
     "ir": 1,
     "passes": 2,
     "simulate": 3,
@@ -26,7 +27,7 @@ LEVEL = {
     "cli": 7,
 }
 FILES = sorted(ROOT.rglob("*.py"))
-TORCH = {"runtime", "train", "capture", "tensor"}
+TORCH = {"runtime", "train", "capture", "tensor", "torch_internals"}
 """The folders that are about torch; all others answer without it."""
 
 

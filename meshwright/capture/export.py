@@ -13,6 +13,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 from meshwright.capture.arguments import Columns, columns_of
+from meshwright.capture.conditions import Condition, about_rows, fixed, parsed
 from meshwright.capture.flat import Flat
 from meshwright.capture.hollow import standing
 from meshwright.capture.modes import both_modes
 from meshwright.capture.ready import require_ready
 from meshwright.capture.transcribe import hint, transcribe
 from meshwright.errors import MeshwrightError
+from meshwright.torch_internals import size_guards
 
 _SCORES = "logits"
 _HIDDEN = ("hidden_state", "hidden_states", "past_key_values")
@@ -53,21 +56,54 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
     columns = columns_of(model, example, own_loss=own_loss)
     outputs: list[str] = []
     plain = _Plain(model, columns, lambda names: outputs.__setitem__(slice(None), names))
-    given = {name: _two_rows(t) for name, t in columns.given(example).items()}
+    given = {name: _two_rows(t).detach().clone() for name, t in columns.given(example).items()}
+    refuse_uneven(given)
     modes = {module: module.training for module in model.modules()}
     try:
         if not model.training:
             model.train()
         with standing(model), both_modes(model):
-            program = _exported(plain, given)
+            program, lengths = _exported(plain, given)
     finally:
         for module, training in modes.items():
             module.training = training
     graph = program.module(check_guards=False).graph
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
-    flat = transcribe(graph, tuple(outputs), tuple(given), known)
+    flat = replace(transcribe(graph, tuple(outputs), tuple(given), known), conditions=_conditions(program, given, lengths))
     _refuse_changed_attributes(flat, known)
+    _refuse_rows(flat, given)
     return flat
+
+
+def _conditions(program: Any, given: Mapping[str, Tensor], lengths: bool) -> tuple[Condition, ...]:
+    """What the trace took for granted about sizes: those that were not open, and torch's own list for the others."""
+    shapes = {name: tuple(t.shape) for name, t in given.items()}
+    guards = size_guards(program)
+    opened = {name: _open_sizes(t, lengths and guards is not None) for name, t in given.items()}
+    closed = [fixed(name, dim, s) for name, shape in shapes.items() for dim, s in enumerate(shape) if dim not in opened[name]]
+    return tuple(dict.fromkeys((*closed, *parsed(guards or (), shapes))))
+
+
+def refuse_uneven(given: Mapping[str, Tensor]) -> None:
+    """Rows are what a batch is cut by: every column has the same number of them."""
+    rows = {name: len(t) for name, t in given.items()}
+    if len(set(rows.values())) > 1:
+        (a, b), *_ = [(x, y) for x in rows for y in rows if rows[x] < rows[y]]
+        raise MeshwrightError(
+            f"the columns of the batch have different numbers of rows: {a!r} has {rows[a]}, {b!r} has {rows[b]}; a batch is cut "
+            "into microbatches by rows",
+            fix=f"one row of {b!r} per row of {a!r}: for example (rows, images, ...) in place of (rows x images, ...)",
+        )
+
+
+def _refuse_rows(flat: Flat, given: Mapping[str, Tensor]) -> None:
+    """A forward that depends on the number of rows computes something else on microbatches than on the whole batch."""
+    if found := about_rows(flat.conditions, {name: tuple(t.shape) for name, t in given.items()}):
+        raise MeshwrightError(
+            f"the forward depends on the number of rows (it branches on it, loops over it or divides by it): it was traced for "
+            f"{found}, and microbatches change that number",
+            fix="a mean over rows in place of a division by their number, whole-batch operations in place of a loop over rows",
+        )
 
 
 def _refuse_changed_attributes(flat: Flat, known: Collection[str]) -> None:
@@ -88,14 +124,14 @@ def _two_rows(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor]) if tensor.shape[0] == 1 else tensor
 
 
-def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> Any:
-    """Exported with as many open sizes as the model allows."""
+def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> tuple[Any, bool]:
+    """Exported with as many open sizes as the model allows; are lengths among them?"""
     problem: Exception | None = None
     for lengths in (True, False):
         shapes = ({name: _open_sizes(t, lengths) for name, t in given.items()},)
         try:
             with _quiet():
-                return export(plain, (dict(given),), dynamic_shapes=shapes, strict=False)
+                return export(plain, (dict(given),), dynamic_shapes=shapes, strict=False), lengths
         except MeshwrightError:
             raise
         except Exception as error:  # whatever the model or the tracer raises is the reason

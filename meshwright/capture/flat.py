@@ -14,6 +14,8 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
+from meshwright.capture.conditions import Condition, Shapes, broken
+
 
 class Kind(enum.Enum):
     """What a node is."""
@@ -76,18 +78,23 @@ class Node:
 
 @dataclass(frozen=True)
 class Flat:
-    """Nodes in order, and what the whole returns; `fixed` are sizes of columns that the trace could not leave open."""
+    """Nodes in order, and what the whole returns; `conditions` are what the trace took for granted about sizes."""
 
     nodes: tuple[Node, ...]
     result: Any
     outputs: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
-    fixed: tuple[tuple[str, int, int], ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
         """Nodes by name."""
         return {node.name: node for node in self.nodes}
+
+    def refusal(self, shapes: Shapes) -> str | None:
+        """Why a batch with these shapes of columns cannot run on this graph; None where it can."""
+        condition = broken(self.conditions, shapes)
+        return None if condition is None else str(condition)
 
     @property
     def random(self) -> bool:
@@ -97,7 +104,7 @@ class Flat:
     @cached_property
     def digest(self) -> str:
         """Equal where the graphs are equal."""
-        return sha256(repr((self.nodes, self.result, self.fixed)).encode()).hexdigest()[:16]
+        return sha256(repr((self.nodes, self.result, self.conditions)).encode()).hexdigest()[:16]
 
 
 def refs(tree: Any) -> Iterator[Ref]:

@@ -28,7 +28,7 @@ def transcribe(graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[s
             result = _tree(node.args[0])
         else:
             nodes.append(_node(node, names, known, memory))
-    return Flat(tuple(nodes), tuple(_flattened(result)), outputs, columns, _fixed(inputs, names))
+    return Flat(tuple(nodes), tuple(_flattened(result)), outputs, columns)
 
 
 def _flattened(tree: Any) -> Iterator[Any]:
@@ -37,15 +37,6 @@ def _flattened(tree: Any) -> Iterator[Any]:
             yield from _flattened(part)
     else:
         yield tree
-
-
-def _fixed(inputs: list[torch.fx.Node], names: Mapping[str, str]) -> tuple[tuple[str, int, int], ...]:
-    found = []
-    for node in inputs:
-        for dim, size in enumerate(node.meta["val"].shape):
-            if isinstance(size, int):
-                found.append((names[node.name], dim, size))
-    return tuple(found)
 
 
 def _node(node: torch.fx.Node, columns: Mapping[str, str], known: Collection[str], memory: Memory) -> Node:

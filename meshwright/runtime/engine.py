@@ -110,10 +110,9 @@ class Engine:
         return found
 
     def _refuse_sizes(self, batch: Batch) -> None:
-        for mb in range(self.settings.microbatches if self.layers.fixed else 0):
-            rows = batch.cuts[mb]
-            if rows.start < rows.stop:
-                self.layers.refuse_sizes(batch.columns, rows.stop - rows.start)
+        cuts = [batch.cuts[mb] for mb in range(self.settings.microbatches)]
+        for rows in {cut.stop - cut.start for cut in cuts} - {0}:
+            self.layers.refuse_sizes(batch.columns, rows)
 
     def timeline(self) -> Timeline | None:
         """What was traced, of all ranks on one clock: on rank 0, None elsewhere; all ranks call this together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Weigh
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of every column of a batch."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Layers:
     """The batch columns that a captured model takes, in order; each of its layers names those it reads."""
     weigh: Weigh | None = None
     """What the loss of some rows counts, from their columns, where the model's own loss says so."""
-    fixed: tuple[tuple[str, int, int], ...] = ()
-    """Sizes that a captured model has fixed: column, dimension, size."""
+    refusal: Callable[[Shapes], str | None] | None = None
+    """Why a captured model cannot run on columns of these shapes: what its trace took for granted about them."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:
@@ -72,15 +75,14 @@ class Layers:
         return sha256(repr((self.starts, shapes, self.columns)).encode()).hexdigest()[:16]
 
     def refuse_sizes(self, columns: Mapping[str, Tensor], rows: int) -> None:
-        """A batch has the sizes that the model was captured with, where it could not leave them open."""
-        for name, dim, size in self.fixed:
-            found = (rows if dim == 0 else columns[name].shape[dim]) if name in columns else size
-            if found != size:
-                what = "microbatches of" if dim == 0 else f"in dimension {dim} of {name}"
-                raise MeshwrightError(
-                    f"the model was captured with size {size} {what}{' rows' if dim == 0 else ''}, the batch gives {found}",
-                    fix="batches of one size, or an example batch of the size that is to come",
-                )
+        """Refuse a microbatch of so many rows where what was captured is not the model for such sizes."""
+        shapes = {name: (rows, *t.shape[1:]) for name, t in columns.items()}
+        if self.refusal is not None and (why := self.refusal(shapes)) is not None:
+            given = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+            raise MeshwrightError(
+                f"the model was captured for batches with {why}; a microbatch has {given}",
+                fix="batches of one size (padding to one length, drop_last), or an example batch of the size that is to come",
+            )
 
     def columns_of(self, stage: int) -> tuple[str, ...]:
         """The batch columns that a stage reads by name."""

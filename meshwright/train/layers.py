@@ -53,7 +53,7 @@ def layers_for(
         return found
     flat = flat or flatten(built, example_batch, own_loss=own_loss)
     cut = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
-    return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.fixed)
+    return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal)
 
 
 def refuse_lossless(flat: Flat, example_batch: Any, *, own_loss: bool = False) -> None:

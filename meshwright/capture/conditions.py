@@ -1,0 +1,198 @@
+"""What a trace took for granted about the sizes of a batch, kept as conditions on columns.
+
+    ids.shape[1] == 12          a loop over a length was unrolled
+    10 < ids.shape[1]           a branch on a length was decided
+    ids.shape[1] % 2 == 0       a length was cut in halves
+
+A graph is the model only where its conditions hold. Conditions are data: they are parsed once, from the text that torch
+gives, and evaluated without `eval`.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of every column of a batch."""
+
+_OPERATORS: dict[type, tuple[str, Callable[..., Any]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.FloorDiv: ("//", operator.floordiv),
+    ast.Div: ("/", operator.truediv),
+    ast.Mod: ("%", operator.mod),
+    ast.Pow: ("**", operator.pow),
+    ast.Eq: ("==", operator.eq),
+    ast.NotEq: ("!=", operator.ne),
+    ast.Lt: ("<", operator.lt),
+    ast.LtE: ("<=", operator.le),
+    ast.Gt: (">", operator.gt),
+    ast.GtE: (">=", operator.ge),
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Eq": operator.eq,
+    "Ne": operator.ne,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Max": max,
+    "Min": min,
+    "max": max,
+    "min": min,
+    "abs": abs,
+    "int": int,
+    "float": float,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "ToFloat": float,
+    "IntTrueDiv": operator.truediv,
+}
+_SYMBOLS = dict(_OPERATORS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One size of a column."""
+
+    name: str
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.name}.shape[{self.dim}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """An operator or a function of parts."""
+
+    name: str
+    parts: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        if self.name in _SYMBOLS and len(self.parts) == 2:
+            return f" {self.name} ".join(f"({p})" if isinstance(p, Apply) else str(p) for p in self.parts)
+        return f"{self.name}({', '.join(map(str, self.parts))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition; its text is what people read."""
+
+    expression: Any
+
+    def __str__(self) -> str:
+        return str(self.expression)
+
+    @property
+    def sizes(self) -> frozenset[Column]:
+        """The sizes that it is about."""
+        return frozenset(_columns(self.expression))
+
+    def holds(self, shapes: Shapes) -> bool:
+        """Is it true of a batch? It is where the batch lacks one of its columns."""
+        if any(size.name not in shapes or size.dim >= len(shapes[size.name]) for size in self.sizes):
+            return True
+        return bool(_value(self.expression, shapes))
+
+
+def fixed(name: str, dim: int, size: int) -> Condition:
+    """A size that is as in the example."""
+    return Condition(Apply("==", (Column(name, dim), size)))
+
+
+def parsed(texts: Iterable[str], example: Shapes) -> tuple[Condition, ...]:
+    """Conditions from torch's text; where one is not understood, the sizes of its columns must be as in the example."""
+    found: dict[Condition, None] = {}
+    for text in texts:
+        try:
+            condition = Condition(_tree(ast.parse(text, mode="eval").body))
+            known = condition.holds(example)
+        except (SyntaxError, _UnknownError, ArithmeticError, TypeError, ValueError):
+            known = False
+        if known and condition.sizes:
+            found[condition] = None
+        elif not known:
+            named = [name for name in example if f"'{name}'" in text]
+            found |= {fixed(name, dim, size): None for name in named for dim, size in enumerate(example[name])}
+    return tuple(found)
+
+
+def broken(conditions: Iterable[Condition], shapes: Shapes) -> Condition | None:
+    """The first condition that a batch breaks."""
+    return next((condition for condition in conditions if not condition.holds(shapes)), None)
+
+
+def about_rows(conditions: Iterable[Condition], example: Shapes, most: int = 64) -> Condition | None:
+    """A condition that some number of rows would break, all columns having it alike and all else being as in the example."""
+    for condition in conditions:
+        if any(size.dim == 0 for size in condition.sizes):
+            for rows in range(2, most + 1):
+                if not condition.holds({name: (rows, *shape[1:]) for name, shape in example.items()}):
+                    return condition
+    return None
+
+
+class _UnknownError(Exception):
+    """A part of a condition that is not understood."""
+
+
+def _tree(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float()):
+            return node.value
+        case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
+            return Apply(_OPERATORS[type(op)][0], (_tree(left), _tree(right)))
+        case ast.UnaryOp(ast.USub(), operand):
+            return Apply("-", (0, _tree(operand)))
+        case ast.UnaryOp(ast.Not(), operand):
+            return Apply("==", (_tree(operand), False))
+        case ast.BoolOp(op, values):
+            return Apply("and" if isinstance(op, ast.And) else "or", tuple(map(_tree, values)))
+        case ast.Compare(left, ops, comparators) if all(type(op) in _OPERATORS for op in ops):
+            ends = [_tree(part) for part in (left, *comparators)]
+            pairs = [Apply(_OPERATORS[type(op)][0], (ends[i], ends[i + 1])) for i, op in enumerate(ops)]
+            return pairs[0] if len(pairs) == 1 else Apply("and", tuple(pairs))
+        case ast.Call(func, args, []) if _called(func) in _FUNCTIONS:
+            return Apply(_called(func), tuple(map(_tree, args)))
+        case ast.Subscript(ast.Call(ast.Attribute(source, "size"), [], []), ast.Constant(value=int(dim))):
+            return Column(_source(source), dim)
+    raise _UnknownError
+
+
+def _called(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+
+
+def _source(node: ast.expr) -> str:
+    """The column behind `L['given']['ids']`."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        return node.slice.value
+    raise _UnknownError
+
+
+def _columns(tree: Any) -> Iterator[Column]:
+    if isinstance(tree, Column):
+        yield tree
+    elif isinstance(tree, Apply):
+        for part in tree.parts:
+            yield from _columns(part)
+
+
+def _value(tree: Any, shapes: Shapes) -> Any:
+    if isinstance(tree, Column):
+        return shapes[tree.name][tree.dim]
+    if not isinstance(tree, Apply):
+        return tree
+    if tree.name in ("and", "or"):
+        decide = all if tree.name == "and" else any
+        return decide(_value(part, shapes) for part in tree.parts)
+    function = _SYMBOLS.get(tree.name) or _FUNCTIONS[tree.name]
+    return function(*(_value(part, shapes) for part in tree.parts))

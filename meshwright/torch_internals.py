@@ -1,0 +1,16 @@
+"""What Meshwright needs of torch and torch does not offer in public: each with a reason and a fallback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def size_guards(program: Any) -> list[str] | None:
+    """The conditions on sizes that an exported program took for granted, as Python text over `L['column'].size()[dim]`.
+
+    Reason: a branch on a length (`if ids.shape[1] > 10`) is decided while tracing. The program keeps the condition, but only
+    its own module checks it, and that module cannot be cut. Fallback: None, where this release of torch keeps no such text;
+    every size must then be as in the example.
+    """
+    found = getattr(program, "_guards_code", None)
+    return None if found is None else [str(text) for text in found]
