@@ -14,3 +14,13 @@ def size_guards(program: Any) -> list[str] | None:
     """
     found = getattr(program, "_guards_code", None)
     return None if found is None else [str(text) for text in found]
+
+
+def backward_hooks(module: Any) -> bool:
+    """Does a module have backward hooks? Reason: torch has no public question. Fallback: no hook is seen."""
+    return any(getattr(module, name, None) for name in ("_backward_hooks", "_backward_pre_hooks"))
+
+
+def forward_hooks(module: Any) -> bool:
+    """Does a module have forward hooks? Reason: torch has no public question. Fallback: no hook is seen."""
+    return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks"))

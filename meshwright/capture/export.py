@@ -23,9 +23,11 @@ from torch.export import Dim, export
 from meshwright.capture.arguments import Columns, columns_of
 from meshwright.capture.conditions import Condition, about_rows, fixed, parsed
 from meshwright.capture.flat import Flat
+from meshwright.capture.functions import functions_whole
 from meshwright.capture.hollow import standing
 from meshwright.capture.modes import both_modes
 from meshwright.capture.ready import require_ready
+from meshwright.capture.refused import nothing_dropped
 from meshwright.capture.transcribe import hint, transcribe
 from meshwright.errors import MeshwrightError
 from meshwright.torch_internals import size_guards
@@ -62,14 +64,14 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
     try:
         if not model.training:
             model.train()
-        with standing(model), both_modes(model):
+        with standing(model), both_modes(model), nothing_dropped(model), functions_whole() as calls:
             program, lengths = _exported(plain, given)
     finally:
         for module, training in modes.items():
             module.training = training
     graph = program.module(check_guards=False).graph
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
-    flat = replace(transcribe(graph, tuple(outputs), tuple(given), known), conditions=_conditions(program, given, lengths))
+    flat = replace(transcribe(graph, tuple(outputs), tuple(given), known, calls), conditions=_conditions(program, given, lengths))
     _refuse_changed_attributes(flat, known)
     _refuse_rows(flat, given)
     return flat

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.capture.functions import FUNCTION, Function
 from meshwright.capture.modes import MODE
 from meshwright.capture.operations import function_of, is_one_of
 
@@ -82,6 +83,8 @@ Piece = tuple[nn.Module, Sequence[Any]]
 
 def piece(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
     """A module for an operation, or None where the operation stays as it is."""
+    if is_one_of(target, (FUNCTION,)):
+        return Function(target.removeprefix(f"{FUNCTION}.")), args
     for names, make in _MAKERS:
         if is_one_of(target, names):
             return make(target, args, kwargs, state)

@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.capture.flat import Flat, Kind, Node, Ref, Size
+from meshwright.capture.functions import FUNCTION, Call, Slot
 from meshwright.capture.memory import Memory
-from meshwright.capture.operations import is_random, name_of
+from meshwright.capture.operations import is_one_of, is_random, name_of
 
 INNER = "model"
 """What the model is called inside the module that is traced."""
 
 
-def transcribe(graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str, ...], known: Collection[str]) -> Flat:
-    """A whole graph; `known` are the names of the model's parameters and buffers, other tensors are kept as constants."""
+@dataclass(frozen=True)
+class _Trace:
+    """What is known of the trace as a whole."""
+
+    known: Collection[str]
+    calls: Mapping[str, Call]
+    memory: Memory = field(default_factory=Memory)
+
+
+def transcribe(
+    graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str, ...], known: Collection[str], calls: Mapping[str, Call]
+) -> Flat:
+    """A whole graph; `known` are the names of the model's parameters and buffers, other tensors are kept as constants.
+
+    `calls` are what stands behind calls of users' functions.
+    """
     nodes: list[Node] = []
     result: Any = None
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     names = dict(zip((node.name for node in inputs), columns, strict=True))
-    memory = Memory()
+    trace = _Trace(known, calls)
     for node in graph.nodes:
         if node.op == "output":
             result = _tree(node.args[0])
         else:
-            nodes.append(_node(node, names, known, memory))
+            nodes.append(_node(node, names, trace))
     return Flat(tuple(nodes), tuple(_flattened(result)), outputs, columns)
 
 
@@ -39,45 +55,52 @@ def _flattened(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _node(node: torch.fx.Node, columns: Mapping[str, str], known: Collection[str], memory: Memory) -> Node:
+def _node(node: torch.fx.Node, columns: Mapping[str, str], trace: _Trace) -> Node:
     value = node.meta.get("val")
     size, several = _size(value), isinstance(value, tuple | list)
     if node.op == "placeholder":
-        return Node(node.name, Kind.COLUMN, columns.get(node.name, node.name), size=size, memory=memory.of(value))
+        return Node(node.name, Kind.COLUMN, columns.get(node.name, node.name), size=size, memory=trace.memory.of(value))
     if node.op == "get_attr":
         owner: Any = node.graph.owning_module
         for part in str(node.target).split("."):
             owner = getattr(owner, part)
         if isinstance(owner, torch.fx.GraphModule):
-            return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph, known, memory))
+            return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph, trace))
         name = str(node.target).removeprefix(f"{INNER}.")
-        constant = None if name in known or owner.is_meta else owner.detach().tolist()
-        mine = memory.of_state(name, value)
+        constant = None if name in trace.known or owner.is_meta else owner.detach().tolist()
+        mine = trace.memory.of_state(name, value)
         return Node(node.name, Kind.STATE, name, size=_size(owner), constant=constant, memory=mine)
     assert node.op == "call_function", f"{node.op} in an exported graph"
+    target, args = name_of(node.target), tuple(node.args)
+    random = is_random(node.target, node.args, dict(node.kwargs))
+    if is_one_of(target, (FUNCTION,)):
+        call = trace.calls[str(args[1])]
+        target, random = f"{FUNCTION}.{call.name}", call.random
+        tensors: Any = args[0]
+        args = tuple(tensors[a.index] if isinstance(a, Slot) else a for a in call.arguments)
     return Node(
         node.name,
         Kind.CALL,
-        name_of(node.target),
-        _tree(tuple(node.args)),
+        target,
+        _tree(args),
         tuple((key, _tree(part)) for key, part in node.kwargs.items()),
         size,
         several,
-        is_random(node.target, node.args, dict(node.kwargs)),
+        random,
         _path(node),
-        memory=memory.made_by(node),
-        writes=memory.written_by(node),
-        changes=memory.changed_by(node),
+        memory=trace.memory.made_by(node),
+        writes=trace.memory.written_by(node),
+        changes=trace.memory.changed_by(node),
     )
 
 
-def _region(graph: torch.fx.Graph, known: Collection[str], memory: Memory) -> Flat:
+def _region(graph: torch.fx.Graph, trace: _Trace) -> Flat:
     nodes, result = [], None
     for node in graph.nodes:
         if node.op == "output":
             result = _tree(node.args[0])
         else:
-            nodes.append(_node(node, {}, known, memory))
+            nodes.append(_node(node, {}, trace))
     return Flat(tuple(nodes), result)
 
 

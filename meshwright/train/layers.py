@@ -24,6 +24,7 @@ from meshwright.ir.columns import TARGETS
 from meshwright.runtime.batch import Batch
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.layers import columns_of as stage_columns
+from meshwright.torch_internals import forward_hooks
 
 LISTS = (nn.Sequential, nn.ModuleList, list, tuple)
 """What is a list of layers already."""
@@ -31,6 +32,9 @@ LISTS = (nn.Sequential, nn.ModuleList, list, tuple)
 
 def is_captured(built: Any) -> bool:
     """Is this a model to capture, rather than a list of layers?"""
+    if isinstance(built, nn.Sequential):
+        own = type(built).forward is not nn.Sequential.forward or "forward" in vars(built)
+        return own or forward_hooks(built)
     return isinstance(built, nn.Module) and not isinstance(built, LISTS)
 
 
