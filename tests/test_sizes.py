@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright import MeshwrightError
+from meshwright import MeshwrightError, verify
 from meshwright.capture.conditions import about_rows, broken, parsed
 from meshwright.capture.export import flatten
 
@@ -103,6 +103,43 @@ def test_columns_with_other_numbers_of_rows() -> None:
     batch = {**tokens(), "labels": torch.randint(0, 11, (2, 24))}
     with pytest.raises(MeshwrightError, match="'labels' has 2, 'ids' has 4"):
         flatten(Small(), batch)
+
+
+class Deep(nn.Module):
+    """Two recurrent layers that are unrolled by length, with dropout between them, and a branch on the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.first, self.second = nn.GRUCell(8, 8), nn.GRUCell(8, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor]:
+        h = self.embed(ids)
+        for cell in (self.first, self.second):
+            state, steps = torch.zeros_like(h[:, 0]), []
+            for t in range(h.shape[1]):
+                state = cell(h[:, t], state)
+                steps.append(state)
+            h = torch.stack(steps, 1)
+        return (F.cross_entropy(self.head(h * 2 if h.shape[1] > 5 else h).flatten(0, 1), labels.flatten()),)
+
+
+def _growing(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 11, (5, (6, 4, 7, 6)[step % 4]), generator=generator)
+    return {"ids": ids, "labels": ids.clone()}
+
+
+def _deep() -> nn.Module:
+    torch.manual_seed(0)
+    return Deep()
+
+
+@pytest.mark.parametrize("schedule", ["onef1b", "zbv"])
+def test_other_lengths_are_captured_again(schedule: str) -> None:
+    pp = 2 if schedule == "onef1b" else 1
+    certificate = verify(_deep, _growing, parallel={"pp": pp, "schedule": schedule, "microbatches": 2}, steps=4)
+    assert certificate.passed, certificate
 
 
 TEXTS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -125,7 +126,7 @@ class _Builder:
         self.inplace |= bool(node.writes) and not node.changes
         kwargs = dict(node.kwargs)
         found = piece(node.target, node.args, kwargs, self.state)
-        if node.changes and not node.target.startswith("higher_order."):
+        if node.changes and self.line.flat.training and not node.target.startswith("higher_order."):
             found = Counts(node.target), node.args
         if found is not None:
             module, args = found
@@ -148,7 +149,7 @@ class _Builder:
         name = node.target.replace(".", "_")
         if node.kind is Kind.REGION:
             assert node.body is not None
-            self.root[name] = _region(node.body, self.states, self.device)
+            self.root[name] = _region(replace(node.body, training=self.line.flat.training), self.states, self.device)
         else:
             assert node.kind is Kind.STATE, f"{node.name} is read before it is made"
             self.root[name] = self.states.of(node, self.device)

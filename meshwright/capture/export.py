@@ -52,26 +52,32 @@ class _Plain(nn.Module):
         return tuple(found.values())
 
 
-def flatten(model: nn.Module, example: Any, *, own_loss: bool = False) -> Flat:
-    """The flat graph of a model in training mode, for batches like this one; without labels where the loss is another's."""
-    require_ready([model])
+def flatten(model: nn.Module, example: Any, *, own_loss: bool = False, training: bool = True) -> Flat:
+    """The flat graph of a model for batches like this one; without labels where the loss is another's."""
     columns = columns_of(model, example, own_loss=own_loss)
+    return trace(model, columns, columns.given(example), training=training)
+
+
+def trace(model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, training: bool = True) -> Flat:
+    """The same from columns by name."""
+    require_ready([model])
     outputs: list[str] = []
     plain = _Plain(model, columns, lambda names: outputs.__setitem__(slice(None), names))
-    given = {name: _two_rows(t).detach().clone() for name, t in columns.given(example).items()}
+    given = {name: _two_rows(t).detach().clone() for name, t in example.items()}
     refuse_uneven(given)
     modes = {module: module.training for module in model.modules()}
     try:
-        if not model.training:
-            model.train()
+        if model.training != training:
+            model.train(training)
         with standing(model), both_modes(model), nothing_dropped(model), functions_whole() as calls:
             program, lengths = _exported(plain, given)
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module, mode in modes.items():
+            module.training = mode
     graph = program.module(check_guards=False).graph
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
-    flat = replace(transcribe(graph, tuple(outputs), tuple(given), known, calls), conditions=_conditions(program, given, lengths))
+    flat = transcribe(graph, tuple(outputs), tuple(given), known, calls)
+    flat = replace(flat, conditions=_conditions(program, given, lengths), training=training)
     _refuse_changed_attributes(flat, known)
     _refuse_rows(flat, given)
     return flat

@@ -85,6 +85,8 @@ class Flat:
     outputs: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    training: bool = True
+    """Was the model in training mode? Its operations then switch to evaluation by themselves, where torch's can."""
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -104,7 +106,7 @@ class Flat:
     @cached_property
     def digest(self) -> str:
         """Equal where the graphs are equal."""
-        return sha256(repr((self.nodes, self.result, self.conditions)).encode()).hexdigest()[:16]
+        return sha256(repr((self.nodes, self.result, self.conditions, self.training)).encode()).hexdigest()[:16]
 
 
 def refs(tree: Any) -> Iterator[Ref]:

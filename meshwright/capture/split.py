@@ -20,6 +20,7 @@ from meshwright.capture.export import flatten
 from meshwright.capture.flat import Flat
 from meshwright.capture.graph import graph_of, line_of
 from meshwright.capture.weigh import Weigher, weigher
+from meshwright.errors import MeshwrightError
 from meshwright.ir.model import ModelGraph
 
 
@@ -38,6 +39,39 @@ class Split:
     def outputs(self) -> tuple[str, ...]:
         """What the last layer returns: the loss first, and scores where the model has them."""
         return self.flat.outputs
+
+
+def split_like(first: Split, model: nn.Module, flat: Flat, device: torch.device | None = None) -> Split:
+    """Cut another graph of the same model where the first one is cut: at the same modules, with the same parameters."""
+    line = line_of(model, flat)
+    graph = graph_of(model, line, Chain(line).starts)
+    at = [_same_place(first.graph, start, graph) for start in first.starts[1:-1]]
+    found = split(model, None, len(first.starts) - 1, cuts=at, flat=flat, device=device)
+    ranges = zip(itertools.pairwise(first.starts), itertools.pairwise(found.starts), strict=True)
+    for number, ((a, b), (c, d)) in enumerate(ranges):
+        mine = {p for module in first.modules[a:b] for p in module.parameters()}
+        for parameter in (p for module in found.modules[c:d] for p in module.parameters()):
+            if parameter not in mine:
+                raise MeshwrightError(
+                    f"{found.names[parameter]} moves to stage {number} in another graph of the model: its stages cannot change",
+                    fix="batches of one size, or other cuts (stages=[...] in the plan)",
+                )
+    return found
+
+
+def _same_place(first: ModelGraph, start: int, other: ModelGraph) -> int:
+    """The layer of another graph that begins as a layer of the first one does."""
+    wanted = first.layers[start]
+    for index, layer in enumerate(other.layers):
+        if layer.modules == wanted.modules and (wanted.modules or layer.name == wanted.name):
+            return index
+    for index, layer in enumerate(other.layers):
+        if layer.name == wanted.name or set(layer.modules) & set(wanted.modules):
+            return index
+    raise MeshwrightError(
+        f"another graph of the model has no layer that begins with {wanted.name}, where the first one is cut",
+        fix="cuts at modules (stages=[...] in the plan), or batches of one size",
+    )
 
 
 def split(

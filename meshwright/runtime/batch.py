@@ -39,6 +39,8 @@ class Cut(NamedTuple):
     items: float
     counts: float
     stream: int
+    graph: int = 0
+    """Which of a captured model's graphs is for so many rows; 0 is the first."""
 
 
 class Batch:
@@ -78,6 +80,8 @@ class Batch:
         shaped = (*self.args, *self.kwargs.values(), *self.columns.values())
         self.form = ((self.size, cuts), *(tuple(t.shape[1:]) for t in shaped))
         """What the shapes of everything that follows depend on; equal on all ranks."""
+        self.graph_for: Callable[[int], int] = _first_graph
+        """The graph for a number of rows."""
 
     @property
     def count(self) -> int:
@@ -109,14 +113,14 @@ class Batch:
         else:
             weights = [self.weight(rows, objective) for rows in self.cuts]
         self.ready = [
-            Cut(rows, items, counts, stream(start, self.first + mb))
+            Cut(rows, items, counts, stream(start, self.first + mb), self.graph_for(rows.stop - rows.start))
             for mb, (rows, (items, counts)) in enumerate(zip(self.cuts, weights, strict=True))
         ]
         return self.ready
 
     def cut(self, mb: int, rows: Rows, objective: Objective, start: int) -> Cut:
         """Some rows of a microbatch; `start` is where the random streams of the step do."""
-        return Cut(rows, *self.weight(rows, objective), stream(start, self.first + mb))
+        return Cut(rows, *self.weight(rows, objective), stream(start, self.first + mb), self.graph_for(rows.stop - rows.start))
 
     def weight(self, rows: Rows, objective: Objective) -> Weight:
         """What some rows count."""
@@ -130,6 +134,10 @@ class Batch:
 def _cuts(rows: Rows, first: int, count: int, cuts: int) -> tuple[Rows, ...]:
     """Some of equal cuts of rows."""
     return tuple(rows.cut(index, cuts) for index in range(first, first + count))
+
+
+def _first_graph(rows: int) -> int:
+    return 0
 
 
 class Batches(dict[int, Batch]):

@@ -14,6 +14,7 @@ from meshwright.runtime.batch import Batch, Cut
 from meshwright.runtime.device import stream
 from meshwright.runtime.edges import Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
+from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.pieces import Pieces, cut, joined, require_rows
 from meshwright.runtime.program import Program, Step
@@ -31,9 +32,10 @@ class Compute:
         parameters: Parameters,
         batches: Mapping[int, Batch],
         microbatches: int,
+        graphs: Graphs,
     ) -> None:
         self.program, self.stages, self.parameters, self.batches = program, stages, parameters, batches
-        self.microbatches = microbatches
+        self.microbatches, self.graphs = microbatches, graphs
         self.pieces = Pieces(program.schedule, program.worker)
         self.store = Store(len(program.values))
         self.tallies: dict[int, Tally] = {}
@@ -78,7 +80,7 @@ class Compute:
                 record = Record(mine, own_leaves(*values.wait()) if type(values) is Pending else leaves(*values))
             if takes_more:
                 self._complete(record, step, stage, batch)
-            bundle = stage.forward(record)
+            bundle = (self._other(step, mine) if mine.graph else stage).forward(record)
             if keep != NONE:
                 slots[keep] = record
             if stage.is_last:
@@ -87,6 +89,10 @@ class Compute:
                 slots[slot] = bundle
 
         return forward
+
+    def _other(self, step: Step, cut: Cut) -> Stage:
+        """The stage in another graph of a captured model."""
+        return self.graphs.stage(step.action.stage, cut.graph)
 
     def _first(self, mine: Cut, batch: Batch) -> Record:
         """The record of a first stage."""
@@ -120,7 +126,7 @@ class Compute:
             mine = batch.cut(local, part, stage.objective, stream(stage.seed, number))
             record = self._first(mine, batch) if received is None else Record(mine, leaves(*cut(received, part, rows)))
             self._complete(record, step, stage, batch)
-            bundle = stage.forward(record)
+            bundle = (self._other(step, mine) if mine.graph else stage).forward(record)
             if saved:
                 self.store.slots[saved[index]] = record
             if stage.is_last:
@@ -137,7 +143,7 @@ class Compute:
         kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
         written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.versioned else None
-        gather, scatter, count = self._gather, self._scatter, self.parameters.counter(step)
+        gather, scatter, count, other = self._gather, self._scatter, self.parameters.counter(step), self._other
 
         def backward() -> None:
             record: Record | None = slots[kept]
@@ -147,11 +153,12 @@ class Compute:
                     aim(step)  # without rows too this may be the last reader of a version
                 return
             gradients = gather(read).tensors if read else ()
+            at = other(step, record.cut) if record.cut.graph else stage
             if inline:
-                stage.recompute(record)
+                at.recompute(record)
             if aim is not None:
                 aim(step)
-            found = stage.backward(record, gradients, weights=weights)
+            found = at.backward(record, gradients, weights=weights)
             if written:
                 scatter(written, Bundle(found, (False,) * len(found)), record.cut.rows)
             if weights:
@@ -168,7 +175,7 @@ class Compute:
         def finish() -> None:
             record: Record | None = self.store.pop(slot)
             if record is not None:
-                stage.finish(record)
+                (self._other(step, record.cut) if record.cut.graph else stage).finish(record)
                 count(record.cut.counts)
 
         return finish
@@ -180,7 +187,7 @@ class Compute:
         def recompute() -> None:
             record: Record | None = self.store.pop(kept)
             if record is not None:
-                stage.recompute(record)
+                (self._other(step, record.cut) if record.cut.graph else stage).recompute(record)
             self.store.slots[saved] = record
 
         return recompute

@@ -19,6 +19,7 @@ from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objecti
 from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
+from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.layers import Layers, refuse_hooks, refuse_stray, require_layers
 from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.offsets import common_clock
@@ -70,6 +71,7 @@ class Engine:
         self.transport = open_transport(settings.transport, lines, self.mesh.rank, device=settings.device)
         self.program = program(schedule, self.mesh.worker, self.mesh.rank_of)
         self.stages = {stage: self._stage(stage) for stage in self.program.stages}
+        self.graphs = Graphs(layers, self.stages, settings.device, versioned=not schedule.flush)
         self._start_equal()
         self.units = {unit: self._unit(unit) for unit in self.program.units}
         mine = {p for unit in self.units.values() for p in unit.params}
@@ -79,7 +81,7 @@ class Engine:
             self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
         )
         self.batches = Batches(self._cut, behind=max(schedule.stages, schedule.steps))  # a walk asks for all its forms first
-        self.compute = Compute(self.program, self.stages, self.parameters, self.batches, settings.microbatches)
+        self.compute = Compute(self.program, self.stages, self.parameters, self.batches, settings.microbatches, self.graphs)
         self.executor = Executor(self.program, Edges(self.transport, settings.device), self.compute, trace)
         if trace is not None:
             self._watch(trace)
@@ -106,13 +108,8 @@ class Engine:
             device=settings.device,
             names=self.layers.columns,
         )
-        self._refuse_sizes(found)
+        self.graphs.choose(found)
         return found
-
-    def _refuse_sizes(self, batch: Batch) -> None:
-        cuts = [batch.cuts[mb] for mb in range(self.settings.microbatches)]
-        for rows in {cut.stop - cut.start for cut in cuts} - {0}:
-            self.layers.refuse_sizes(batch.columns, rows)
 
     def timeline(self) -> Timeline | None:
         """What was traced, of all ranks on one clock: on rank 0, None elsewhere; all ranks call this together."""

@@ -26,6 +26,7 @@ from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.executor import Executor
+from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.parameters import Parameters, Rules
 from meshwright.runtime.program import channels, program
@@ -72,17 +73,18 @@ class Forward:
     """Evaluates batches on an engine. `layers`: others than the engine trains, with the same parameters on each stage."""
 
     def __init__(self, engine: Engine, layers: Layers | None = None) -> None:
-        self.engine, self.layers = engine, layers or engine.layers
+        self.engine, self.layers = engine, layers or engine.layers.evaluation or engine.layers
         self.schedule = _forwards(engine.schedule)
         assert set(channels(self.schedule, engine.settings.copies)) <= set(channels(engine.schedule, engine.settings.copies))
         mesh, settings = engine.mesh, engine.settings
         self.program = program(self.schedule, mesh.worker, mesh.rank_of)
         self.stages = {stage: self._stage(stage, engine.stages[stage]) for stage in self.program.stages}
+        self.graphs = Graphs(self.layers, self.stages, settings.device)
         layers_here = {stage: at.layers for stage, at in self.stages.items()}
         units = {unit: engine.units[unit] for unit in self.program.units}
         parameters = Parameters(self.program, mesh, units, layers_here, Rules(), settings.device)
         self.batches: dict[int, Batch] = {}
-        self.compute = Compute(self.program, self.stages, parameters, self.batches, self.schedule.microbatches)
+        self.compute = Compute(self.program, self.stages, parameters, self.batches, self.schedule.microbatches, self.graphs)
         self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.compute)
         self._found: list[tuple[Rows, tuple[Tensor, ...]]] = []
         self._reduce: Reduce | None = None
@@ -96,7 +98,7 @@ class Forward:
             stage.objective = self.engine.stages[number].objective if loss else Objective(wanted=False)
             stage.keep = self._keep if outputs is not Outputs.NOBODY else None
         self.batches[0] = self._cut(batch)
-        with torch.no_grad(), evaluating([layer for stage in self.stages.values() for layer in stage.layers]):
+        with torch.no_grad(), evaluating(self.graphs.modules):
             self.executor.run()
         tally = self.compute.tallies.get(0, Tally())
         sums = torch.tensor([float(tally.loss), tally.weight], dtype=torch.float64, device=self.engine.settings.device)
@@ -110,7 +112,7 @@ class Forward:
 
     def _cut(self, given: Given | Own) -> Batch:
         settings = self.engine.settings
-        return Batch(
+        found = Batch(
             given,
             microbatches=self.schedule.microbatches,
             copy=self.engine.mesh.copy,
@@ -118,6 +120,8 @@ class Forward:
             device=settings.device,
             names=self.layers.columns,
         )
+        self.graphs.choose(found)
+        return found
 
     def _keep(self, rows: Rows, output: Any) -> None:
         found = outputs_of(output)

@@ -31,6 +31,10 @@ class Layers:
     """What the loss of some rows counts, from their columns, where the model's own loss says so."""
     refusal: Callable[[Shapes], str | None] | None = None
     """Why a captured model cannot run on columns of these shapes: what its trace took for granted about them."""
+    again: Callable[[Mapping[str, Tensor]], Layers] | None = None
+    """Captures the model once more, for columns of other sizes; the stages have the same parameters."""
+    evaluation: Layers | None = None
+    """The layers of another graph for evaluation, where the model does something else there."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:
@@ -73,16 +77,6 @@ class Layers:
         """Equal on all ranks that cut equal models in the same way."""
         shapes = [(name, tuple(p.shape), str(p.dtype), self.users[p]) for p, name in self.names.items()]
         return sha256(repr((self.starts, shapes, self.columns)).encode()).hexdigest()[:16]
-
-    def refuse_sizes(self, columns: Mapping[str, Tensor], rows: int) -> None:
-        """Refuse a microbatch of so many rows where what was captured is not the model for such sizes."""
-        shapes = {name: (rows, *t.shape[1:]) for name, t in columns.items()}
-        if self.refusal is not None and (why := self.refusal(shapes)) is not None:
-            given = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
-            raise MeshwrightError(
-                f"the model was captured for batches with {why}; a microbatch has {given}",
-                fix="batches of one size (padding to one length, drop_last), or an example batch of the size that is to come",
-            )
 
     def columns_of(self, stage: int) -> tuple[str, ...]:
         """The batch columns that a stage reads by name."""

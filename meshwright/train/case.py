@@ -194,8 +194,6 @@ def _refuse_rows(case: Case, layers: Layers) -> None:
             f"a batch of {rows} rows cannot be cut into {parallel.microbatches} microbatches{copies}",
             fix=f"batches of at least {cuts} rows, or fewer microbatches",
         )
-    for mb in range(parallel.microbatches):
-        layers.refuse_sizes(batch.columns, batch.cuts[mb].stop - batch.cuts[mb].start)
 
 
 def _refuse_dtype(case: Case, model: nn.Module) -> None:

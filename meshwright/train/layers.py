@@ -7,7 +7,7 @@ layers_for(model, batch, stages, flat=flat)       the same from a graph that was
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshwright.capture.arguments import Columns, columns_of
-from meshwright.capture.export import flatten, results
+from meshwright.capture.export import flatten, results, trace
 from meshwright.capture.flat import Flat, refs
 from meshwright.capture.ready import require_ready
-from meshwright.capture.split import split
+from meshwright.capture.split import Split, split, split_like
 from meshwright.errors import MeshwrightError
 from meshwright.ir.columns import TARGETS
 from meshwright.runtime.batch import Batch
@@ -47,8 +47,12 @@ def layers_for(
     flat: Flat | None = None,
     device: torch.device | None = None,
     own_loss: bool = False,
+    evaluated: Flat | None = None,
 ) -> Layers:
-    """Cut into stages; with an own loss function the model is captured without its labels."""
+    """Cut into stages; with an own loss function the model is captured without its labels.
+
+    `evaluated` is the model's graph in evaluation, where that is another one.
+    """
     if not is_captured(built):
         if cuts:
             raise MeshwrightError("stages name modules of a captured model, this is a list of layers", fix="stages=()")
@@ -57,7 +61,28 @@ def layers_for(
         return found
     flat = flat or flatten(built, example_batch, own_loss=own_loss)
     cut = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
-    return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal)
+    again = Again(built, columns_of(built, example_batch, own_loss=own_loss), cut, device)
+    found = again.layers(cut)
+    return found if evaluated is None else replace(found, evaluation=again.layers(split_like(cut, built, evaluated, device)))
+
+
+@dataclass(frozen=True)
+class Again:
+    """Captures a model once more, for columns of other sizes, and cuts it as before."""
+
+    model: nn.Module
+    columns: Columns
+    first: Split
+    device: torch.device | None
+
+    def __call__(self, given: Mapping[str, Tensor]) -> Layers:
+        flat = trace(self.model, self.columns, given, training=self.first.flat.training)
+        return self.layers(split_like(self.first, self.model, flat, self.device))
+
+    def layers(self, cut: Split) -> Layers:
+        """A cut model as an engine takes it."""
+        flat = cut.flat
+        return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, replace(self, first=cut))
 
 
 def refuse_lossless(flat: Flat, example_batch: Any, *, own_loss: bool = False) -> None:
