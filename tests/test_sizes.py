@@ -168,3 +168,5 @@ def test_relations_between_rows_are_no_condition_on_rows() -> None:
     same = "L['given']['ids'].size()[0] == L['given']['labels'].size()[0]"
     assert about_rows(parsed([same], EXAMPLE), EXAMPLE) is None
     assert about_rows(parsed(["L['given']['ids'].size()[0] % 2 == 0"], EXAMPLE), EXAMPLE) is not None
+    least = parsed(["L['given']['ids'].size()[0] - 1 >= 2"], EXAMPLE)
+    assert about_rows(least, EXAMPLE) is None and broken(least, {"ids": (2, 12)}) is not None

@@ -39,7 +39,7 @@ def _compare(seed: int) -> float | None:
     try:
         flat = flatten(model, batch())
     except MeshwrightError as error:
-        assert "uses the .data of a tensor" in str(error)
+        assert "uses the .data of a tensor" in str(error) or "depends on the number of rows" in str(error)
         return None
     worst = 0.0
     for stages in (1, 2, 4):
