@@ -136,7 +136,7 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> tuple[Any, bool]:
     """Exported with as many open sizes as the model allows; are lengths among them?"""
     problem: Exception | None = None
     for lengths in (True, False):
-        shapes = ({name: _open_sizes(t, lengths) for name, t in given.items()},)
+        shapes = ({name: open_sizes(t, lengths) for name, t in given.items()},)
         try:
             with _quiet():
                 return export(plain, (dict(given),), dynamic_shapes=shapes, strict=False), lengths
@@ -148,7 +148,7 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> tuple[Any, bool]:
     raise _unexportable(plain.model, problem, list(given)) from problem
 
 
-def _open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
+def open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
     """Rows are open; so are the lengths of columns that hold numbers of tokens, or of sequences of vectors."""
     is_text = not tensor.is_floating_point() or tensor.dim() == 3
     more = range(1, tensor.dim() if not tensor.is_floating_point() else 2) if lengths and is_text else ()

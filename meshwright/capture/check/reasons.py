@@ -1,0 +1,97 @@
+"""The likely reason why captured layers differ from the model, and what to do about it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from torch import nn
+
+NAMED = 3
+"""At most so many places are named."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why, and what to do."""
+
+    why: str
+    fix: str
+
+
+NO_FUNCTION = "captured layers would keep the value of the capture for ever"
+
+
+def of_state(changed: list[str], generators: list[str], model: nn.Module) -> Reason | None:
+    """A model that changes Python state, or draws from generators outside of torch, at every call."""
+    if changed:
+        what = ", ".join(changed[:NAMED])
+        return Reason(f"{what} changes with every forward, and {NO_FUNCTION}", "a buffer (register_buffer) for what counts calls")
+    if generators:
+        where = _reading(model, generators)
+        return Reason(f"forward draws from {' and '.join(generators)}{where}, and {NO_FUNCTION}", "torch.rand, torch.randint")
+    return None
+
+
+def of_itself(error: float) -> Reason:
+    """A model whose second call differs from its first."""
+    return Reason(
+        f"the model differs from itself by {error:.1e} when it is called again with the same batch and seed: "
+        f"forward keeps state outside of its buffers, and {NO_FUNCTION}",
+        "a buffer (register_buffer) for state that changes",
+    )
+
+
+def of_mode(model: nn.Module) -> Reason:
+    """Evaluation differs, training does not."""
+    asking = _asking_for_mode(model)
+    where = f" in {', '.join(asking[:NAMED])}" if asking else ""
+    return Reason(
+        f"evaluation differs from training: `if self.training`{where}",
+        "the difference in a module without parameters (nn.Dropout is one), or evaluate the model in one process",
+    )
+
+
+def of_gradient() -> Reason:
+    """The forward agrees, the gradients do not."""
+    return Reason(
+        "the forward is equal: a custom backward, a gradient hook or recomputation that capture does not see",
+        "the same without a custom backward, or a list of layers, which is not captured",
+    )
+
+
+def of_size(example: str) -> Reason:
+    """The size of the capture agrees, another does not."""
+    return Reason(
+        f"only at another size than it was captured with ({example}): forward computes a number from sizes, or branches on one",
+        "tensor operations in place of Python numbers and branches, or batches of one size",
+    )
+
+
+def unknown() -> Reason:
+    """Nothing points anywhere."""
+    return Reason(
+        "the trace does not compute what forward computes",
+        "a list of layers, which is not captured; please report the model as a bug",
+    )
+
+
+def _asking_for_mode(model: nn.Module) -> list[str]:
+    """The modules whose forward reads `self.training`, torch's own left out."""
+    return _with_names(model, {"training"})
+
+
+def _reading(model: nn.Module, generators: list[str]) -> str:
+    found = _with_names(model, {name.split(".")[0] for name in generators} | {"np"})
+    return f" in {', '.join(found[:NAMED])}" if found else ""
+
+
+def _with_names(model: nn.Module, names: set[str]) -> list[str]:
+    """The modules that use one of these names in a method of their own, torch's modules left out."""
+    found = []
+    for path, module in model.named_modules():
+        own = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
+        methods = [inspect.unwrap(each) for kind in own for each in vars(kind).values() if inspect.isfunction(each)]
+        if any(names & set(method.__code__.co_names) for method in methods if inspect.isfunction(method)):
+            found.append(path or type(module).__name__)
+    return found
