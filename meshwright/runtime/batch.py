@@ -8,7 +8,7 @@ Microbatch i of copy j is cut number j N + i of N dp cuts; a short batch gives s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -20,8 +20,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
 from meshwright.runtime.device import stream
-
-Given = Mapping[str, Tensor] | Sequence[Tensor]
+from meshwright.runtime.given import Given as Given
+from meshwright.runtime.given import name_columns, sort_out
+from meshwright.runtime.loss_kind import LossKind
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Batch:
         names: tuple[str, ...] | None = None,
     ) -> None:
         alone, tensors = isinstance(given, Own), given.tensors if isinstance(given, Own) else given
-        args, kwargs, target, columns = (*_sorted(tensors), {}) if names is None else _named(tensors, names)
+        args, kwargs, target, columns = (*sort_out(tensors), {}) if names is None else name_columns(tensors, names)
         every = (*args, *kwargs.values(), *columns.values(), *([] if target is None else [target]))
         sizes = {t.shape[0] if t.dim() else 0 for t in every}
         if len(sizes) != 1:
@@ -126,6 +127,8 @@ class Batch:
         """What some rows count."""
         if rows.start == rows.stop:  # nobody runs them, and what weighs may not take them
             return Weight(0.0, 0.0)
+        if objective.kind is LossKind.SUM:  # sums are added up as they are: the last row of all is what they are divided by
+            return Weight(1.0, float(rows.stop == self.size and self.copy == self.copies - 1))
         columns = self.named(objective.columns, rows) if objective.weigh is not None else None
         return objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
 
@@ -152,42 +155,6 @@ class Batches(dict[int, Batch]):
             del self[old]
         found = self[step] = self._make(step)
         return found
-
-
-def _sorted(given: Given) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None]:
-    """Positional inputs, named inputs, target."""
-    if isinstance(given, Tensor):
-        return (given,), {}, None
-    if isinstance(given, Mapping):
-        names = [name for name in TARGETS if name in given]
-        inputs = {name: t for name, t in given.items() if name not in names[:1]}
-        return (), inputs, given[names[0]] if names else None
-    tensors = tuple(given)
-    if not tensors or not all(isinstance(t, Tensor) for t in tensors):
-        raise MeshwrightError(f"a batch is a tuple or a mapping of tensors, got {type(given).__name__}")
-    return (tensors[:-1], {}, tensors[-1]) if len(tensors) > 1 else (tensors, {}, None)
-
-
-def _named(
-    given: Given, names: tuple[str, ...]
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
-    """The columns of a captured model, and the target that it leaves."""
-    if isinstance(given, Mapping):
-        if missing := [name for name in names if name not in given]:
-            raise MeshwrightError(
-                f"the batch has no column {missing[0]!r} that the model was captured with, but {', '.join(map(repr, given))}",
-                fix=f"a batch with {missing[0]!r}",
-            )
-        left = [given[name] for name in TARGETS if name in given and name not in names]
-        return (), {}, left[0] if left else None, {name: given[name] for name in names}
-    tensors = (given,) if isinstance(given, Tensor) else tuple(given)
-    if len(tensors) < len(names):
-        raise MeshwrightError(
-            f"the batch has {len(tensors)} tensors, the model was captured with {len(names)}: {', '.join(names)}",
-            fix=f"a batch with {names[len(tensors)]!r}",
-        )
-    target = tensors[len(names)] if len(tensors) > len(names) else None
-    return (), {}, target, dict(zip(names, tensors, strict=False))
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -221,8 +188,8 @@ Count = Callable[[Tensor], float]
 class Objective:
     """The sum of the losses of some rows and the weight it is to be divided by: rows, or tokens that count.
 
-    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean. Where no loss
-    is wanted (outputs alone are) nothing counts.
+    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean. Losses that are
+    sums themselves (`kind`) are divided by 1. Where no loss is wanted (outputs alone are) nothing counts.
     """
 
     def __init__(
@@ -233,8 +200,10 @@ class Objective:
         wanted: bool = True,
         weigh: Weigh | None = None,
         count: Count | None = None,
+        kind: LossKind = LossKind.MEAN,
     ) -> None:
         self.loss, self.ignored, self.wanted, self.weigh, self.count = loss, ignored, wanted, weigh, count
+        self.kind = kind
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -258,7 +227,7 @@ class Objective:
     @property
     def by_labels(self) -> bool:
         """Is a weight the number of labels that count, where there are labels?"""
-        return self.wanted and self.weigh is None and self.count is None
+        return self.wanted and self.weigh is None and self.count is None and self.kind is LossKind.MEAN
 
     def labels(self, target: Tensor) -> Tensor:
         """How many labels of each row are not ignored. What has no sign holds no -100, but torch compares what it wraps to."""
@@ -288,6 +257,8 @@ class Objective:
                 f"the last stage gives {tuple(output.shape)} and the batch has no target to compare it with",
                 fix="return a scalar loss from the model, or batch(step) -> (inputs, target)",
             )
+        if self.kind is LossKind.SUM:
+            raise MeshwrightError('loss_kind="sum" needs a loss: the usual one is a mean', fix="a model that returns its loss")
         if not target.is_floating_point():
             classes, labels = output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
             return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum"), 1.0

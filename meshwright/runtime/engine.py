@@ -21,6 +21,7 @@ from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.layers import Layers, refuse_hooks, refuse_stray, require_layers
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.offsets import common_clock
 from meshwright.runtime.parameters import Parameters, Rules
@@ -46,6 +47,7 @@ class Settings:
     scheduler: Scheduler | None = None
     loss: Loss | None = None
     count: Count | None = None
+    loss_kind: LossKind = LossKind.MEAN
     rules: Rules = field(default_factory=Rules)
     transport: str = "auto"
     seed: int = 0
@@ -53,7 +55,7 @@ class Settings:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-EQUAL = ("microbatches", "copies", "rules", "transport", "seed", "precision")
+EQUAL = ("microbatches", "copies", "loss_kind", "rules", "transport", "seed", "precision")
 """The settings that must be the same on all ranks."""
 
 
@@ -64,6 +66,7 @@ class Engine:
         _refuse(schedule, layers, settings)
         _refuse_unequal(schedule, layers, settings)
         self.schedule, self.layers, self.settings = schedule, layers, settings
+        self.objective = Objective(settings.loss, weigh=layers.weigh, count=settings.count, kind=settings.loss_kind)
         self.scaler = settings.precision.scaler()
         self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
         self.groups = sync_groups(self.mesh, schedule)
@@ -143,7 +146,7 @@ class Engine:
             first_layer=self.layers.starts[stage],
             device=self.settings.device,
             is_last=stage == schedule.stages - 1,
-            objective=Objective(self.settings.loss, weigh=self.layers.weigh, count=self.settings.count),
+            objective=self.objective,
             seed=self.settings.seed,
             share=share,
             precision=self.settings.precision,

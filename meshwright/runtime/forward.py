@@ -28,6 +28,7 @@ from meshwright.runtime.engine import Engine
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.parameters import Parameters, Rules
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
@@ -104,6 +105,7 @@ class Forward:
         sums = torch.tensor([float(tally.loss), tally.weight], dtype=torch.float64, device=self.engine.settings.device)
         dist.all_reduce(sums)
         total, weight = sums.tolist()
+        weight = 1.0 if loss and self.engine.objective.kind is LossKind.SUM else weight
         return Evaluated(total, weight, self._gathered(outputs))
 
     def _stage(self, number: int, trained: Stage) -> Stage:

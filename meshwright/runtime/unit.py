@@ -102,7 +102,8 @@ class Buffer:
             one.wait()
         self.sums.clear()
         total = self.flats[-1][-1].item() if self.sealed else self.weight
-        if total > 0:
+        if total >= 0:
+            total = total or 1.0  # nothing counted: zeros, or sums whose last copy had no row
             for flat in self.flats:
                 flat.div_(total * factor)
             self.weight = -total

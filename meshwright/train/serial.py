@@ -21,6 +21,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, columns_of, refuse_hooks, refuse_stray
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import takes_target, tensors_of
 from meshwright.runtime.unit import Optimizer
@@ -77,13 +78,14 @@ class Serial:
     loss: Loss | None = None
     seed: int = 0
     precision: Precision = field(default_factory=Precision)
+    loss_kind: LossKind = LossKind.MEAN
     whole: Whole | None = None
     """The model itself, uncut: what its captured layers are compared with."""
 
     def __post_init__(self) -> None:
         why = "what a run is compared with computes on copies of the parameters"
         refuse_hooks(self.layers, why, fix="verify the model without its hooks")
-        self.objective = Objective(self.loss, weigh=self.layers.weigh)
+        self.objective = Objective(self.loss, weigh=self.layers.weigh, kind=self.loss_kind)
         self.scaler = self.precision.scaler()
         self.units = {unit: [p for p in self.layers.unit(unit) if p.requires_grad] for unit in range(self.schedule.units)}
         self.params = [p for params in self.units.values() for p in params]

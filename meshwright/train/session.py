@@ -24,6 +24,7 @@ from meshwright.runtime.batch import Count, Given, Loss, Own
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.forward import Evaluated, Forward, Outputs
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.tally import Tally
@@ -57,6 +58,7 @@ class SessionSettings:
     clip: float | None = None
     loss: Loss | None = None
     count: Count | None = None
+    loss_kind: LossKind = LossKind.MEAN
     seed: int = 0
     precision: Precision = field(default_factory=Precision)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -93,6 +95,7 @@ class Session:
                 copies=parallel.dp,
                 loss=settings.loss,
                 count=settings.count,
+                loss_kind=settings.loss_kind,
                 rules=Rules(clip=settings.clip or float("inf")),
                 transport=parallel.transport,
                 seed=settings.seed,
@@ -127,6 +130,7 @@ class Session:
         self.mode(training=True)
         tally = self.engine.run(lambda _: batch, number).get(number, Tally())
         loss, weight = self.total(float(tally.loss), tally.weight)
+        weight = 1.0 if self.settings.loss_kind is LossKind.SUM else weight
         skipped = bool(self.engine.parameters.skipped) and self.engine.parameters.skipped[-1] == number
         if not skipped:
             rates.step()

@@ -1,0 +1,160 @@
+"""The check at the start: the layers that will train are the model, and its loss is put together right.
+
+A model without weights is filled for the check, in a copy that is dropped afterwards; one that does not fit into half of the
+free memory borrows overlapping values from a small buffer instead. Every rank of a job runs the check by itself, before it
+talks to the others, and finds the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.capture.arguments import columns_of
+from meshwright.capture.check.compare import BUDGET_S, Verdict, compare
+from meshwright.capture.flat import Flat
+from meshwright.capture.materialise import Skeleton, tensors_of
+from meshwright.capture.swap import put
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.batch import Given, Objective
+from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.precision import Precision
+from meshwright.train.layers import layers_for
+from meshwright.train.whole_loss import batch_norms, whole_loss
+
+log = logging.getLogger(__name__)
+
+LARGE, TOO_LARGE = 10**9, 4 * 10**9
+"""Above so many parameters one size is compared; above so many none."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is about to train."""
+
+    model: Any
+    """A module with its weights, or a sketch."""
+    flat: Flat
+    example: Given
+    stages: int = 1
+    cuts: Sequence[str | int] | None = None
+    objective: Objective | None = None
+    """How losses are weighed; a loss function in it is not the model's."""
+    microbatches: int = 1
+    """Into how many parts a batch is cut, on all copies together."""
+    more: Given | None = None
+    """An example with more rows, for the loss."""
+    precision: Precision | None = None
+    weights: str | Path | None = None
+
+    @property
+    def own_loss(self) -> bool:
+        """Is the loss another's than the model's?"""
+        return self.objective is not None and self.objective.loss is not None
+
+
+def check_start(start: Start) -> MeshwrightError | None:
+    """Raise if the captured layers do not train as the model does; return what is wrong with their evaluation."""
+    verdict = verdict_of(start)
+    if verdict is None:
+        return None
+    for note in verdict.notes:
+        log.info("start check: %s", note)
+    if verdict.refused is not None:
+        raise MeshwrightError(verdict.refused.why, fix=verdict.refused.fix)
+    if verdict.training is not None:
+        raise verdict.training.error()
+    log.info("start check: captured layers equal the model, %.1f s: %s", verdict.seconds, "; ".join(verdict.runs))
+    return None if verdict.evaluation is None else verdict.evaluation.error()
+
+
+def verdict_of(start: Start) -> Verdict | None:
+    """Compare, and warn about a loss that is put together wrong; None where the check was left out."""
+    model = start.model.model if isinstance(start.model, Skeleton) else start.model
+    count = sum(p.numel() for p in model.parameters())
+    if count > TOO_LARGE:
+        log.warning("start check: skipped, the model has %.1f G parameters and the check would take minutes", count / 1e9)
+        return None
+    if isinstance(start.model, Skeleton):
+        model = filled(start.model, start.weights)
+    cut = layers_for(model, start.example, start.stages, cuts=start.cuts, flat=start.flat, own_loss=start.own_loss)
+    dtype = start.precision.dtype if start.precision is not None else None
+    budget = BUDGET_S if count <= LARGE else 0.0
+    verdict = compare(
+        model, cut.modules, cut.starts, start.flat, start.example, own_loss=start.own_loss, dtype=dtype, budget_s=budget
+    )
+    if verdict.refused is None and start.microbatches > 1:
+        _look_at_loss(start, model, draws=any("evaluation" in note for note in verdict.notes))
+    return verdict
+
+
+def _look_at_loss(start: Start, model: nn.Module, *, draws: bool) -> None:
+    """Warn where the loss of a batch is not what its microbatches give."""
+    if draws or start.objective is None:
+        return
+    columns = columns_of(model, start.example, own_loss=start.own_loss)
+    example = start.example if start.more is None else start.more
+    found = whole_loss(model, columns, start.flat, example, start.objective, training=not start.flat.random)
+    told = None if found is None else found.warning(start.objective.kind)
+    if told is not None or (start.flat.random and found is not None and batch_norms(start.flat)):
+        norms = batch_norms(start.flat)
+        told = told or "batch norm counts the rows of one microbatch: training depends on the number of microbatches"
+        log.warning("%s%s", told, f" (batch norm in {norms[0]})" if norms else "")
+
+
+def filled(skeleton: Skeleton, weights: str | Path | None) -> nn.Module:
+    """A copy of a sketch's model with values: its own if they fit, else borrowed ones."""
+    stand_in = replace(skeleton, model=deepcopy(skeleton.model))
+    model: nn.Module = stand_in.model
+    every = dict(tensors_of(model))
+    size = sum(t.numel() * t.element_size() for t in {id(t): t for t in every.values()}.values())
+    if 2 * size <= free_bytes():
+        stand_in.give(tuple(every), weights)
+    else:
+        stand_in.give([name for name, t in every.items() if not isinstance(t, nn.Parameter)], weights)
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                put(parameter, _borrowed(parameter))
+    return model
+
+
+def _borrowed(parameter: Tensor) -> Tensor:
+    """Values whose rows overlap in memory: as many as a few rows have, and no two rows are the same."""
+    strides = [1]
+    for _ in range(parameter.dim() - 1):
+        strides.insert(0, strides[0] * 4 + 3)
+    size = 1 + sum((count - 1) * stride for count, stride in zip(parameter.shape, strides, strict=False))
+    drawn = torch.empty(size, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(size)
+    matrix = parameter.dim() > 1
+    values = drawn.normal_(0.0, 0.05, generator=generator) if matrix else drawn.uniform_(0.5, 1.5, generator=generator)
+    return values.to(parameter.dtype).as_strided(tuple(parameter.shape), strides[: parameter.dim()])
+
+
+def free_bytes() -> int:
+    """Memory that this process may take: what the host has left, shared by the ranks on it."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return found // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def refuse_evaluation(error: MeshwrightError | None) -> None:
+    """Raise what a check has found about evaluation."""
+    if error is not None:
+        raise MeshwrightError(error.what, fix=error.fix)
+
+
+def kind_of(given: Any) -> LossKind:
+    """`loss_kind` as users write it."""
+    return LossKind.of(given)
