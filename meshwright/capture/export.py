@@ -87,7 +87,7 @@ def _conditions(program: Any, given: Mapping[str, Tensor], lengths: bool) -> tup
     """What the trace took for granted about sizes: those that were not open, and torch's own list for the others."""
     shapes = {name: tuple(t.shape) for name, t in given.items()}
     guards = size_guards(program)
-    opened = {name: _open_sizes(t, lengths and guards is not None) for name, t in given.items()}
+    opened = {name: open_sizes(t, lengths and guards is not None) for name, t in given.items()}
     closed = [fixed(name, dim, s) for name, shape in shapes.items() for dim, s in enumerate(shape) if dim not in opened[name]]
     return tuple(dict.fromkeys((*closed, *parsed(guards or (), shapes))))
 

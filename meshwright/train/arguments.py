@@ -17,6 +17,7 @@ from transformers.training_args import ParallelMode
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.train.rows import StepRows, plan_for
 
@@ -47,8 +48,13 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None, metadata={"help": "A plan: a JSON or TOML file, or JSON text such as '{\"pp\": 4}'."}
     )
 
+    loss_kind: str = field(
+        default="mean", metadata={"help": "What the model's loss is: a mean over rows or labels, or a sum of them."}
+    )
+
     def __post_init__(self) -> None:
         self.parallel = asked(self.parallel)
+        self.loss_kind = LossKind.of(self.loss_kind).value
         if not torch.cuda.is_available():
             self.use_cpu = True
         super().__post_init__()

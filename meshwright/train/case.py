@@ -19,6 +19,7 @@ from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, require_layers
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.transport.choose import parse_name
@@ -26,6 +27,7 @@ from meshwright.runtime.unit import Optimizer
 from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
+from meshwright.train.start import Start, check_start
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
@@ -47,6 +49,7 @@ class Case:
     loss: Loss | None
     optimizer: Optimizer
     precision: Precision = field(default_factory=Precision)
+    loss_kind: LossKind = LossKind.MEAN
     flat: Flat | None = None
     """The graph of a model that is captured, once for all workers."""
 
@@ -141,7 +144,8 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
     _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
     _refuse_rows(case, layers)
     _refuse_dtype(case, built)
-    objective = Objective(case.loss, weigh=layers.weigh)
+    _refuse_capture(case, built, stages)
+    objective = Objective(case.loss, weigh=layers.weigh, kind=case.loss_kind)
     kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
@@ -149,6 +153,14 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
     return case, layers, schedule
+
+
+def _refuse_capture(case: Case, built: Any, stages: int) -> None:
+    """Captured layers that are not the model would agree with themselves under any plan."""
+    if case.flat is not None:
+        plan = case.parallel
+        start = Start(built, case.flat, case.data(0), stages, plan.stages or None, case.loss, None, case.loss_kind)
+        check_start(replace(start, microbatches=plan.microbatches * plan.dp, precision=case.precision))
 
 
 def _refuse_local(case: Case) -> None:

@@ -79,8 +79,6 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, tr
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
     unequal = list(_unequal(traces))
     problems = [*_missing(held, trainable, traces, len(reference.gradients)), *unequal, *_other_starts(layers, traces)]
-    if not reference.capture_error <= case.tolerance:
-        problems.append(f"captured layers are {reference.capture_error:.1e} from the model itself in evaluation")
     problems += [
         f"rank {rank} skipped the updates {trace.skipped}, one process {reference.skipped}"
         for rank, trace in enumerate(traces)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.capture.export import flatten
 from meshwright.capture.materialise import Skeleton
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
 from meshwright.runtime.batch import Given, Loss, Objective
 from meshwright.runtime.launch import attach
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.train.collate import tensors
-from meshwright.train.layers import layers_for
+from meshwright.train.layers import is_captured, layers_for
 from meshwright.train.lists import stages_of
 from meshwright.train.own import ground, materialise
 from meshwright.train.place import device_for, launched, one_process, refuse_world
 from meshwright.train.rates import Rates, Recipe
 from meshwright.train.saved import kept_for
 from meshwright.train.session import Session, SessionSettings
+from meshwright.train.start import Start, check_start
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -51,12 +55,15 @@ def parallelize(
     precision: Precision | str = "fp32",
     weights: str | Path | None = None,
     device: str | None = None,
+    loss_kind: str = "mean",
+    check_capture: bool = True,
 ) -> Session:
     """Cut a model into the stages of a plan and join the other ranks; close the session when done.
 
     `optimizer` is one of the model's parameters, or what makes one; `scheduler` one of that optimizer, or what makes one.
     Of a model without weights (`meshwright.sketch`) each rank fills its own stages: as its seed says, or from `weights`, a
-    safetensors file or folder, here or in the sketch.
+    safetensors file or folder, here or in the sketch. `loss_kind="sum"` says that the loss is a sum over rows or labels;
+    `check_capture=False` leaves out the comparison of captured layers with the model.
     """
     parallel = Parallel.of(asked(plan))
     refuse_world(parallel)
@@ -69,21 +76,30 @@ def parallelize(
     if weights is not None and skeleton is None:
         raise MeshwrightError("weights are read into a model that has none", fix="parallelize(meshwright.sketch(build), ...)")
     rates = _rates(model, optimizer, scheduler)
+    kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
+    if skeleton is not None:
+        ground(skeleton, weights)
+    flat, unevaluable = None, None
+    if is_captured(model):
+        flat = flatten(model, example, own_loss=loss is not None)
+    if flat is not None and check_capture:  # by every rank for itself, before it talks to others
+        start = Start(skeleton or model, flat, example, stages_of(parallel), parallel.stages or None, loss, None, kind)
+        cuts = parallel.microbatches * parallel.dp
+        unevaluable = check_start(replace(start, microbatches=cuts, precision=chosen, weights=weights))
     closing = ExitStack()
     with closing:
         if not dist.is_initialized():
             closing.enter_context(attach(device=device) if launched() else one_process())
-        chosen = Precision.of(precision)
-        settings = SessionSettings(clip=clip, loss=loss, seed=seed, precision=chosen, device=device_for(device == "cpu"))
-        example = tensors(example_batch)
-        if skeleton is not None:
-            ground(skeleton, weights)
-        layers = layers_for(model, example, stages_of(parallel), cuts=parallel.stages or None, own_loss=loss is not None)
-        objective = Objective(loss, weigh=layers.weigh)
+        where = device_for(device == "cpu")
+        settings = SessionSettings(clip, loss, None, kind, seed=seed, precision=chosen, device=where)
+        cut = parallel.stages or None
+        layers = layers_for(model, example, stages_of(parallel), cuts=cut, flat=flat, own_loss=loss is not None)
+        objective = Objective(loss, weigh=layers.weigh, kind=kind)
         kept = kept_for(parallel, layers, example, objective=objective, precision=chosen)
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         fill = None if skeleton is None else partial(materialise, skeleton, layers, weights)
         session = Session(layers, parallel, rates, settings, model=module, kept=kept, fill=fill)
+        session.unevaluable = unevaluable
         if skeleton is not None:
             skeleton.forget()
         session.closing = closing.pop_all()

@@ -14,6 +14,7 @@ from transformers.trainer_utils import PredictionOutput
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Batch, Given, Objective
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.trace import Trace
 from meshwright.train.callbacks import Watchers
 from meshwright.train.checkpoint import Checkpoints
@@ -29,7 +30,9 @@ from meshwright.train.place import alone, device_for
 from meshwright.train.save import save
 from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
+from meshwright.train.start import Start, check_start
 from meshwright.train.together import refuse_differences
+from meshwright.train.whole_loss import ROWS
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -148,18 +151,49 @@ def _resume(loop: Loop, folder: str | None) -> None:
 def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | None = None) -> Session:
     """The model of a trainer on this rank."""
     args = trainer.args
-    own, count = trainer.compute_loss_func, count_for(trainer.model, own_loss=trainer.compute_loss_func is not None)
+    count = count_for(trainer.model, own_loss=trainer.compute_loss_func is not None)
     layers, kept = cut(trainer, example)
     rates = rates_for(trainer.module, args, trainer.optimizers, trainer.optimizer_cls_and_kwargs, steps=steps)
-    loss = None if own is None else OwnLoss(own, trainer.output_name, count or items)
+    loss = loss_of(trainer)
     device = device_for(args.use_cpu)
     clip = args.max_grad_norm or None
-    settings = SessionSettings(clip, loss, count, seed=args.seed, precision=args.precision, device=device)
+    settings = SessionSettings(
+        clip, loss, count, LossKind.of(args.loss_kind), seed=args.seed, precision=args.precision, device=device
+    )
     module = trainer.module
     fill: Any = None if alone() else partial(drop_others, module, layers)
     if trainer.skeleton is not None:
         fill = partial(materialise, trainer.skeleton, layers, trainer.weights)
     return Session(layers, args.plan, rates, settings, model=module, trace=trace, kept=kept, fill=fill)
+
+
+def loss_of(trainer: Trainer) -> OwnLoss | None:
+    """The loss function of a trainer, where it has its own."""
+    if trainer.compute_loss_func is None:
+        return None
+    return OwnLoss(trainer.compute_loss_func, trainer.output_name, count_for(trainer.model, own_loss=True) or items)
+
+
+def check(trainer: Trainer, source: Source, example: Given) -> MeshwrightError | None:
+    """Compare the captured layers of a trainer with its model; what is wrong with evaluation alone is returned."""
+    assert trainer.flat is not None
+    plan, loss = trainer.args.plan, loss_of(trainer)
+    return check_start(
+        Start(
+            trainer.skeleton or trainer.model,
+            trainer.flat,
+            example,
+            stages_of(plan),
+            plan.stages or None,
+            loss=loss,
+            count=None if loss is None else loss.count,
+            loss_kind=LossKind.of(trainer.args.loss_kind),
+            microbatches=plan.microbatches * plan.dp,
+            more=source.example(max(trainer.example_rows, ROWS)),
+            precision=trainer.args.precision,
+            weights=trainer.weights,
+        )
+    )
 
 
 def cut(trainer: Trainer, example: Given) -> tuple[Layers, tuple[Kept, ...] | None]:
@@ -170,7 +204,7 @@ def cut(trainer: Trainer, example: Given) -> tuple[Layers, tuple[Kept, ...] | No
     layers = layers_for(trainer.model, example, stages_of(plan), cuts=plan.stages or None, flat=trainer.flat, own_loss=own)
     if plan.budget_bytes is None:
         return layers, None
-    loss = None if trainer.compute_loss_func is None else OwnLoss(trainer.compute_loss_func, trainer.output_name, items)
+    loss = loss_of(trainer)
     batch = Batch(example, microbatches=1, names=layers.columns)
     objective = Objective(loss, weigh=layers.weigh)
     return layers, saved_bytes(layers, batch, objective=objective, precision=trainer.args.precision)

@@ -28,7 +28,7 @@ from meshwright.runtime.unit import Optimizer
 
 
 class Whole(Protocol):
-    """A model uncut: its loss, or its output, for some columns with these tensors as its parameters."""
+    """A model uncut, with its own parameters: its loss, or its output, for some columns."""
 
     def __call__(self, weights: Weights, columns: Mapping[str, Tensor]) -> Tensor:
         """Run it."""
@@ -50,8 +50,6 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
-    capture_error: float = 0.0
-    """How far a captured model is from itself uncut, where that could only be asked in evaluation."""
 
 
 def versions_read(schedule: Schedule) -> Versions:
@@ -179,9 +177,9 @@ class Serial:
         if self.whole is None:
             output = self._through_layers(data, step, local, weights)
         else:
-            leaves_of = {p: at for held in weights for p, at in held.items()}
+            weights = [{p: p for p in self.params}]  # checkpoints that run again in backward know no others
             with self.precision.autocast(torch.device("cpu")):
-                output = self.whole(leaves_of, data.named(data.columns, rows))
+                output = self.whole({}, data.named(data.columns, rows))
         loss = self.objective(output, data.targets(rows), self._weight(data, rows))
         if loss.requires_grad:
             loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))
@@ -189,6 +187,7 @@ class Serial:
         for p, at in leaves.values():
             if at.grad is not None:
                 added[p] = added[p] + at.grad if p in added else at.grad.clone()
+                at.grad = None
         return float(loss.detach())
 
     def _through_layers(self, data: Batch, step: int, local: int, weights: list[Weights]) -> Tensor:

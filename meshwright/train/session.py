@@ -107,6 +107,8 @@ class Session:
         self.rank, self.steps = self.engine.mesh.rank, 0
         self.closing = ExitStack()
         self._forward: Forward | None = None
+        self.unevaluable: MeshwrightError | None = None
+        """Why captured layers of this model do not compute its evaluation, where that is so."""
 
     def __enter__(self) -> Session:
         return self
@@ -141,6 +143,8 @@ class Session:
     @property
     def forward(self) -> Forward:
         """Walks without backward on the same stages, made when they are first asked for."""
+        if self.unevaluable is not None:
+            raise MeshwrightError(self.unevaluable.what, fix=self.unevaluable.fix)
         if self._forward is None:
             self._forward = Forward(self.engine)
         return self._forward

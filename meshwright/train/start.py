@@ -24,7 +24,7 @@ from meshwright.capture.flat import Flat
 from meshwright.capture.materialise import Skeleton, tensors_of
 from meshwright.capture.swap import put
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.batch import Given, Objective
+from meshwright.runtime.batch import Count, Given, Loss, Objective
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.train.layers import layers_for
@@ -46,19 +46,16 @@ class Start:
     example: Given
     stages: int = 1
     cuts: Sequence[str | int] | None = None
-    objective: Objective | None = None
-    """How losses are weighed; a loss function in it is not the model's."""
+    loss: Loss | None = None
+    """A loss function beside the model."""
+    count: Count | None = None
+    loss_kind: LossKind = LossKind.MEAN
     microbatches: int = 1
     """Into how many parts a batch is cut, on all copies together."""
     more: Given | None = None
     """An example with more rows, for the loss."""
     precision: Precision | None = None
     weights: str | Path | None = None
-
-    @property
-    def own_loss(self) -> bool:
-        """Is the loss another's than the model's?"""
-        return self.objective is not None and self.objective.loss is not None
 
 
 def check_start(start: Start) -> MeshwrightError | None:
@@ -85,29 +82,27 @@ def verdict_of(start: Start) -> Verdict | None:
         return None
     if isinstance(start.model, Skeleton):
         model = filled(start.model, start.weights)
-    cut = layers_for(model, start.example, start.stages, cuts=start.cuts, flat=start.flat, own_loss=start.own_loss)
+    own_loss = start.loss is not None
+    cut = layers_for(model, start.example, start.stages, cuts=start.cuts, flat=start.flat, own_loss=own_loss)
     dtype = start.precision.dtype if start.precision is not None else None
     budget = BUDGET_S if count <= LARGE else 0.0
-    verdict = compare(
-        model, cut.modules, cut.starts, start.flat, start.example, own_loss=start.own_loss, dtype=dtype, budget_s=budget
-    )
-    if verdict.refused is None and start.microbatches > 1:
-        _look_at_loss(start, model, draws=any("evaluation" in note for note in verdict.notes))
+    verdict = compare(model, cut.modules, cut.starts, start.flat, start.example, own_loss=own_loss, dtype=dtype, budget_s=budget)
+    if verdict.refused is None and verdict.training is None and start.microbatches > 1 and not verdict.draws_in_evaluation:
+        _look_at_loss(start, model, Objective(start.loss, weigh=cut.weigh, count=start.count, kind=start.loss_kind))
     return verdict
 
 
-def _look_at_loss(start: Start, model: nn.Module, *, draws: bool) -> None:
+def _look_at_loss(start: Start, model: nn.Module, objective: Objective) -> None:
     """Warn where the loss of a batch is not what its microbatches give."""
-    if draws or start.objective is None:
-        return
-    columns = columns_of(model, start.example, own_loss=start.own_loss)
+    columns = columns_of(model, start.example, own_loss=objective.loss is not None)
     example = start.example if start.more is None else start.more
-    found = whole_loss(model, columns, start.flat, example, start.objective, training=not start.flat.random)
-    told = None if found is None else found.warning(start.objective.kind)
-    if told is not None or (start.flat.random and found is not None and batch_norms(start.flat)):
-        norms = batch_norms(start.flat)
-        told = told or "batch norm counts the rows of one microbatch: training depends on the number of microbatches"
-        log.warning("%s%s", told, f" (batch norm in {norms[0]})" if norms else "")
+    found = whole_loss(model, columns, start.flat, example, objective, training=not start.flat.random)
+    told = None if found is None else found.warning(objective.kind)
+    norms = batch_norms(start.flat)
+    if told is not None:
+        log.warning("%s%s", told, f" ({norms[0]} norms over the rows of a microbatch)" if norms else "")
+    elif norms and start.flat.random:  # the comparison had to run in evaluation, where batch norm does not look at rows
+        log.warning("%s norms over the rows of a microbatch: training depends on the number of microbatches", norms[0])
 
 
 def filled(skeleton: Skeleton, weights: str | Path | None) -> nn.Module:
@@ -147,14 +142,3 @@ def free_bytes() -> int:
     except (OSError, StopIteration, ValueError):
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return found // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def refuse_evaluation(error: MeshwrightError | None) -> None:
-    """Raise what a check has found about evaluation."""
-    if error is not None:
-        raise MeshwrightError(error.what, fix=error.fix)
-
-
-def kind_of(given: Any) -> LossKind:
-    """`loss_kind` as users write it."""
-    return LossKind.of(given)

@@ -33,7 +33,7 @@ from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.loop import Judged, Outcome
 from meshwright.train.own import refuse_others, seeded, stamp
 from meshwright.train.place import everywhere, launched, refuse_world
-from meshwright.train.run import cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
+from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
 from meshwright.train.save import save_whole
 from meshwright.train.session import refuse_endless
 
@@ -64,7 +64,9 @@ class Trainer:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
         workers: Workers | None = None,
+        check_capture: bool = True,
     ) -> None:
+        """`check_capture=False` leaves out the comparison of captured layers with the model before the first step."""
         self.args = args or TrainingArguments(output_dir="trainer_output")
         if not isinstance(self.args, TrainingArguments):
             raise MeshwrightError(
@@ -85,6 +87,8 @@ class Trainer:
         self.callbacks = [c() if isinstance(c, type) else c for c in callbacks or ()]
         self.optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
         self.state = TrainerState()
+        self.check_capture = check_capture
+        self._unevaluable: MeshwrightError | None = None
         self.flat: Flat | None = None
         self._columns: frozenset[str] = frozenset()
         self._given, self._pool = workers, cast(Workers | None, None)
@@ -98,6 +102,8 @@ class Trainer:
         if not any(p.requires_grad for p in self.module.parameters()):
             raise MeshwrightError("all parameters of the model are frozen: nothing would be trained", fix="requires_grad_(True)")
         self.capture(self.train_dataset, trains=True)
+        if self.args.eval_strategy != "no":
+            self._refuse_evaluation()
         found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
         self._take(found)
         if self.skeleton is not None and self.args.plan.ranks > 1:
@@ -110,6 +116,7 @@ class Trainer:
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
         self.capture(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
+        self._refuse_evaluation()
         found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
         self.state = found[0].state
         return found[0].metrics
@@ -117,6 +124,7 @@ class Trainer:
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
         self.capture(test_dataset)
+        self._refuse_evaluation()
         found: list[PredictionOutput] = self.everywhere(predict_on_rank, test_dataset, metric_key_prefix)
         return found[0]
 
@@ -171,13 +179,16 @@ class Trainer:
         stages_of(plan)
         if self.weights is not None and not launched():
             refuse_others(self.weights, self._stamp)
-        example = self.source(dataset).example(self.example_rows)
+        source = self.source(dataset)
+        example, fresh = source.example(self.example_rows), False
         columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
         if is_captured(self.model) and (self.flat is None or columns != self._columns):
-            self._columns = columns  # a set without labels is another graph
+            self._columns, fresh = columns, True  # a set without labels is another graph
             self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
         if trains and self.flat is not None:
             refuse_lossless(self.flat, example, own_loss=self.compute_loss_func is not None)
+        if fresh and self.check_capture:
+            self._unevaluable = check(self, source, example)
         if plan.ranks > 1 and not launched():
             layers, kept = cut(self, example)
             refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept).flush)
@@ -247,6 +258,11 @@ class Trainer:
             for outcome in found:
                 for name, tensor in outcome.weights.items():
                     held[name].copy_(tensor)
+
+    def _refuse_evaluation(self) -> None:
+        """A model whose evaluation is another function than its captured layers compute."""
+        if self._unevaluable is not None:
+            raise MeshwrightError(self._unevaluable.what, fix=self._unevaluable.fix)
 
     def _refuse(self, model: Any, model_init: Any) -> None:
         if (model is None) == (model_init is None):

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from meshwright.ir.plan import Parallel
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.batch import Batch, Given, Loss
+from meshwright.runtime.batch import Given, Loss
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.tally import Tally
 from meshwright.runtime.unit import Optimizer
 from meshwright.train.case import Case, prepare
-from meshwright.train.certificate import Certificate, RankTrace, certify, digest, tensor_error
-from meshwright.train.layers import Uncut, through
+from meshwright.train.certificate import Certificate, RankTrace, certify, digest
+from meshwright.train.layers import Uncut
 from meshwright.train.serial import Serial, Trace
 
 
@@ -45,9 +46,14 @@ def verify(
     optimizer: Optimizer = momentum,
     precision: Precision | str = "fp32",
     workers: Workers | None = None,
+    loss_kind: str = "mean",
 ) -> Certificate:
-    """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name."""
-    case = Case(build, batch, Parallel.of(parallel), steps, dtype, seed, loss, optimizer, Precision.of(precision))
+    """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name.
+
+    A captured model is first compared with its layers, as at the start of training. `loss_kind="sum"`: the loss is a sum.
+    """
+    kind = LossKind.of(loss_kind)
+    case = Case(build, batch, Parallel.of(parallel), steps, dtype, seed, loss, optimizer, Precision.of(precision), kind)
     case, layers, schedule = prepare(case)
     pool = workers or Workers(case.parallel.ranks)
     try:
@@ -64,40 +70,12 @@ def serial_trace(case: Case, schedule: Schedule) -> Trace:
     built, parallel = case.model(), case.parallel
     layers = case.layers(schedule.stages, built)
     one = Serial(
-        schedule, layers, case.optimizer, parallel.microbatches, parallel.dp, case.loss, case.seed, precision=case.precision
+        schedule, layers, case.optimizer, parallel.microbatches, parallel.dp, case.loss, case.seed, case.precision, case.loss_kind
     )
     if case.flat is not None and schedule.flush and not case.flat.random and case.precision.dtype is None:
         # Nothing is drawn or rounded on the way, so that the model itself can be asked: what capture gets wrong shows too.
         one.whole = Uncut.of(built, case.data(0), own_loss=case.loss is not None)
-    error = _capture_error(case, layers, built) if case.flat is not None and one.whole is None else 0.0
-    trace = one.run(case.data, case.steps)
-    trace.capture_error = error
-    return trace
-
-
-def _capture_error(case: Case, layers: Layers, built: torch.nn.Module) -> float:
-    """Captured layers against the model itself in evaluation, where dropout draws nothing: output and every gradient."""
-    batch = case.data(0)
-    data = Batch(batch, microbatches=1, names=layers.columns)
-    columns = data.named(data.columns, data.cuts[0])
-    modes = {module: module.training for part in (built, *layers.modules) for module in part.modules()}
-    params = [p for p in layers.names if p.requires_grad]
-    found = []
-    for run in (
-        lambda: Uncut.of(built, batch, own_loss=case.loss is not None)({}, columns),
-        lambda: through(layers, columns)[0],
-    ):
-        for module in modes:
-            module.training = False
-        output = run()
-        gradients = torch.autograd.grad(output.sum(), params, allow_unused=True)
-        found.append(
-            [output.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True))]
-        )
-    for module, training in modes.items():
-        module.training = training
-    largest = max(float(t.abs().max()) for t in found[0] if t.numel())
-    return max(tensor_error(b, a, largest) for a, b in zip(*found, strict=True))
+    return one.run(case.data, case.steps)
 
 
 def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
@@ -108,6 +86,7 @@ def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
         microbatches=case.parallel.microbatches,
         copies=case.parallel.dp,
         loss=case.loss,
+        loss_kind=case.loss_kind,
         transport=case.parallel.transport,
         seed=case.seed,
         precision=case.precision,

@@ -21,7 +21,7 @@ from meshwright.capture.check.streams import seed_all
 from meshwright.capture.check.untouched import put_back, untouched
 from meshwright.capture.export import results
 from meshwright.capture.flat import Flat
-from meshwright.capture.operations import NORMS, is_one_of
+from meshwright.capture.operations import is_one_of
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch, Given, Objective
@@ -31,6 +31,7 @@ ROWS = 7
 CUTS = ((0, 2, ROWS), (0, 3, ROWS), (0, 3, 5, ROWS))
 """Where the example is cut; every part has at least two rows, which batch norm needs."""
 
+NORMS = ("aten.batch_norm",)
 BAR = {torch.float64: 1e-9, torch.float32: 3e-5}
 """The largest relative distance that counts as equal; 1e-2 for other dtypes."""
 
@@ -64,7 +65,9 @@ class WholeLoss:
             f"as a {declared}: training depends on the number of microbatches, as under gradient accumulation"
         )
         if found is not None:
-            return f"{told}. The loss is a {found}: loss_kind={found.value!r} in TrainingArguments, parallelize or verify is exact"
+            return (
+                f"{told}. The loss is a {found}: loss_kind={found.value!r} in TrainingArguments, parallelize or verify is exact"
+            )
         return f"{told}. It is no mean over rows or labels, and no sum: compute_loss_func with such a mean, or one microbatch"
 
 

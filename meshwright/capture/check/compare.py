@@ -63,6 +63,7 @@ class Verdict:
     evaluation: Difference | None = None
     refused: Reason | None = None
     """Why the model cannot be captured at all, whatever its numbers."""
+    draws_in_evaluation: bool = False
     largest: float = 0.0
     runs: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -190,6 +191,7 @@ class Check:
         if not training and example is self.first:
             other = self._see(self.own, example, training=False, seed=1)
             if furthest(Seen(own.outputs), Seen(other.outputs), self.tolerance).error > self.tolerance:
+                self.verdict.draws_in_evaluation = True
                 self.verdict.notes.append("the model draws random numbers in evaluation")
         if distance.error <= self.tolerance:
             return distance, False

@@ -6,7 +6,7 @@ that has the most labels. A size that the captured graph refuses is tried again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,6 @@ TOKENS = 8
 """At most so many tokens per row; the second size has two fewer."""
 
 IGNORED = -100
-Refusal = Callable[[Mapping[str, tuple[int, ...]]], str | None]
-"""Why columns of these shapes cannot run on a graph; None if they can."""
 
 
 @dataclass(frozen=True)
@@ -49,52 +47,43 @@ class Wanted:
 
 def small_examples(given: Mapping[str, Tensor], flat: Flat) -> Iterator[Wanted]:
     """The sizes to compare at; if the graph takes none of them, the whole example."""
-    fixed = frozenset((name, dim) for name, dim, _ in flat.fixed)
-    found, shapes = False, list[dict[str, tuple[int, ...]]]()
+    shapes: list[dict[str, tuple[int, ...]]] = []
     for rows, tokens in ((2, TOKENS), (3, TOKENS - 2), (1, TOKENS)):
-        cut = (Example(shortened(given, rows, length, fixed)) for length in (tokens, None))
-        allowed = [e for e in cut if refusal(flat, e.shapes) is None and e.shapes not in shapes]
+        cut = (Example(shortened(given, rows, length, flat)) for length in (tokens, None))
+        allowed = [e for e in cut if flat.refusal(e.shapes) is None and e.shapes not in shapes]
         if allowed:
-            found = True
             shapes.append(allowed[0].shapes)
             yield Wanted(rows, tuple(allowed))
-    if not found:
+    if not shapes:
         rows = len(next(iter(given.values())))
         yield Wanted(rows, (Example({name: t.clone() for name, t in given.items()}),))
 
 
-def refusal(flat: Flat, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Why a batch with columns of these shapes cannot run on a graph; None if it can."""
-    for name, dim, size in flat.fixed:
-        if name in shapes and shapes[name][dim] != size:
-            return f"{name} has size {shapes[name][dim]} in dimension {dim}, the model was captured with {size}"
-    return None
+def shortened(given: Mapping[str, Tensor], rows: int, tokens: int | None, flat: Flat | None = None) -> dict[str, Tensor]:
+    """Columns with some rows, repeated if there are fewer, and at most so many tokens; None keeps lengths whole.
 
-
-def shortened(
-    given: Mapping[str, Tensor], rows: int, tokens: int | None, fixed: frozenset[tuple[str, int]] = frozenset()
-) -> dict[str, Tensor]:
-    """Columns with some rows, repeated if there are fewer, and at most so many tokens; None keeps lengths whole."""
-    found = {}
-    for name, t in given.items():
-        order = torch.arange(rows, device=t.device) % max(t.shape[0], 1)
-        found[name] = t.index_select(0, order)
-    lengths = _open_lengths(given, fixed) if tokens is not None else {}
-    for size in set(lengths.values()):
+    A length that `flat` has fixed is not cut.
+    """
+    found = {name: t.index_select(0, torch.arange(rows, device=t.device) % max(t.shape[0], 1)) for name, t in given.items()}
+    lengths = _open_lengths(given) if tokens is not None else {}
+    for size in dict.fromkeys(lengths.values()):
         count = min(size, tokens or size)
         start = _busiest(found, size, count)
+        cut = dict(found)
         for (name, dim), own in lengths.items():
             if own == size:
-                found[name] = found[name].narrow(dim, start, count)
+                cut[name] = cut[name].narrow(dim, start, count)
+        if flat is None or flat.refusal(Example(cut).shapes) is None:
+            found = cut
     return {name: t.clone() for name, t in found.items()}
 
 
-def _open_lengths(given: Mapping[str, Tensor], fixed: frozenset[tuple[str, int]]) -> dict[tuple[str, int], int]:
-    """Sizes that may be cut: open in every column that has the same size beside its rows."""
+def _open_lengths(given: Mapping[str, Tensor]) -> dict[tuple[str, int], int]:
+    """Sizes that may be cut: a trace leaves them open in every column that has the same size beside its rows."""
     found: dict[tuple[str, int], int] = {}
     closed: set[int] = set()
     for name, t in given.items():
-        is_open = [dim for dim in open_sizes(t, lengths=True) if dim and (name, dim) not in fixed]
+        is_open = open_sizes(t, lengths=True)
         for dim in range(1, t.dim()):
             if dim in is_open:
                 found[name, dim] = t.shape[dim]
