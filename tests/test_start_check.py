@@ -1,0 +1,217 @@
+"""The check at the start: captured layers are the user's model, or an error says why not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright import MeshwrightError
+from meshwright.capture.check.compare import Verdict, compare
+from meshwright.capture.export import flatten
+from meshwright.train.layers import layers_for
+from tests import hard_models as hard
+from tests.conftest import Pool
+
+STEPS, RATE = 3, 0.1
+
+
+def plain_losses(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[float]:
+    """The model itself, whole batches, plain SGD."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=RATE), []
+    random.seed(5)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**{name: t.clone() for name, t in batch.items()})[0]
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def verdict(model: nn.Module, batch: Any, *, stages: int = 1) -> Verdict:
+    flat = flatten(model, batch)
+    layers = layers_for(model, batch, stages, flat=flat)
+    return compare(model, layers.modules, layers.starts, flat, batch)
+
+
+def in_steps(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    torch.manual_seed(0)
+    kind, batch = hard.CASES[name]
+    return kind(), [batch(8, step=step) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", hard.CASES)
+def test_a_session_trains_the_model_or_refuses_it(name: str) -> None:
+    model, batches = in_steps(name)
+    reference = plain_losses(copy.deepcopy(model), batches)
+    example = {key: t[:4] for key, t in batches[0].items()}
+    plan = dict(pp=1, microbatches=2)
+    try:
+        with mw.parallelize(model, example, plan, optimizer=torch.optim.SGD(model.parameters(), lr=RATE)) as session:
+            found = [session.step(batch).loss for batch in batches]
+    except MeshwrightError as error:
+        assert len(str(error)) > 40
+    else:
+        assert found == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", hard.CASES)
+def test_a_trainer_trains_the_model_or_refuses_it(name: str, tmp_path: Path) -> None:
+    model, batches = in_steps(name)
+    reference = plain_losses(copy.deepcopy(model), batches)
+    rows = [{key: t[i] for key, t in batch.items()} for batch in batches for i in range(8)]
+    args = mw.TrainingArguments(
+        str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=RATE,
+        lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
+        disable_tqdm=True, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    try:
+        trainer = mw.Trainer(model, args, train_dataset=rows)
+        trainer.train()
+    except MeshwrightError as error:
+        assert len(str(error)) > 40
+    else:
+        found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert found == pytest.approx(reference, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", hard.CASES)
+def test_verify_passes_what_trains_right_and_refuses_the_rest(name: str, pool: Pool) -> None:
+    kind, batch = hard.CASES[name]
+    try:
+        found = pool.verify(kind, partial(batch_of_step, batch), pp=1, microbatches=2, steps=2)
+    except MeshwrightError as error:
+        assert len(str(error)) > 40
+    else:
+        assert found.passed
+
+
+def batch_of_step(batch: Any, step: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = batch(8, step=step)
+    return found
+
+
+@pytest.mark.parametrize("kind", [hard.Base, hard.Normed, hard.Noisy, hard.Dropping])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_equal_models_are_found_equal_to_the_bit(kind: type[nn.Module], stages: int) -> None:
+    found = verdict(kind(), hard.features(4), stages=stages)
+    assert found.training is None and found.evaluation is None and found.refused is None
+    assert found.largest == 0.0
+    assert sum("training" in run for run in found.runs) >= 2 and sum("evaluation" in run for run in found.runs) == 3
+
+
+def test_draws_in_evaluation_are_reported_and_no_difference() -> None:
+    assert verdict(hard.Noisy(), hard.features(4)).draws_in_evaluation
+    assert not verdict(hard.Dropping(), hard.features(4)).draws_in_evaluation
+
+
+class Wrong(hard.Base):
+    """Computes something else behind its third layer once it was captured."""
+
+    wrong = False
+
+    def body(self, x: Tensor) -> Tensor:
+        """A layer that changes."""
+        x = torch.tanh(self.layers[0](self.first(x)))
+        x = torch.tanh(self.layers[1](x + 1e-3 if self.wrong else x))
+        return torch.tanh(self.layers[2](x))
+
+
+def test_the_first_layer_that_differs_is_named() -> None:
+    torch.manual_seed(0)
+    model, batch = Wrong(), hard.features(4)
+    flat = flatten(model, batch)
+    layers = layers_for(model, batch, 2, flat=flat)
+    model.wrong = True
+    found = compare(model, layers.modules, layers.starts, flat, batch)
+    assert found.training is not None and found.training.layer == "the output of layers.1"
+    assert "the first layer that differs: the output of layers.1" in str(found.training.error())
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (hard.Counting, "Counting.n changes with every forward"),
+        (hard.PythonRandom, "forward draws from random in PythonRandom"),
+        (hard.Listing, "differs from itself"),
+    ],
+)
+def test_python_state_is_refused_by_name(kind: type[nn.Module], told: str) -> None:
+    model = kind()
+    with pytest.raises(MeshwrightError, match=told):
+        mw.parallelize(model, hard.features(4), dict(pp=1, microbatches=2))
+
+
+def test_everything_is_afterwards_what_it_was() -> None:
+    torch.manual_seed(3)
+    model = hard.Listing()
+    model.norm, model.n = nn.BatchNorm1d(hard.WIDTH), 4
+    model.layers[1].eval()
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate()
+    verdict(model, hard.features(4))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert model.seen == [] and model.n == 4
+    assert model.training and not model.layers[1].training
+    assert torch.equal(model.first.weight.grad, torch.ones_like(model.first.weight)) and model.head.weight.grad is None
+    assert not model.first._forward_hooks and not getattr(model.first.weight, "_post_accumulate_grad_hooks", None)
+
+
+def test_a_size_that_the_model_itself_refuses_is_no_difference() -> None:
+    found = verdict(hard.Normed(), hard.features(4))
+    assert any("the model itself fails in training at x 1x6" in note for note in found.notes)
+    assert found.training is None
+
+
+def test_evaluation_that_differs_is_refused_where_somebody_evaluates(tmp_path: Path) -> None:
+    model, batches = in_steps("modes")
+    with mw.parallelize(model, batches[0], dict(pp=1, microbatches=2)) as session:
+        session.step(batches[0])
+        model.eval()
+        with torch.no_grad():
+            wanted = float(model(**batches[0])[0])
+        try:
+            assert session.evaluate(batches[0]).loss == pytest.approx(wanted, rel=1e-5)
+        except MeshwrightError as error:
+            assert "evaluation differs from training: `if self.training` in Modes" in str(error)
+
+
+def test_the_check_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
+    model = hard.Counting()
+    with mw.parallelize(model, hard.features(4), dict(pp=1, microbatches=2), check_capture=False) as session:
+        assert session.step(hard.features(4)).loss > 0
+
+
+def test_a_sketch_is_filled_for_the_check_and_stays_empty(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    from meshwright.train import start
+
+    for free in (1 << 40, 0):
+        monkeypatch.setattr(start, "free_bytes", lambda free=free: free)
+        sketch = mw.sketch(hard.Normed)
+        flat = flatten(sketch.model, hard.features(4))
+        with caplog.at_level(logging.INFO, logger="meshwright"):
+            assert start.check_start(start.Start(sketch, flat, hard.features(4), stages=2)) is None
+        assert "captured layers equal the model" in caplog.text
+        assert all(p.is_meta for p in sketch.model.parameters())
+        caplog.clear()
+
+
+def test_a_model_that_is_too_large_is_left_out(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    from meshwright.train import start
+
+    monkeypatch.setattr(start, "TOO_LARGE", 10)
+    flat = flatten(hard.Counting(), hard.features(4))
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        assert start.check_start(start.Start(hard.Counting(), flat, hard.features(4))) is None
+    assert "start check: skipped" in caplog.text
