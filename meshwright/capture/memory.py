@@ -18,6 +18,8 @@ from meshwright.capture.operations import VIEWS, is_one_of
 _NORMS = ("aten.batch_norm", "aten.instance_norm")
 """Composite operations that update running statistics; their schemas do not say so."""
 
+FRESH = "aten.lift_fresh_copy"
+
 
 class Memory:
     """Numbers for the storages of one trace."""
@@ -44,7 +46,12 @@ class Memory:
         evaluation: their results count as both, whatever the trace has seen.
         """
         value = node.meta.get("val")
-        if is_one_of(str(node.target), VIEWS) and isinstance(value, Tensor):
+        if is_one_of(str(node.target), (FRESH,)) and isinstance(value, Tensor):
+            # A constant of forward is copied whenever it is used; the trace has no memory for the copy.
+            self._held.append(value.untyped_storage())
+            self._numbers[id(value.untyped_storage())] = (len(self._held) - 1,)
+            self._states.pop(id(value.untyped_storage()), None)
+        elif is_one_of(str(node.target), VIEWS) and isinstance(value, Tensor):
             sources = node.args[:2] if is_one_of(str(node.target), (MODE,)) else node.args[:1]
             given = [number for source in sources for number in self.of(_value(source))]
             storage = value.untyped_storage()

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from meshwright.capture.build import States, free_graph
 from meshwright.capture.crossing import Line
-from meshwright.capture.flat import Kind, Node, Ref
+from meshwright.capture.flat import Node, Ref
 from meshwright.capture.operations import is_one_of
 
 MEAN = 1
@@ -59,12 +59,15 @@ def weigher(line: Line, states: States, device: torch.device | None = None) -> W
 
 
 def _fixed(line: Line, weights: Any, states: States, device: torch.device | None) -> Tensor | None:
-    """Weights of classes that are a buffer or a constant with numbers in it."""
-    node = line.flat.by_name[weights.name] if isinstance(weights, Ref) else None
-    if node is None or node.kind is not Kind.STATE or node.target in states.parameters:
+    """Weights of classes that follow from buffers and constants alone."""
+    if not isinstance(weights, Ref) or weights.name not in line.free:
         return None
-    found = states.of(node, device).detach()
-    return None if found.is_meta or found.dim() != 1 else found
+    graph, columns, _ = free_graph(line, [weights.name], states, device)
+    if columns or any(t.is_meta for t in graph.buffers()):
+        return None
+    with torch.no_grad():
+        found: Tensor = graph()[0]
+    return found.clone() if found.dim() == 1 else None
 
 
 def _argument(node: Node, place: int, name: str, default: Any) -> Any:
