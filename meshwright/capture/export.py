@@ -26,6 +26,7 @@ from meshwright.capture.flat import Flat
 from meshwright.capture.functions import functions_whole
 from meshwright.capture.hollow import standing
 from meshwright.capture.modes import both_modes
+from meshwright.capture.packed import refuse_flash_columns
 from meshwright.capture.ready import require_ready
 from meshwright.capture.refused import nothing_dropped
 from meshwright.capture.transcribe import hint, transcribe
@@ -63,6 +64,7 @@ def trace(model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, 
     require_ready([model])
     outputs: list[str] = []
     plain = _Plain(model, columns, lambda names: outputs.__setitem__(slice(None), names))
+    refuse_flash_columns(example)
     given = {name: _two_rows(t).detach().clone() for name, t in example.items()}
     refuse_uneven(given)
     modes = {module: module.training for module in model.modules()}

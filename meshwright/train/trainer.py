@@ -7,6 +7,7 @@ without weights (`meshwright.sketch`, or `model_init`) each rank fills its own s
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,6 +24,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from meshwright.capture.export import flatten
 from meshwright.capture.flat import Flat
 from meshwright.capture.materialise import Skeleton, sketch
+from meshwright.capture.packed import flattened_note
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
@@ -36,6 +38,8 @@ from meshwright.train.place import everywhere, launched, refuse_world
 from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
 from meshwright.train.save import save_whole
 from meshwright.train.session import refuse_endless
+
+log = logging.getLogger(__name__)
 
 _NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
 """Methods of the Hugging Face Trainer that a subclass may have changed, and that nothing here calls."""
@@ -187,6 +191,10 @@ class Trainer:
             self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
         if trains and self.flat is not None:
             refuse_lossless(self.flat, example, own_loss=self.compute_loss_func is not None)
+        if trains and isinstance(example, Mapping):
+            samples, cuts = self.args.rows.device * self.args.rows.accumulation, plan.microbatches
+            if note := flattened_note(example, min(samples, source.size or samples), cuts):
+                log.warning(note)
         if fresh and self.check_capture:
             self._unevaluable = check(self, source, example)
         if plan.ranks > 1 and not launched():
