@@ -32,7 +32,8 @@ class Pool:
         """`meshwright.verify` on these workers; degrees and names of the plan are keywords beside its own."""
         from meshwright import Parallel, verify
 
-        own = {key: more.pop(key) for key in ("steps", "dtype", "seed", "loss", "optimizer", "precision") if key in more}
+        names = ("steps", "dtype", "seed", "loss", "optimizer", "precision", "loss_kind")
+        own = {key: more.pop(key) for key in names if key in more}
         try:
             return verify(build, batch, Parallel.of(more), workers=self.started(), **own)
         except BaseException:

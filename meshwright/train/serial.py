@@ -180,7 +180,7 @@ class Serial:
             weights = [{p: p for p in self.params}]  # checkpoints that run again in backward know no others
             with self.precision.autocast(torch.device("cpu")):
                 output = self.whole({}, data.named(data.columns, rows))
-        loss = self.objective(output, data.targets(rows), self._weight(data, rows))
+        loss = self.objective(output, data.targets(rows), data.weight(rows, self.objective).items)
         if loss.requires_grad:
             loss.backward(None if self.scaler is None else torch.full_like(loss, self.scaler.factor))
         leaves = {id(at): (p, at) for held in weights for p, at in held.items()}

@@ -1,0 +1,184 @@
+"""Losses that are no mean: found at the start, and exact where they are declared as sums."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import meshwright as mw
+from meshwright import MeshwrightError
+from meshwright.capture.export import flatten
+from meshwright.runtime.batch import Own
+from meshwright.train.start import Start, check_start
+from tests import hard_models as hard
+from tests.conftest import Pool
+
+WEIGHTS = (1.0, 2.0, 5.0, 1.0, 3.0)
+
+
+class Loss(hard.Base):
+    """A model whose loss is another function of scores and labels."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.loss_name = kind
+        if kind == "batch norm":
+            self.norm = nn.BatchNorm1d(hard.WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor]:
+        """Its loss alone."""
+        hidden = self.body(x)
+        if self.loss_name == "batch norm":
+            hidden = self.norm(hidden)
+        scores = self.head(hidden)
+        wanted = functional.one_hot(labels, hard.CLASSES).float()
+        match self.loss_name:
+            case "sum":
+                found = functional.cross_entropy(scores, labels, reduction="sum")
+            case "rmse":
+                found = functional.mse_loss(scores, wanted).sqrt()
+            case "perplexity":
+                found = functional.cross_entropy(scores, labels).exp()
+            case "masked":
+                counts = (labels > 0).float()
+                found = (functional.cross_entropy(scores, labels, reduction="none") * counts).sum() / counts.sum().clamp(min=1)
+            case "class weights":
+                found = functional.cross_entropy(scores, labels, weight=torch.tensor(WEIGHTS))
+            case "squares":
+                found = functional.mse_loss(scores, wanted)
+            case _:
+                found = functional.cross_entropy(scores, labels)
+        return (found,)
+
+
+def told(model: nn.Module, caplog: pytest.LogCaptureFixture, **more: Any) -> str:
+    batch = hard.features(8)
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        check_start(Start(model, flatten(model, batch), batch, microbatches=2, **more))
+    return caplog.text
+
+
+@pytest.mark.parametrize("kind", ["rmse", "perplexity", "masked", "batch norm"])
+def test_a_loss_that_is_neither_mean_nor_sum_is_warned_about(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    text = told(Loss(kind), caplog)
+    assert "the loss of a batch of 7 rows is" in text and "compute_loss_func" in text
+    assert ("norm norms over the rows" in text) == (kind == "batch norm")
+
+
+def test_a_sum_is_found_and_what_to_do_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    assert "loss_kind='sum' in TrainingArguments, parallelize or verify is exact" in told(Loss("sum"), caplog)
+
+
+@pytest.mark.parametrize("kind", ["mean", "squares", "class weights"])
+def test_means_are_quiet(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert told(Loss(kind), caplog) == ""
+
+
+def test_one_microbatch_is_the_whole_batch(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = Loss("rmse"), hard.features(8)
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        check_start(Start(model, flatten(model, batch), batch, microbatches=1))
+    assert caplog.text == ""
+
+
+def plain(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[tuple[float, float]]:
+    """Loss and norm of each step of the model itself."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-2), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch)[0]
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        found.append((float(loss.detach()), float(norm)))
+    return found
+
+
+def test_a_declared_sum_is_exact_for_uneven_rows() -> None:
+    torch.manual_seed(0)
+    model = Loss("sum")
+    batches = [hard.features(rows, step=rows) for rows in (8, 6, 3, 1, 7)]
+    wanted = plain(copy.deepcopy(model), batches)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with mw.parallelize(model, batches[0], dict(pp=1, microbatches=4), optimizer=optimizer, loss_kind="sum") as session:
+        found = [session.step(batch) for batch in batches]
+        evaluated = session.evaluate(batches[0]).loss
+    assert [f.loss for f in found] == pytest.approx([w[0] for w in wanted], rel=1e-6)
+    assert [f.grad_norm for f in found] == pytest.approx([w[1] for w in wanted], rel=1e-6)
+    assert evaluated == pytest.approx(float(model(**batches[0])[0].detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"dp": 2}, {"pp": 2, "dp": 2, "schedule": "chimera"}], ids=str)
+def test_verify_holds_a_declared_sum(plan: dict[str, Any], pool: Pool) -> None:
+    found = pool.verify(
+        partial(Loss, "sum"), summed_batch, microbatches=2, steps=2, loss_kind="sum", dtype="float32", optimizer=slow, **plan
+    )
+    assert found.passed
+    torch.manual_seed(0)
+    wanted = plain_slow(Loss("sum"))
+    assert list(found.losses) == pytest.approx(wanted, rel=1e-5)
+
+
+def summed_batch(step: int) -> dict[str, Tensor]:
+    return hard.features(9 + 4 * step, step=step)
+
+
+def slow(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2)
+
+
+def plain_slow(model: nn.Module) -> list[float]:
+    return [loss for loss, _ in plain(model, [summed_batch(step) for step in range(2)])]
+
+
+def copies(rows: tuple[int, int]) -> list[tuple[float, float]]:
+    """Two copies that have loaded rows of their own, the last one perhaps none."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    model = Loss("sum")
+    every = hard.features(sum(rows), step=3)
+    first = 0 if dist.get_rank() == 0 else rows[0]
+    mine = {name: t[first : first + rows[dist.get_rank()]] for name, t in every.items()}
+    session = mw.parallelize(
+        model, every, dict(dp=2, microbatches=2), optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), loss_kind="sum"
+    )
+    found = []
+    for _ in range(2):
+        result = session.step(Own(mine))
+        found.append((result.loss, result.grad_norm))
+    evaluated = session.evaluate(Own(mine)).loss
+    session.close()
+    return [*found, (evaluated, 0.0)]
+
+
+@pytest.mark.parametrize("rows", [(4, 4), (5, 2), (6, 0), (1, 3)])
+def test_a_declared_sum_is_exact_when_the_last_copy_is_empty(rows: tuple[int, int], pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = Loss("sum")
+    every = hard.features(sum(rows), step=3)
+    wanted = plain(model, [every, every])
+    for found in pool.run(copies, rows, ranks=2):
+        assert found[0] == pytest.approx(wanted[0], rel=1e-5) and found[1] == pytest.approx(wanted[1], rel=1e-5)
+        assert found[2][0] == pytest.approx(float(model(**every)[0].detach()), rel=1e-5)
+
+
+def test_an_unknown_kind_and_a_loss_that_is_a_mean_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(MeshwrightError, match="a loss is a mean or a sum, got loss_kind='total'"):
+        mw.TrainingArguments(str(tmp_path), loss_kind="total")
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    batch = tuple(hard.features(4).values())
+    with (
+        mw.parallelize(layers, batch, dict(pp=1, microbatches=2), loss_kind="sum") as session,
+        pytest.raises(MeshwrightError, match="needs a loss"),
+    ):
+        session.step(batch)
