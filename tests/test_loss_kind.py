@@ -109,7 +109,7 @@ def test_a_declared_sum_is_exact_for_uneven_rows() -> None:
     batches = [hard.features(rows, step=rows) for rows in (8, 6, 3, 1, 7)]
     wanted = plain(copy.deepcopy(model), batches)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with mw.parallelize(model, batches[0], dict(pp=1, microbatches=4), optimizer=optimizer, loss_kind="sum") as session:
+    with mw.parallelize(model, batches[0], {"pp": 1, "microbatches": 4}, optimizer=optimizer, loss_kind="sum") as session:
         found = [session.step(batch) for batch in batches]
         evaluated = session.evaluate(batches[0]).loss
     assert [f.loss for f in found] == pytest.approx([w[0] for w in wanted], rel=1e-6)
@@ -150,7 +150,7 @@ def copies(rows: tuple[int, int]) -> list[tuple[float, float]]:
     first = 0 if dist.get_rank() == 0 else rows[0]
     mine = {name: t[first : first + rows[dist.get_rank()]] for name, t in every.items()}
     session = mw.parallelize(
-        model, every, dict(dp=2, microbatches=2), optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), loss_kind="sum"
+        model, every, {"dp": 2, "microbatches": 2}, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2), loss_kind="sum"
     )
     found = []
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_an_unknown_kind_and_a_loss_that_is_a_mean_are_refused(tmp_path: Any) ->
     layers = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
     batch = tuple(hard.features(4).values())
     with (
-        mw.parallelize(layers, batch, dict(pp=1, microbatches=2), loss_kind="sum") as session,
+        mw.parallelize(layers, batch, {"pp": 1, "microbatches": 2}, loss_kind="sum") as session,
         pytest.raises(MeshwrightError, match="needs a loss"),
     ):
         session.step(batch)

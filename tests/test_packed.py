@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ def each_alone(model: nn.Module, batch: dict[str, Tensor]) -> float:
     total, count = 0.0, 0
     for tokens, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
-        for start, stop in zip(starts, starts[1:], strict=False):
+        for start, stop in itertools.pairwise(starts):
             text = tokens[None, start:stop]
             scores = model(input_ids=text).logits[0, :-1]
             total += float(nn.functional.cross_entropy(scores, text[0, 1:], reduction="sum"))
@@ -90,7 +91,7 @@ def trainer(folder: Path, **more: Any) -> mw.Trainer:
 
 
 def test_columns_of_flash_attention_are_named(tmp_path: Path) -> None:
-    with pytest.raises(MeshwrightError, match="'cu_seq_lens_q'.*\n.*return_flash_attn_kwargs=False"):
+    with pytest.raises(MeshwrightError, match=r"'cu_seq_lens_q'.*\n.*return_flash_attn_kwargs=False"):
         trainer(tmp_path, return_flash_attn_kwargs=True).train()
 
 

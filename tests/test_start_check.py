@@ -54,7 +54,7 @@ def test_a_session_trains_the_model_or_refuses_it(name: str) -> None:
     model, batches = in_steps(name)
     reference = plain_losses(copy.deepcopy(model), batches)
     example = {key: t[:4] for key, t in batches[0].items()}
-    plan = dict(pp=1, microbatches=2)
+    plan = {"pp": 1, "microbatches": 2}
     try:
         with mw.parallelize(model, example, plan, optimizer=torch.optim.SGD(model.parameters(), lr=RATE)) as session:
             found = [session.step(batch).loss for batch in batches]
@@ -148,7 +148,7 @@ def test_the_first_layer_that_differs_is_named() -> None:
 def test_python_state_is_refused_by_name(kind: type[nn.Module], told: str) -> None:
     model = kind()
     with pytest.raises(MeshwrightError, match=told):
-        mw.parallelize(model, hard.features(4), dict(pp=1, microbatches=2))
+        mw.parallelize(model, hard.features(4), {"pp": 1, "microbatches": 2})
 
 
 def test_everything_is_afterwards_what_it_was() -> None:
@@ -176,7 +176,7 @@ def test_a_size_that_the_model_itself_refuses_is_no_difference() -> None:
 
 def test_evaluation_that_differs_is_refused_where_somebody_evaluates(tmp_path: Path) -> None:
     model, batches = in_steps("modes")
-    with mw.parallelize(model, batches[0], dict(pp=1, microbatches=2)) as session:
+    with mw.parallelize(model, batches[0], {"pp": 1, "microbatches": 2}) as session:
         session.step(batches[0])
         model.eval()
         with torch.no_grad():
@@ -189,7 +189,7 @@ def test_evaluation_that_differs_is_refused_where_somebody_evaluates(tmp_path: P
 
 def test_the_check_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
     model = hard.Counting()
-    with mw.parallelize(model, hard.features(4), dict(pp=1, microbatches=2), check_capture=False) as session:
+    with mw.parallelize(model, hard.features(4), {"pp": 1, "microbatches": 2}, check_capture=False) as session:
         assert session.step(hard.features(4)).loss > 0
 
 
