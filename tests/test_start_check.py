@@ -174,17 +174,47 @@ def test_a_size_that_the_model_itself_refuses_is_no_difference() -> None:
     assert found.training is None
 
 
-def test_evaluation_that_differs_is_refused_where_somebody_evaluates(tmp_path: Path) -> None:
+def test_evaluation_that_differs_has_a_graph_of_its_own() -> None:
     model, batches = in_steps("modes")
     with mw.parallelize(model, batches[0], {"pp": 1, "microbatches": 2}) as session:
-        session.step(batches[0])
-        model.eval()
-        with torch.no_grad():
-            wanted = float(model(**batches[0])[0])
-        try:
-            assert session.evaluate(batches[0]).loss == pytest.approx(wanted, rel=1e-5)
-        except MeshwrightError as error:
-            assert "evaluation differs from training: `if self.training` in Modes" in str(error)
+        for batch in batches:
+            session.step(batch)
+            model.eval()
+            with torch.no_grad():
+                wanted = float(model(**batch)[0])
+            assert session.evaluate(batch).loss == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_trainer_evaluates_what_the_model_does_in_evaluation(tmp_path: Path, workers: Any) -> None:
+    model, batches = in_steps("modes")
+    rows = [{key: t[i] for key, t in batches[0].items()} for i in range(8)]
+    args = mw.TrainingArguments(
+        str(tmp_path), parallel={"pp": 2}, max_steps=1, per_device_train_batch_size=8, per_device_eval_batch_size=8,
+        save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = mw.Trainer(model, args, train_dataset=rows, eval_dataset=rows, workers=workers)
+    trainer.train()
+    found = trainer.evaluate()["eval_loss"]
+    model.eval()
+    with torch.no_grad():
+        assert found == pytest.approx(float(model(**batches[0])[0]), rel=1e-5)
+
+
+class Refuses(hard.Modes):
+    """Cannot be captured in evaluation, where it branches on values."""
+
+    def body(self, x: Tensor) -> Tensor:
+        """Another way where the sum is positive."""
+        x = super().body(x)
+        return x if self.training or x.sum() > 0 else 2 * x
+
+
+def test_evaluation_that_cannot_be_captured_is_refused_where_somebody_evaluates() -> None:
+    batch = hard.features(8)
+    with mw.parallelize(Refuses(), batch, {"pp": 1, "microbatches": 2}) as session:
+        session.step(batch)
+        with pytest.raises(MeshwrightError, match=r"evaluation differs from training: `if self.training` in Refuses"):
+            session.evaluate(batch)
 
 
 def test_the_check_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,7 +231,7 @@ def test_a_sketch_is_filled_for_the_check_and_stays_empty(caplog: pytest.LogCapt
         sketch = mw.sketch(hard.Normed)
         flat = flatten(sketch.model, hard.features(4))
         with caplog.at_level(logging.INFO, logger="meshwright"):
-            assert start.check_start(start.Start(sketch, flat, hard.features(4), stages=2)) is None
+            assert start.check_start(start.Start(sketch, flat, hard.features(4), stages=2)) == start.Evaluation()
         assert "captured layers equal the model" in caplog.text
         assert all(p.is_meta for p in sketch.model.parameters())
         caplog.clear()
@@ -213,5 +243,5 @@ def test_a_model_that_is_too_large_is_left_out(caplog: pytest.LogCaptureFixture,
     monkeypatch.setattr(start, "TOO_LARGE", 10)
     flat = flatten(hard.Counting(), hard.features(4))
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        assert start.check_start(start.Start(hard.Counting(), flat, hard.features(4))) is None
+        assert start.check_start(start.Start(hard.Counting(), flat, hard.features(4))) == start.Evaluation()
     assert "start check: skipped" in caplog.text

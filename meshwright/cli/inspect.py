@@ -15,6 +15,7 @@ from meshwright.errors import MeshwrightError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from meshwright.capture.check.compare import Verdict
     from meshwright.ir.model import Crossing, Cuts, ModelGraph
 
 
@@ -32,6 +33,7 @@ def inspect(
     cut: Annotated[
         list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; once per cut.")
     ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare the captured layers with the model itself.")] = False,
     as_json: inputs.Json = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the captured layers to a file.", rich_help_panel=inputs.OUTPUT)
@@ -39,7 +41,7 @@ def inspect(
 ) -> None:
     """Capture a model on the meta device, which holds no weights, and show its stages.
 
-    Exit code 2: the model cannot be captured, or has fewer layers than stages.
+    Exit code 2: the model cannot be captured, or has fewer layers than stages. 3: --check found that they are not the model.
     """
     from meshwright.ir.model import model_to_json  # here, so that the quick verbs need not load it
 
@@ -47,10 +49,53 @@ def inspect(
     cuts = graph.cuts(stages, at=cut or None)
     if output is not None:
         inputs.write(output, model_to_json(graph) + "\n")
+    verdict = _checked(model, stages, rows, length, batch, cut or []) if check else None
     if as_json:
-        typer.echo(json.dumps(_data(graph, cuts), indent=1))
+        typer.echo(json.dumps({**_data(graph, cuts), **({} if verdict is None else {"check": _found(verdict)})}, indent=1))
     else:
         _print(graph, cuts)
+        if verdict is not None:
+            _print_check(verdict)
+    if verdict is not None and not _is_equal(verdict):
+        raise typer.Exit(3)
+
+
+def _checked(model: str, stages: int, rows: int, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
+    from meshwright.train.weightless import checked
+
+    if Path(model).suffix == ".json" and '"kind": "model"' in inputs.read(Path(model)):
+        raise MeshwrightError(f"{model} has the layers of a model, not the model", fix="--check with the model itself")
+    found = checked(model, stages, rows=rows, length=length, batch=batch, cuts=cut)
+    if found is None:
+        raise MeshwrightError("the model is too large to be checked here", fix="a smaller configuration of the same family")
+    return found
+
+
+def _is_equal(verdict: Verdict) -> bool:
+    return verdict.refused is None and verdict.training is None and verdict.evaluation is None
+
+
+def _found(verdict: Verdict) -> dict[str, Any]:
+    differences = [str(found.error()) for found in (verdict.training, verdict.evaluation) if found is not None]
+    if verdict.refused is not None:
+        differences.insert(0, verdict.refused.why)
+    return {
+        "equal": _is_equal(verdict),
+        "differences": differences,
+        "runs": verdict.runs,
+        "notes": verdict.notes,
+        "seconds": verdict.seconds,
+    }
+
+
+def _print_check(verdict: Verdict) -> None:
+    found = _found(verdict)
+    for note in verdict.notes:
+        typer.echo(f"note: {note}")
+    for text in found["differences"]:
+        typer.echo(f"not equal: {text}")
+    if found["equal"]:
+        typer.echo(f"check: captured layers equal the model in {len(verdict.runs)} runs, {verdict.seconds:.1f} s")
 
 
 def _graph(model: str, rows: int, length: int | None, batch: str | None) -> ModelGraph:

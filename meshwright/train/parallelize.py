@@ -37,7 +37,7 @@ from meshwright.train.place import device_for, launched, one_process, refuse_wor
 from meshwright.train.rates import Rates, Recipe
 from meshwright.train.saved import kept_for
 from meshwright.train.session import Session, SessionSettings
-from meshwright.train.start import Start, check_start
+from meshwright.train.start import Evaluation, Start, check_start
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -79,27 +79,27 @@ def parallelize(
     kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
     if skeleton is not None:
         ground(skeleton, weights)
-    flat, unevaluable = None, None
+    flat, evaluation = None, Evaluation()
     if is_captured(model):
         flat = flatten(model, example, own_loss=loss is not None)
     if flat is not None and check_capture:  # by every rank for itself, before it talks to others
         start = Start(skeleton or model, flat, example, stages_of(parallel), parallel.stages or None, loss, None, kind)
         cuts = parallel.microbatches * parallel.dp
-        unevaluable = check_start(replace(start, microbatches=cuts, precision=chosen, weights=weights))
+        evaluation = check_start(replace(start, microbatches=cuts, precision=chosen, weights=weights))
     closing = ExitStack()
     with closing:
         if not dist.is_initialized():
             closing.enter_context(attach(device=device) if launched() else one_process())
         where = device_for(device == "cpu")
         settings = SessionSettings(clip, loss, None, kind, seed=seed, precision=chosen, device=where)
-        cut = parallel.stages or None
-        layers = layers_for(model, example, stages_of(parallel), cuts=cut, flat=flat, own_loss=loss is not None)
+        count, cut, graph = stages_of(parallel), parallel.stages or None, evaluation.graph
+        layers = layers_for(model, example, count, cuts=cut, flat=flat, own_loss=loss is not None, evaluated=graph)
         objective = Objective(loss, weigh=layers.weigh, kind=kind)
         kept = kept_for(parallel, layers, example, objective=objective, precision=chosen)
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         fill = None if skeleton is None else partial(materialise, skeleton, layers, weights)
         session = Session(layers, parallel, rates, settings, model=module, kept=kept, fill=fill)
-        session.unevaluable = unevaluable
+        session.evaluation = evaluation
         if skeleton is not None:
             skeleton.forget()
         session.closing = closing.pop_all()

@@ -30,7 +30,7 @@ from meshwright.train.place import alone, device_for
 from meshwright.train.save import save
 from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
-from meshwright.train.start import Start, check_start
+from meshwright.train.start import Evaluation, Start, check_start
 from meshwright.train.together import refuse_differences
 from meshwright.train.whole_loss import ROWS
 
@@ -174,8 +174,8 @@ def loss_of(trainer: Trainer) -> OwnLoss | None:
     return OwnLoss(trainer.compute_loss_func, trainer.output_name, count_for(trainer.model, own_loss=True) or items)
 
 
-def check(trainer: Trainer, source: Source, example: Given) -> MeshwrightError | None:
-    """Compare the captured layers of a trainer with its model; what is wrong with evaluation alone is returned."""
+def check(trainer: Trainer, source: Source, example: Given) -> Evaluation:
+    """Compare the captured layers of a trainer with its model; how it is evaluated is returned."""
     assert trainer.flat is not None
     plan, loss = trainer.args.plan, loss_of(trainer)
     return check_start(
@@ -201,7 +201,8 @@ def cut(trainer: Trainer, example: Given) -> tuple[Layers, tuple[Kept, ...] | No
     plan, own = trainer.args.plan, trainer.compute_loss_func is not None
     if trainer.skeleton is not None:
         ground(trainer.skeleton, trainer.weights)
-    layers = layers_for(trainer.model, example, stages_of(plan), cuts=plan.stages or None, flat=trainer.flat, own_loss=own)
+    cuts, graph = plan.stages or None, trainer.evaluation.graph
+    layers = layers_for(trainer.model, example, stages_of(plan), cuts=cuts, flat=trainer.flat, own_loss=own, evaluated=graph)
     if plan.budget_bytes is None:
         return layers, None
     loss = loss_of(trainer)

@@ -36,6 +36,7 @@ from meshwright.train.lists import lists_for
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
 from meshwright.train.saved import Kept
+from meshwright.train.start import Evaluation
 from meshwright.train.state import put_whole, snapshot
 
 
@@ -107,8 +108,7 @@ class Session:
         self.rank, self.steps = self.engine.mesh.rank, 0
         self.closing = ExitStack()
         self._forward: Forward | None = None
-        self.unevaluable: MeshwrightError | None = None
-        """Why captured layers of this model do not compute its evaluation, where that is so."""
+        self.evaluation = Evaluation()
 
     def __enter__(self) -> Session:
         return self
@@ -143,8 +143,7 @@ class Session:
     @property
     def forward(self) -> Forward:
         """Walks without backward on the same stages, made when they are first asked for."""
-        if self.unevaluable is not None:
-            raise MeshwrightError(self.unevaluable.what, fix=self.unevaluable.fix)
+        self.evaluation.refuse()
         if self._forward is None:
             self._forward = Forward(self.engine)
         return self._forward

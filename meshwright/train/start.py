@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.arguments import columns_of
 from meshwright.capture.check.compare import BUDGET_S, Verdict, compare
+from meshwright.capture.export import flatten
 from meshwright.capture.flat import Flat
 from meshwright.capture.materialise import Skeleton, tensors_of
 from meshwright.capture.swap import put
@@ -58,11 +59,25 @@ class Start:
     weights: str | Path | None = None
 
 
-def check_start(start: Start) -> MeshwrightError | None:
-    """Raise if the captured layers do not train as the model does; return what is wrong with their evaluation."""
-    verdict = verdict_of(start)
-    if verdict is None:
-        return None
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model is evaluated: by the layers that train, by another graph, or not at all."""
+
+    graph: Flat | None = None
+    refused: MeshwrightError | None = None
+
+    def refuse(self) -> None:
+        """Raise if captured layers do not compute the model's evaluation."""
+        if self.refused is not None:
+            raise MeshwrightError(self.refused.what, fix=self.refused.fix)
+
+
+def check_start(start: Start) -> Evaluation:
+    """Raise if the captured layers do not train as the model does; return how it is evaluated."""
+    checked = verdict_of(start)
+    if checked is None:
+        return Evaluation()
+    verdict, evaluated = checked
     for note in verdict.notes:
         log.info("start check: %s", note)
     if verdict.refused is not None:
@@ -70,11 +85,14 @@ def check_start(start: Start) -> MeshwrightError | None:
     if verdict.training is not None:
         raise verdict.training.error()
     log.info("start check: captured layers equal the model, %.1f s: %s", verdict.seconds, "; ".join(verdict.runs))
-    return None if verdict.evaluation is None else verdict.evaluation.error()
+    return Evaluation(evaluated, None if verdict.evaluation is None else verdict.evaluation.error())
 
 
-def verdict_of(start: Start) -> Verdict | None:
-    """Compare, and warn about a loss that is put together wrong; None where the check was left out."""
+def verdict_of(start: Start) -> tuple[Verdict, Flat | None] | None:
+    """Compare, and warn about a loss that is put together wrong; None where the check was left out.
+
+    A model that does something else in evaluation is captured once more in that mode; that graph is returned too.
+    """
     model = start.model.model if isinstance(start.model, Skeleton) else start.model
     count = sum(p.numel() for p in model.parameters())
     if count > TOO_LARGE:
@@ -89,7 +107,31 @@ def verdict_of(start: Start) -> Verdict | None:
     verdict = compare(model, cut.modules, cut.starts, start.flat, start.example, own_loss=own_loss, dtype=dtype, budget_s=budget)
     if verdict.refused is None and verdict.training is None and start.microbatches > 1 and not verdict.draws_in_evaluation:
         _look_at_loss(start, model, Objective(start.loss, weigh=cut.weigh, count=start.count, kind=start.loss_kind))
-    return verdict
+    return verdict, _evaluated(start, model, verdict)
+
+
+def _evaluated(start: Start, model: nn.Module, verdict: Verdict) -> Flat | None:
+    """The graph of a model in evaluation, where its training graph is wrong there and this one is right."""
+    if verdict.evaluation is None or verdict.training is not None or verdict.refused is not None:
+        return None
+    own_loss = start.loss is not None
+    try:
+        graph = flatten(model, start.example, own_loss=own_loss, training=False)
+        cut = layers_for(
+            model, start.example, start.stages, cuts=start.cuts, flat=start.flat, own_loss=own_loss, evaluated=graph
+        ).evaluation
+    except MeshwrightError as error:
+        verdict.notes.append(f"in evaluation the model cannot be captured: {error.what}")
+        return None
+    assert cut is not None
+    found = compare(model, cut.modules, cut.starts, graph, start.example, own_loss=own_loss, modes=(False,))
+    verdict.notes += found.notes
+    if found.evaluation is not None:
+        return None
+    verdict.notes.append("evaluation is captured by itself: the model does something else there")
+    verdict.runs += found.runs
+    verdict.evaluation = None
+    return graph
 
 
 def _look_at_loss(start: Start, model: nn.Module, objective: Objective) -> None:

@@ -38,6 +38,7 @@ from meshwright.train.place import everywhere, launched, refuse_world
 from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
 from meshwright.train.save import save_whole
 from meshwright.train.session import refuse_endless
+from meshwright.train.start import Evaluation
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Trainer:
         self.optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
         self.state = TrainerState()
         self.check_capture = check_capture
-        self._unevaluable: MeshwrightError | None = None
+        self.evaluation = Evaluation()
         self.flat: Flat | None = None
         self._columns: frozenset[str] = frozenset()
         self._given, self._pool = workers, cast(Workers | None, None)
@@ -107,7 +108,7 @@ class Trainer:
             raise MeshwrightError("all parameters of the model are frozen: nothing would be trained", fix="requires_grad_(True)")
         self.capture(self.train_dataset, trains=True)
         if self.args.eval_strategy != "no":
-            self._refuse_evaluation()
+            self.evaluation.refuse()
         found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
         self._take(found)
         if self.skeleton is not None and self.args.plan.ranks > 1:
@@ -120,7 +121,7 @@ class Trainer:
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
         self.capture(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
-        self._refuse_evaluation()
+        self.evaluation.refuse()
         found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
         self.state = found[0].state
         return found[0].metrics
@@ -128,7 +129,7 @@ class Trainer:
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
         self.capture(test_dataset)
-        self._refuse_evaluation()
+        self.evaluation.refuse()
         found: list[PredictionOutput] = self.everywhere(predict_on_rank, test_dataset, metric_key_prefix)
         return found[0]
 
@@ -156,6 +157,7 @@ class Trainer:
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
         """The most likely continuation of every row under the plan; see `Session.generate`."""
+        self.evaluation.refuse()
         found: list[Tensor] = self._cut_and(generate_on_rank, input_ids, {"max_new_tokens": max_new_tokens, **more})
         return found[0]
 
@@ -196,7 +198,7 @@ class Trainer:
             if note := flattened_note(example, min(samples, source.size or samples), cuts):
                 log.warning(note)
         if fresh and self.check_capture:
-            self._unevaluable = check(self, source, example)
+            self.evaluation = check(self, source, example)
         if plan.ranks > 1 and not launched():
             layers, kept = cut(self, example)
             refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept).flush)
@@ -266,11 +268,6 @@ class Trainer:
             for outcome in found:
                 for name, tensor in outcome.weights.items():
                     held[name].copy_(tensor)
-
-    def _refuse_evaluation(self) -> None:
-        """A model whose evaluation is another function than its captured layers compute."""
-        if self._unevaluable is not None:
-            raise MeshwrightError(self._unevaluable.what, fix=self._unevaluable.fix)
 
     def _refuse(self, model: Any, model_init: Any) -> None:
         if (model is None) == (model_init is None):

@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.capture.check.compare import Verdict
+from meshwright.capture.export import flatten
 from meshwright.capture.graph import capture
+from meshwright.capture.materialise import sketch
 from meshwright.errors import MeshwrightError
 from meshwright.ir.model import ModelGraph
 from meshwright.train.named import function, model_file
+from meshwright.train.start import Start, verdict_of
 
 TOKENS = 64
 """Tokens per row of an example where nobody says how many; fewer where the model has fewer positions."""
+
+
+def checked(
+    name: str, stages: int, *, rows: int = 2, length: int | None = None, batch: str | None = None, cuts: Sequence[str] = ()
+) -> Verdict | None:
+    """Compare the captured layers of a named model with the model, filled for that; None if it is too large."""
+    if ":" in name:
+        build, example = function(name), None if batch is None else function(batch)(0)
+    else:
+        found = model_file(name)
+        build, length = found.build, min(found.length, length or TOKENS)
+        example = None
+    sketched = sketch(build)
+    model = sketched.model
+    if example is None:
+        example = _drawn(model, _example(model, max(rows, 2), length or TOKENS))
+    flat = flatten(model, example)
+    verdict = verdict_of(Start(sketched, flat, example, stages, list(cuts) or None))
+    return None if verdict is None else verdict[0]
+
+
+def _drawn(model: Any, example: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An example with values that differ: tokens, pictures and classes at random."""
+    drawn, config = torch.Generator().manual_seed(0), model.config
+    for name, t in example.items():
+        if t.is_floating_point():
+            example[name] = torch.randn(t.shape, generator=drawn)
+        elif name != "attention_mask":
+            most = config.num_labels if name == "labels" and "Classification" in type(model).__name__ else config.vocab_size
+            example[name] = torch.randint(0, most, t.shape, generator=drawn)
+    return example
 
 
 def weightless(name: str, *, rows: int = 2, length: int | None = None, batch: str | None = None) -> ModelGraph:

@@ -83,6 +83,8 @@ class Check:
     dtype: torch.dtype | None = None
     """What layers compute in under autocast."""
     budget_s: float = BUDGET_S
+    modes: tuple[bool, ...] = (True, False)
+    """Compare in training, in evaluation, or in both."""
     verdict: Verdict = field(default_factory=Verdict)
 
     def __post_init__(self) -> None:
@@ -102,7 +104,7 @@ class Check:
                 if time.perf_counter() - begun > self.budget_s:
                     found.notes.append(f"skipped: {wanted.examples[0]} (the check has taken {self.budget_s:g} s)")
                     continue
-                for training in (True, False):
+                for training in self.modes:
                     if found.refused is None and (found.training if training else found.evaluation) is None:
                         self._at(wanted, training=training)
         found.seconds = time.perf_counter() - begun
@@ -115,8 +117,8 @@ class Check:
         if chosen is None:
             return
         example, own = chosen
+        self.first = self.first or example
         if backward:
-            self.first = example
             self._ask_again(example, own)
             if self.verdict.refused is not None:
                 return
@@ -262,6 +264,7 @@ def compare(
     own_loss: bool = False,
     dtype: torch.dtype | None = None,
     budget_s: float = BUDGET_S,
+    modes: tuple[bool, ...] = (True, False),
 ) -> Verdict:
     """Compare a model with layers that were captured from it; both have their weights. `dtype` is that of autocast."""
     columns = columns_of(model, example_batch, own_loss=own_loss)
@@ -269,7 +272,7 @@ def compare(
     tolerance = max(TOLERANCE.get(kind, TOLERANCE[torch.float32]) for kind in dtypes)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = {name: t.to(device) for name, t in columns.given(example_batch).items()}
-    return Check(model, layers, starts, flat, columns, tolerance, dtype, budget_s).run(given)
+    return Check(model, layers, starts, flat, columns, tolerance, dtype, budget_s, modes).run(given)
 
 
 def _changed(before: Any, after: Any) -> bool:
