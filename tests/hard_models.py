@@ -293,6 +293,11 @@ def features(rows: int = 8, *, step: int = 0) -> dict[str, Tensor]:
     }
 
 
+def features_of_step(step: int) -> dict[str, Tensor]:
+    """As `--batch` wants them."""
+    return features(4, step=step)
+
+
 def words(rows: int = 8, length: int = 12, *, step: int = 0) -> dict[str, Tensor]:
     """Tokens and labels."""
     drawn = torch.Generator().manual_seed(step + 1)

@@ -63,3 +63,13 @@ def test_an_own_module_by_name() -> None:
 def test_what_cannot_be_shown_is_said_in_one_line(arguments: tuple[str, ...], what: str) -> None:
     done = meshwright("inspect", *arguments)
     assert done.returncode == 2 and what in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_check_compares_the_layers_with_the_model() -> None:
+    done = meshwright("inspect", "gpt-tiny", "--check")
+    assert done.returncode == 0 and "check: captured layers equal the model in 6 runs" in done.stdout, done.stderr
+    own = ("--batch", "tests.hard_models:features_of_step", "--check")
+    done = meshwright("inspect", "tests.hard_models:Base", *own, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["check"]["equal"], done.stderr
+    done = meshwright("inspect", "tests.hard_models:Counting", *own)
+    assert done.returncode == 3 and "not equal: Counting.n changes with every forward" in done.stdout, done.stderr

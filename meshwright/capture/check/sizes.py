@@ -64,7 +64,7 @@ def shortened(given: Mapping[str, Tensor], rows: int, tokens: int | None, flat: 
 
     A length that `flat` has fixed is not cut.
     """
-    found = {name: t.index_select(0, torch.arange(rows, device=t.device) % max(t.shape[0], 1)) for name, t in given.items()}
+    found = {name: t[torch.arange(rows if len(t) else 0, device=t.device) % max(len(t), 1)] for name, t in given.items()}
     lengths = _open_lengths(given) if tokens is not None else {}
     for size in dict.fromkeys(lengths.values()):
         count = min(size, tokens or size)
