@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import random
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from tests import hard_models as hard
 from tests.conftest import Pool
 
 STEPS, RATE = 3, 0.1
+ROOT = Path(__file__).parent.parent
 
 
 def plain_losses(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[float]:
@@ -245,3 +250,35 @@ def test_a_model_that_is_too_large_is_left_out(caplog: pytest.LogCaptureFixture,
     with caplog.at_level(logging.WARNING, logger="meshwright"):
         assert start.check_start(start.Start(hard.Counting(), flat, hard.features(4))) == start.Evaluation()
     assert "start check: skipped" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "told"), [("Counting", "Counting.n changes with every forward"), ("Modes", "1.")])
+def test_every_rank_of_torchrun_finds_the_same(kind: str, told: str) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.checked", kind]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = dict(line.removeprefix("rank ").split(": ", 1) for line in done.stdout.splitlines())
+    assert set(said) == {"0", "1"} and said["0"] == said["1"] and said["0"].startswith(told)
+
+
+@pytest.mark.slow
+def test_the_check_costs_less_than_a_tenth_of_a_demo_run(tmp_path: Path, monkeypatch: Any) -> None:
+    from meshwright.train import trainer as module
+    from meshwright.train.job import Job
+
+    spent, check = [], module.check
+
+    def timed(*args: Any) -> Any:
+        begun = time.perf_counter()
+        found = check(*args)
+        spent.append(time.perf_counter() - begun)
+        return found
+
+    monkeypatch.setattr(module, "check", timed)
+    arguments = {"output_dir": str(tmp_path), "max_steps": 30, "per_device_train_batch_size": 16, "report_to": "none"}
+    begun = time.perf_counter()
+    Job("gpt-small", parallel={"pp": 4, "schedule": "chimera", "microbatches": 4}, arguments=arguments).trainer().train()
+    whole = time.perf_counter() - begun
+    print(f"the check took {spent[0]:.2f} s of {whole:.2f} s: {spent[0] / whole:.1%}")
+    assert len(spent) == 1 and spent[0] < 0.1 * whole
