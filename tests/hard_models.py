@@ -329,3 +329,14 @@ CASES: dict[str, tuple[type[nn.Module], Callable[..., dict[str, Tensor]]]] = {
     "mapped": (Mapped, features),
 }
 """Each is trained right, or refused."""
+
+REFUSED = {
+    "by size": "depends on the number of rows",
+    "tensor hook": r"a gradient hook \(register_hook\) at .*hard_models.py:",
+    "module hook": r"layers\.1 has a backward hook",
+    "counting": r"Counting\.n changes with every forward",
+    "python random": "draws from random in PythonRandom",
+    "listing": "differs from itself",
+    "mapped": "",
+}
+"""Why some are refused; all others are trained right."""

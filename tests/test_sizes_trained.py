@@ -57,3 +57,23 @@ def test_the_oldest_graphs_are_forgotten() -> None:
             assert session.step(batch).loss == pytest.approx(float(model(**batch)[0]), rel=CLOSE)
             assert session.evaluate(batch).loss == pytest.approx(float(model(**batch)[0]), rel=CLOSE)
         assert len({id(layer) for layer in session.engine.graphs.modules}) <= MOST * len(session.layers.modules)
+
+
+class Neighbours(nn.Module):
+    """Every row is compared with the one before it: a single row has none, which is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor]:
+        h = self.first(x)
+        h = h + torch.cat([h[:1], h[:-1]]) if h.shape[0] > 1 else h
+        return (((self.last(h).squeeze(-1) - labels) ** 2).mean(),)
+
+
+def test_rows_of_the_last_step_are_looked_at_before_the_first(tmp_path: Path) -> None:
+    rows = [{"x": [float(i + k) for k in range(8)], "labels": float(i)} for i in range(21)]
+    more = {"parallel": {"microbatches": 4}, "num_train_epochs": 1, "per_device_train_batch_size": 16}
+    with pytest.raises(mw.MeshwrightError, match=r"a step of 5 rows has microbatches of [12]"):
+        ours(Neighbours(), tmp_path, rows, None, **more).train()

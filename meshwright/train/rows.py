@@ -9,13 +9,16 @@ pipeline; given by hand it must be a multiple, so that no accumulation step is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.placement import Rows
 from meshwright.ir.plan import Parallel
+from meshwright.runtime.batch import Given
+from meshwright.runtime.layers import Shapes
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,16 @@ def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Par
             else f"per_device_train_batch_size={ceil(given / accumulation)}",
         )
     return Parallel.of({**asked, "microbatches": microbatches})
+
+
+def refuse_small_cuts(refusal: Callable[[Shapes], str | None], example: Given, rows: Iterable[int], cuts: int) -> None:
+    """Refuse, before the first step, numbers of rows that some step has and that captured layers are not right for."""
+    if not isinstance(example, Mapping):
+        return
+    for step in rows:
+        for size in {Rows(0, step).cut(index, cuts).size for index in range(cuts)} - {0}:
+            if why := refusal({name: (size, *t.shape[1:]) for name, t in example.items()}):
+                raise MeshwrightError(
+                    f"a step of {step} rows has microbatches of {size}, and the model was captured for batches with {why}",
+                    fix="fewer microbatches, or dataloader_drop_last=True where it is the last step",
+                )

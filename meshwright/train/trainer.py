@@ -35,6 +35,7 @@ from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.loop import Judged, Outcome
 from meshwright.train.own import refuse_others, seeded, stamp
 from meshwright.train.place import everywhere, launched, refuse_world
+from meshwright.train.rows import refuse_small_cuts
 from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
 from meshwright.train.save import save_whole
 from meshwright.train.session import refuse_endless
@@ -193,6 +194,8 @@ class Trainer:
             self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
         if trains and self.flat is not None:
             refuse_lossless(self.flat, example, own_loss=self.compute_loss_func is not None)
+            last = (source.size or 0) % self.args.rows.step if not self.args.dataloader_drop_last else 0
+            refuse_small_cuts(self.flat.refusal, example, {self.args.rows.step, last} - {0}, plan.microbatches * plan.dp)
         if trains and isinstance(example, Mapping):
             samples, cuts = self.args.rows.device * self.args.rows.accumulation, plan.microbatches
             if note := flattened_note(example, min(samples, source.size or samples), cuts):
