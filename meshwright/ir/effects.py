@@ -54,6 +54,11 @@ def rule(schedule: Schedule) -> Callable[[int, Entry], Effects]:
     return _Rule(schedule).of
 
 
+def rings(schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
+    """For each (unit, round) of a ring the contributing workers, in the order in which they add."""
+    return _Rule(schedule).rings
+
+
 class _Rule:
     """The dependency rule with its look-up tables."""
 

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from itertools import chain
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import Entry, Kind, Op, Transfer, actions
+from meshwright.ir.action import Entry, Kind, Op, Transfer, Value, actions
+from meshwright.ir.carried import Load, carried
 from meshwright.ir.effects import ACTIVATIONS, CONSUMED
 from meshwright.ir.grid import excerpt
 from meshwright.ir.order import Blocked, Flow, Place, no_collection, rendezvous
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.comm import StuckError
-from meshwright.passes.laws import Law, Violation, border, broken, structure
+from meshwright.passes.laws import border, structure
 from meshwright.passes.lower import lowered_flow
+from meshwright.passes.reduction import reduced
+from meshwright.passes.violation import Law, LawError, Violation, broken
 from meshwright.passes.wellformed import faults
 
 
@@ -75,6 +78,8 @@ def _proved(schedule: Schedule) -> CheckResult:
         drawn = schedule if error.entry in schedule.lists[error.worker] else error.schedule
         index = drawn.lists[error.worker].index(error.entry)
         return _broken(drawn, Violation(Law.DEADLOCK, error.worker, index, error.entry, error.what))
+    except LawError as error:
+        return _broken(error.schedule, error.violation)
     except MeshwrightError as error:
         return _broken(schedule, Violation(Law.CHANNEL, 0, 0, None, error.what))
     events, blocked = rendezvous(flow.schedule)
@@ -84,8 +89,8 @@ def _proved(schedule: Schedule) -> CheckResult:
     for event in events:
         if broken := copies.follow(event):
             return _broken(flow.schedule, broken)
-    if left := copies.leftover():
-        return _broken(flow.schedule, left)
+    for violation in chain(copies.leftover(), reduced(flow, events)):
+        return _broken(flow.schedule, violation)
     return CheckResult(True, peak_activations=tuple(copies.peak), receive_depth=copies.depth)
 
 
@@ -100,6 +105,7 @@ class _Copies:
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
+        self.ways = carried(flow.schedule)
         self.live: list[set[int]] = [set(values) for values in flow.initial]
         self.ends = [value.kind in CONSUMED for value in flow.values]
         self.counts = [value.kind in ACTIVATIONS for value in flow.values]
@@ -144,6 +150,8 @@ class _Copies:
         value = self.flow.reads[sender[0]][sender[1]][0]
         if value not in self.live[sender[0]]:
             return self._unread(*sender, value)
+        if fault := self._uncarried(sender[0], receiver[0], entry.value, value):
+            return Violation(Law.MESSAGE, *sender, entry, fault)
         if value in self.live[receiver[0]]:
             return self._second(*receiver, value)
         if self.ends[value]:
@@ -153,6 +161,17 @@ class _Copies:
         self.came[receiver[0]][value] = channel
         self.waiting[channel] = ahead = self.waiting.get(channel, 0) + 1
         self.depth = max(self.depth, ahead)
+        return None
+
+    def _uncarried(self, sender: int, receiver: int, value: Value, number: int) -> str | None:
+        """Why a value cannot go from one worker to another, if it cannot."""
+        way = self.ways.get(value.kind)
+        if way is None:
+            return f"{value} stays on its worker: {', '.join(self.ways)} go between workers here, {value.kind.value} does not"
+        if not way.relayed and number in self.came[sender]:
+            return f"worker {sender} has only received {value}, and {value.kind.value} goes from who makes it to who reads it"
+        if way.load is Load.BUFFER and receiver not in self.flow.schedule.holders[value.stage]:
+            return f"worker {receiver} does not hold unit {value.stage} and has no place for {value}"
         return None
 
     def _count(self, worker: int, index: int, made: int, ended: int) -> None:
@@ -180,15 +199,14 @@ class _Copies:
             why = "nobody makes it"
         return Violation(law, worker, index, entry, f"{verb} {value}, but {why}")
 
-    def leftover(self) -> Violation | None:
+    def leftover(self) -> Iterator[Violation]:
         """At the end of a step with a flush nothing may be left but parameters and sums."""
         for worker, live in enumerate(self.live):
             for value in live:
                 if self.ends[value]:
                     index = self._writer(worker, value)
                     reason = f"makes {self.flow.values[value]}, which nobody uses"
-                    return Violation(Law.LEFTOVER, worker, index, self.flow.lists[worker][index], reason)
-        return None
+                    yield Violation(Law.LEFTOVER, worker, index, self.flow.lists[worker][index], reason)
 
     def _writer(self, worker: int, value: int) -> int:
         return next(index for index, values in enumerate(self.flow.writes[worker]) if value in values)

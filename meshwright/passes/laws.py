@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 
-from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.effects import ACTIVATIONS, rule
 from meshwright.ir.schedule import Lists, Schedule
+from meshwright.passes.rounds import rounds
+from meshwright.passes.violation import Law, Violation, broken
 from meshwright.passes.wellformed import faults
 
-
-class Law(StrEnum):
-    """What a schedule must keep; the value is what users see."""
-
-    PLACEMENT = "placement"  # an action stands on a worker that holds its stage
-    ONCE = "once"  # F once, then B once or I then W once; S, N and U once per round; or F alone everywhere
-    ORDER = "order"  # F before R before B or I before W, in the worker's own list
-    VERSION = "version"  # no version is read before it exists; a backward reads its forward's
-    UNIT = "unit"  # every parameter lives in exactly one unit
-    READ = "read"  # every read has exactly one live copy, on this worker
-    COPY = "copy"  # at most one copy of a value per worker
-    LEFTOVER = "leftover"  # a step with a flush leaves nothing behind
-    DEADLOCK = "deadlock"  # no cycle when every send and receive blocks in list order
-    CHANNEL = "channel order"  # send order equals receive order on every channel
-    COLLECTIVE = "collective order"  # all members issue their collectives in one order
-    BORDER = "border"  # what is alive at the border of two periods is the same, one period later
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A broken law and where it is seen."""
-
-    law: Law
-    worker: int
-    index: int
-    entry: Entry | None
-    reason: str
+__all__ = ["Law", "Violation", "border", "broken", "refuse_broken", "structure"]
 
 
 PLAIN = frozenset({("", Op.F), ("F", Op.B), ("F", Op.I), ("FI", Op.W)})
@@ -62,7 +34,7 @@ def structure(schedule: Schedule) -> Iterator[Violation]:
     for worker, entries in enumerate(schedule.lists):
         yield from _microbatches(schedule, worker, entries)
     yield from _complete(schedule)
-    yield from _rounds(schedule)
+    yield from rounds(schedule)
     yield from _turns(schedule)
 
 
@@ -70,14 +42,6 @@ def refuse_broken(schedule: Schedule) -> None:
     """Raise on the first law that is broken before anything runs: lowering needs what these laws promise."""
     for found in structure(schedule):
         raise broken(schedule, found.law.value, found.worker, found.entry, found.reason)
-
-
-def broken(
-    schedule: Schedule, law: str | None, worker: int | None, entry: Entry | str | None, reason: str | None
-) -> MeshwrightError:
-    """What is raised where a schedule breaks a law and something else than its proof was asked for."""
-    where = "" if entry is None else f" at {entry} on worker {worker}"
-    return MeshwrightError(f"{schedule.name} breaks the law of {law}{where}: {reason}", fix="meshwright check")
 
 
 def _units(schedule: Schedule) -> Iterator[Violation]:
@@ -142,6 +106,7 @@ def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -
     """Per (stage, replica, microbatch, part): F, then R where it is early, then B or I and W, each once and at one version."""
     recompute = schedule.recompute or ()
     halves = tuple(range(schedule.parts)) if schedule.parts > 1 else (NONE,)
+    one_version, microbatches = schedule.flush and not schedule.forward_only, schedule.microbatches
     done: dict[Key, str] = {}
     version: dict[Key, int] = {}
     where: dict[Key, tuple[int, Entry]] = {}
@@ -149,6 +114,9 @@ def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -
         for action in actions(entry):
             if action.op not in COMPUTE:
                 continue
+            if one_version and action.version < (round_ := action.mb // microbatches):
+                reason = f"reads version {action.version} in round {round_}: with a flush there is only version {round_} by then"
+                yield Violation(Law.VERSION, worker, index, entry, reason)
             parts = halves if action.part == NONE and schedule.parts > 1 else (action.part,)
             for part in parts:
                 key = (action.stage, action.replica, action.mb, part)
@@ -215,40 +183,6 @@ def _complete(schedule: Schedule) -> Iterator[Violation]:
                         yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
 
 
-def _rounds(schedule: Schedule) -> Iterator[Violation]:
-    """S and U once per unit and round on every holder, N once per round on every worker; all or none of each."""
-    if schedule.forward_only:
-        return
-    counts: dict[Op, Counter[tuple[int, int, int]]] = defaultdict(Counter)
-    for worker, entries in enumerate(schedule.lists):
-        for index, entry in enumerate(entries):
-            if isinstance(entry, Action) and entry.op not in COMPUTE:
-                key = (worker, entry.stage, entry.version)
-                counts[entry.op][key] += 1
-                if counts[entry.op][key] > 1:
-                    yield Violation(Law.ONCE, worker, index, entry, f"{entry} comes twice")
-                elif entry.version >= schedule.steps:
-                    yield Violation(Law.ONCE, worker, index, entry, f"there are {schedule.steps} rounds")
-    wanted = [op for op in (Op.S, Op.U) if counts[op] or schedule.lowered]
-    adds = _contributions(schedule) if schedule.ring else set()
-    for op in wanted:
-        for unit, workers in enumerate(schedule.holders):
-            if unit >= schedule.stages and not schedule.lowered and all(key[1] != unit for key in counts[op]):
-                continue  # a schedule knows its stages; lowering adds what tie groups need
-            for worker in workers:
-                for round_ in range(schedule.steps):
-                    needed = op is Op.U or not schedule.ring or (worker, unit, round_) in adds
-                    if needed and not counts[op][worker, unit, round_]:
-                        missing = Action(op, unit, version=round_)
-                        yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
-    if counts[Op.N] or schedule.norm:
-        for worker in range(schedule.workers):
-            for round_ in range(schedule.steps):
-                if not counts[Op.N][worker, NONE, round_]:
-                    missing = Action(Op.N, NONE, version=round_)
-                    yield Violation(Law.ONCE, worker, 0, missing, f"{missing} is missing on worker {worker}")
-
-
 def _turns(schedule: Schedule) -> Iterator[Violation]:
     """Both ends of a turn are there, but for those of rounds that this run does not reach: a turn ends with its run."""
     if not schedule.turns:
@@ -260,17 +194,6 @@ def _turns(schedule: Schedule) -> Iterator[Violation]:
             round_ = action.mb // schedule.microbatches if action.op in COMPUTE else action.version
             if action not in there and round_ < schedule.steps:
                 yield Violation(Law.READ, 0, 0, action, f"the turn from {turn[0]} to {turn[1]} names {action}, which nobody runs")
-
-
-def _contributions(schedule: Schedule) -> set[tuple[int, int, int]]:
-    """(worker, unit, round) where a worker has a gradient to add to a ring; the others of the unit only get the sum."""
-    return {
-        (worker, unit, action.mb // schedule.microbatches)
-        for worker, entries in enumerate(schedule.lists)
-        for action in walk(entries)
-        if action.op is Op.B or action.op is Op.W
-        for unit in schedule.units_of[action.stage]
-    }
 
 
 def border(schedule: Schedule) -> Iterator[Violation]:

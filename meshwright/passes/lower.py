@@ -18,6 +18,7 @@ from meshwright.passes.comm import comm
 from meshwright.passes.laws import refuse_broken
 from meshwright.passes.recompute import Mode
 from meshwright.passes.recompute import recompute as settle_recompute
+from meshwright.passes.rounds import refuse_lost
 from meshwright.passes.sync import Sync
 from meshwright.passes.sync import sync as place_syncs
 
@@ -93,6 +94,7 @@ def lowered_flow(
     work = schedule.repeated(1) if closed else schedule
     work = settle_recompute(work, _choice(Mode, recompute) if isinstance(recompute, str) else recompute)
     duration = Price(work, costs, cluster).entry_s if costs is not None else None
+    given = work
     work = place_syncs(work, _choice(Sync, sync), duration=duration)
     flow = Flow.of(work)
     if costs is None:
@@ -100,6 +102,7 @@ def lowered_flow(
     else:
         clock = _Clock(Price(work, costs, cluster), flow)
         done = comm(work, flow=flow, duration=clock.duration, delay=None if cluster is None or cluster.free else clock.delay)
+    refuse_lost(given, done.schedule)
     if closed and schedule.repeats != 1:
         return Flow.of(replace(done.schedule, repeats=schedule.repeats))
     return done

@@ -22,6 +22,7 @@ from meshwright.ir.action import NONE, Action, Entry, Op, walk
 from meshwright.ir.order import Flow, Place, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.comm import Duration, stuck_error
+from meshwright.passes.rounds import only_contributors
 from meshwright.passes.ties import synced, tie_updates
 
 Issue = tuple[Action, tuple[int, ...]]
@@ -42,6 +43,8 @@ def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | 
     if schedule.forward_only:
         return schedule
     placed = {action.op for entries in schedule.lists for action in walk(entries)}
+    if policy is Sync.RING and not schedule.ring and Op.S in placed:
+        schedule = only_contributors(schedule)
     schedule = replace(schedule, ring=schedule.ring or policy is Sync.RING)
     if Op.U in placed and schedule.ties and not schedule.flush:
         schedule = tie_updates(schedule)

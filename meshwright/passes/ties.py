@@ -13,6 +13,7 @@ from dataclasses import replace
 from meshwright.ir.action import Action, Entry, Op, walk
 from meshwright.ir.order import Flow, sweep
 from meshwright.ir.schedule import Schedule
+from meshwright.passes.comm import stuck_error
 
 
 def tie_updates(schedule: Schedule) -> Schedule:
@@ -58,7 +59,11 @@ def _in_order(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
     """Everything in the linear order that the schedule has without its ties, each update with a sync before it."""
     bare = replace(schedule, ties=(), ring=False)
     work = bare.with_lists(tuple(tuple(synced(entries)) for entries in bare.lists))
-    for worker, index in sweep(Flow.of(work)).sequence:
+    flow = Flow.of(work)
+    order = sweep(flow)
+    if order.stuck:
+        raise stuck_error(work, flow, order)
+    for worker, index in order.sequence:
         entry = work.lists[worker][index]
         if not isinstance(entry, Action) or entry.op is not Op.S:
             yield worker, entry

@@ -1,0 +1,45 @@
+"""What goes between workers: the one table that the proof allows by and the runtime carries by.
+
+    act, grad   rows of a bundle, from the worker that makes them to the one that reads them
+    turn        a byte
+    partial     a unit's gradient buffer, in a ring from contributor to contributor
+    sum         ... and complete, handed on from holder to holder
+
+All other kinds stay on the worker that makes them. The table depends on the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from meshwright.ir.action import Kind
+from meshwright.ir.schedule import Schedule
+
+
+class Load(StrEnum):
+    """What a message is made of."""
+
+    ROWS = "rows"
+    TOKEN = "token"
+    BUFFER = "buffer"
+
+
+class Way(NamedTuple):
+    """How a kind goes: made of what, and whether who has received it may hand it on."""
+
+    load: Load
+    relayed: bool = False
+
+
+_ALWAYS = {Kind.ACT: Way(Load.ROWS), Kind.GRAD: Way(Load.ROWS), Kind.TURN: Way(Load.TOKEN)}
+_RING = {**_ALWAYS, Kind.PARTIAL: Way(Load.BUFFER), Kind.SUM: Way(Load.BUFFER, relayed=True)}
+
+ROWS = frozenset(kind for kind, way in _ALWAYS.items() if way.load is Load.ROWS)
+"""Kinds whose shape only the sender knows."""
+
+
+def carried(schedule: Schedule) -> Mapping[Kind, Way]:
+    """The kinds that messages of this schedule may have, and how each goes."""
+    return _RING if schedule.ring else _ALWAYS
