@@ -73,6 +73,8 @@ def random_schedule(
     replica_of = [rng.randrange(placement.replicas) for _ in range(count)]
     recompute = _random_recompute(rng, placement.stages) if recomputes and rng.random() < 0.5 else None
     parts = rng.choice((1, 1, 2))
+    if parts > 1:  # rows that all teams can share in either half
+        placement = Placement(placement.teams)
     needs = _needs(rng, placement, replica_of, parts, recompute)
     order = _random_order(rng, needs, cells=cells and rng.random() < 0.5)
     lists: list[list[Action | Cell]] = [[] for _ in range(placement.workers)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.effects import ACTIVATIONS, rule
+from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Lists, Schedule
 from meshwright.passes.rounds import rounds
 from meshwright.passes.violation import Law, Violation, broken
@@ -65,8 +67,26 @@ def _shape(schedule: Schedule) -> Iterator[Violation]:
             )
             if not known or a.op not in (Op.F, Op.B, Op.I):
                 yield Violation(Law.CHANNEL, channel.workers[0], 0, None, f"the channel {channel.workers} cannot carry {a}")
+    yield from _halved(schedule)
     if not any(schedule.lists):
         yield Violation(Law.ONCE, 0, 0, None, "there is nothing in any list")
+
+
+def _halved(schedule: Schedule) -> Iterator[Violation]:
+    """Where parts of a given number of rows are shared by teams, what crosses in a part must be sent for the whole."""
+    placement, parts = schedule.placement, schedule.parts
+    if parts == 1 or not placement.rows:
+        return
+    for copy in placement.teams:
+        for source, target in ((a, b) for before, behind in pairwise(copy) for a in before for b in behind):
+            sent = {piece for piece, *_ in placement.pieces(source, target)}
+            for part in (Rows(0, placement.rows).cut(index, parts) for index in range(parts)):
+                pieces = range(len(source) * len(target)) if (len(source), len(target)) != (1, 1) else ()
+                for piece in pieces:
+                    if piece not in sent and part.piece(piece, len(source), len(target)).size:
+                        reason = f"{parts} parts of {placement.rows} rows are shared otherwise by {source} and {target} than all of them"
+                        yield Violation(Law.PLACEMENT, source[0], 0, None, reason)
+                        return
 
 
 def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iterator[Violation]:
