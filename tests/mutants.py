@@ -274,7 +274,7 @@ def detour(rng: Random, schedule: Schedule) -> Schedule:
     assert isinstance(entry, Transfer)
     third = rng.choice([w for w in range(len(rows)) if w not in (worker, entry.peer)])
     back = Transfer(False, entry.value, worker)
-    if back not in rows[entry.peer]:
+    if entry.peer >= len(rows) or back not in rows[entry.peer]:
         return schedule
     rows[worker][index] = entry._replace(peer=third)
     rows[entry.peer][rows[entry.peer].index(back)] = Transfer(False, entry.value, third)

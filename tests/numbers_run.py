@@ -193,8 +193,9 @@ class Run:
         found: Rows = {}
         here = 2 if kind == "act" else 1
         for piece in self.shape.pieces(action.replica, cut, action.mb, action.part):
-            if piece[here] == worker.number and piece[3]:
-                load = worker.take((kind, cut, action.mb, action.replica, action.part, piece[0]))
+            key = (kind, cut, action.mb, action.replica, action.part, piece[0])
+            if piece[here] == worker.number and (piece[3] or key in worker.store):
+                load = worker.take(key)
                 load = load[1] if isinstance(load, tuple) else load
                 assert isinstance(load, dict)
                 found |= load
@@ -205,7 +206,7 @@ class Run:
     def _hand_out(self, worker: Worker, kind: str, action: Action, cut: int, found: Rows) -> None:
         here = 1 if kind == "act" else 2
         for piece in self.shape.pieces(action.replica, cut, action.mb, action.part):
-            if piece[here] == worker.number and piece[3]:
+            if piece[here] == worker.number:
                 key = (kind, cut, action.mb, action.replica, action.part, piece[0])
                 worker.store[key] = {row: found[row] for row in piece[3]}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.ir.action import Action, Entry, Op, walk
-from meshwright.ir.order import Flow, sweep
+from meshwright.ir.order import Flow, Place, sweep
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.comm import stuck_error
 
@@ -56,14 +56,27 @@ def _list_after_list(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
 
 
 def _in_order(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
-    """Everything in the linear order that the schedule has without its ties, each update with a sync before it."""
-    bare = replace(schedule, ties=(), ring=False)
-    work = bare.with_lists(tuple(tuple(synced(entries)) for entries in bare.lists))
+    """Everything in the linear order that the schedule has without its ties, each update with a sync before it.
+
+    What it has placed of tie groups itself goes with the entry before it.
+    """
+    has_syncs = any(action.op is Op.S for entries in schedule.lists for action in walk(entries))
+    own: list[list[Entry]] = [[] for _ in schedule.lists]
+    behind: dict[Place, list[Entry]] = {}
+    for worker, entries in enumerate(schedule.lists):
+        for entry in entries:
+            if isinstance(entry, Action) and entry.stage >= schedule.stages:
+                behind.setdefault((worker, len(own[worker])), []).append(entry)
+            else:
+                own[worker] += (entry,) if has_syncs else synced((entry,))
+    work = replace(schedule, ties=(), ring=False).with_lists(tuple(map(tuple, own)))
     flow = Flow.of(work)
     order = sweep(flow)
     if order.stuck:
         raise stuck_error(work, flow, order)
+    yield from ((worker, entry) for (worker, index), found in behind.items() if index == 0 for entry in found)
     for worker, index in order.sequence:
         entry = work.lists[worker][index]
-        if not isinstance(entry, Action) or entry.op is not Op.S:
+        if has_syncs or not isinstance(entry, Action) or entry.op is not Op.S:
             yield worker, entry
+        yield from ((worker, entry) for entry in behind.get((worker, index + 1), ()))
