@@ -32,7 +32,7 @@ class Pool:
         """`meshwright.verify` on these workers; degrees and names of the plan are keywords beside its own."""
         from meshwright import Parallel, verify
 
-        names = ("steps", "dtype", "seed", "loss", "optimizer", "precision", "loss_kind")
+        names = ("steps", "dtype", "seed", "loss", "optimizer", "scheduler", "clip", "precision", "loss_kind")
         own = {key: more.pop(key) for key in names if key in more}
         try:
             return verify(build, batch, Parallel.of(more), workers=self.started(), **own)

@@ -8,8 +8,10 @@ run to its end and give the result of one process (`numbers_run.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -61,10 +63,8 @@ def _dressed(rng: Random, schedule: Schedule) -> Schedule:
         first = sorted(rng.sample(range(schedule.stages), rng.randint(2, min(3, schedule.stages))))
         schedule = replace(schedule, ties=(tuple(first),))
     if rng.random() < 0.3:
-        try:
+        with suppress(MeshwrightError):
             schedule = widen(schedule, [rng.randint(1, 3) for _ in range(schedule.stages)])
-        except MeshwrightError:
-            pass
     if rng.random() < 0.25 and schedule.recompute is None:
         schedule = replace(schedule, recompute=tuple(Recompute(rng.choice((0.0, 1.0))) for _ in range(schedule.stages)))
     return schedule
@@ -256,7 +256,7 @@ def message(rng: Random, schedule: Schedule) -> Schedule:
     value = rng.choice(known) if known and rng.random() < 0.5 else value
     way = rng.choice(([source, target], [source, target, source]))
     at = [rng.randint(0, len(row)) for row in rows]
-    for a, b in zip(way, way[1:], strict=False):
+    for a, b in pairwise(way):
         rows[a].insert(at[a], Transfer(True, value, b))
         rows[b].insert(at[b], Transfer(False, value, a))
         at[a], at[b] = at[a] + 1, at[b] + 1

@@ -17,7 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import lcm
 
-from meshwright import Action, Cell, Op, Schedule, Transfer
+from meshwright import Action, Cell, Op, Schedule
 
 PRIME = (1 << 61) - 1
 WHOLE = -1
@@ -67,7 +67,8 @@ class Shape:
         """The rows of one worker of a team in one half: a half is cut first, then it is shared."""
         key = (half, place, width)
         if key not in self._shares:
-            low, high = (0, self.rows) if half == WHOLE else (self.rows * half // self.parts, self.rows * (half + 1) // self.parts)
+            index, count = (0, 1) if half == WHOLE else (half, self.parts)
+            low, high = self.rows * index // count, self.rows * (index + 1) // count
             size = high - low
             self._shares[key] = frozenset(range(low + size * place // width, low + size * (place + 1) // width))
         return self._shares[key]

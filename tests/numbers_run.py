@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from meshwright import Action, Op, Schedule, Transfer
 from tests.numbers import (
-    WHOLE,
     Buffer,
     Key,
     Lists,

@@ -68,10 +68,17 @@ LAWS: list[tuple[Law, Schedule, int, str | None, list[str]]] = [
     ),
     (
         Law.COPY,
-        low("0param~0>1 0param~0>1 0F0 0act0>1 0grad0<1 0B0 " + END, "0param~0<0 0param~0<0 0act0<0 1F0 1B0 0grad0>0 1S N 1U"),
-        1,
-        "0param~0<0",
-        ["makes 0param~0", "worker 1 still holds it"],
+        replace(ONEF1B, turns=tuple((parse(text), parse("0B1")) for text in ("0F0", "0F1"))),
+        0,
+        "0F1",
+        ["makes 0turn1~1", "worker 0 still holds it"],
+    ),
+    (
+        Law.MESSAGE,
+        low("0param~0>1 0F0 0act0>1 0grad0<1 0B0 " + END, "0param~0<0 0act0<0 1F0 1B0 0grad0>0 1S N 1U"),
+        0,
+        "0param~0>1",
+        ["0param~0 stays on its worker", "act, grad, turn"],
     ),
     (
         Law.LEFTOVER,
@@ -138,7 +145,8 @@ def test_every_law_names_the_place_and_the_numbers(
 
 
 def test_every_law_is_in_the_table() -> None:
-    assert {law for law, *_ in LAWS} == set(Law)
+    """That of reductions follows from the others for all that a schedule can say; `test_lowered_laws.py` breaks it alone."""
+    assert {law for law, *_ in LAWS} == set(Law) - {Law.REDUCTION}
 
 
 def test_the_handmade_schedules_are_one_step_from_legal() -> None:

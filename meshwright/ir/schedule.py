@@ -12,11 +12,12 @@ parameters: unit s is what stage s has for itself, unit `stages + i` is the i-th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import NamedTuple
 
-from meshwright.ir.action import Action, Entry, Op, actions, walk
+from meshwright.ir.action import Action, Entry, Op, Transfer, actions, walk
 from meshwright.ir.placement import Placement
 
 Lists = tuple[tuple[Entry, ...], ...]
@@ -57,6 +58,19 @@ class Schedule:
     ring: bool = False
     norm: bool = False
     lowered: bool = False
+    proof: str = field(default="", compare=False, repr=False)
+    """The digest of what was proved; a proof of other lists is none (`passes/check.py`)."""
+
+    @cached_property
+    def digest(self) -> str:
+        """A text that differs where schedules do: equal on all hosts, and cheap beside a proof."""
+        found = sha256(repr(replace(self, prologue=(), period=(), drain=())).encode())
+        for segment in (self.prologue, self.period, self.drain):
+            for entries in segment:
+                found.update(";".join(map(_plain, entries)).encode())
+                found.update(b"|")
+            found.update(b"||")
+        return found.hexdigest()
 
     @property
     def workers(self) -> int:
@@ -151,3 +165,12 @@ class Schedule:
     def _shift(self, k: int) -> tuple[int, int]:
         """By how many microbatches and versions the k-th period comes later."""
         return k * self.microbatches, 0 if self.forward_only else k
+
+
+def _plain(entry: Entry) -> str:
+    """An entry as numbers, quicker than its text."""
+    if type(entry) is Action:
+        return " ".join(map(str, entry))
+    if type(entry) is Transfer:
+        return " ".join(map(str, (entry.sends, *entry.value, entry.peer)))
+    return f"[{','.join(map(_plain, actions(entry)))}]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from meshwright.errors import MeshwrightError
@@ -62,10 +62,22 @@ def check(schedule: Schedule) -> CheckResult:
     return result
 
 
+def prove(schedule: Schedule) -> Schedule:
+    """The schedule with the digest of its proof, which travels with it; raises where a law is broken.
+
+    What carries a proof of itself is not proved again. `replace` keeps a proof, but it is one of other lists then.
+    """
+    if schedule.proof and schedule.proof == schedule.digest:
+        return schedule
+    if not (found := check(schedule)).ok:
+        raise broken(schedule, found.law, found.worker, found.action, found.reason)
+    return replace(schedule, proof=schedule.digest)
+
+
 def refuse_unproved(schedule: Schedule) -> None:
     """Raise where a schedule that comes lowered breaks a law; one that does not is lowered so that it keeps them."""
-    if schedule.lowered and not (found := check(schedule)).ok:
-        raise broken(schedule, found.law, found.worker, found.action, found.reason)
+    if schedule.lowered:
+        prove(schedule)
 
 
 def _proved(schedule: Schedule) -> CheckResult:

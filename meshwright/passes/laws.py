@@ -84,7 +84,9 @@ def _halved(schedule: Schedule) -> Iterator[Violation]:
                 pieces = range(len(source) * len(target)) if (len(source), len(target)) != (1, 1) else ()
                 for piece in pieces:
                     if piece not in sent and part.piece(piece, len(source), len(target)).size:
-                        reason = f"{parts} parts of {placement.rows} rows are shared otherwise by {source} and {target} than all of them"
+                        reason = (
+                            f"{parts} parts of {placement.rows} rows cross from team {source} to {target} otherwise than all rows"
+                        )
                         yield Violation(Law.PLACEMENT, source[0], 0, None, reason)
                         return
 

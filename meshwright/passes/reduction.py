@@ -17,23 +17,24 @@ from meshwright.ir.schedule import Schedule
 from meshwright.passes.rounds import contributions
 from meshwright.passes.violation import Law, Violation, broken
 
+_ENDS = (Op.S, Op.U)
+
 
 def reduced(flow: Flow, events: Iterable[tuple[Place, ...]]) -> Iterator[Violation]:
     """Every update reads a sum of all weight gradients of its unit and round, each once."""
     count, lists = flow.schedule.microbatches, flow.lists
     wanted: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for number, value in enumerate(flow.values):
-        if value.kind is Kind.WGRAD:
-            wanted[value.stage, value.mb // count].add(number)
+    for number, value in [(n, v) for n, v in enumerate(flow.values) if v[0] is Kind.WGRAD]:
+        wanted[value.stage, value.mb // count].add(number)
     inside: dict[int, set[int]] = {}
     for event in events:
         worker, index = event[0]
         entry = lists[worker][index]
-        if type(entry) is not Action:
+        if type(entry) is not Action or entry[0] not in _ENDS:
             continue
         if entry.op is Op.S:
             yield from _add(flow, event, entry, inside)
-        elif entry.op is Op.U:
+        else:
             found = next((inside.get(n, set()) for n in flow.reads[worker][index] if flow.values[n].kind is Kind.SUM), set())
             if odd := sorted(wanted[entry.stage, entry.version] ^ found):
                 how = "without" if odd[0] in wanted[entry.stage, entry.version] else "with"

@@ -97,5 +97,3 @@ def contributions(schedule: Schedule) -> set[tuple[int, int, int]]:
         if action.op is Op.B or action.op is Op.W
         for unit in schedule.units_of[action.stage]
     }
-
-

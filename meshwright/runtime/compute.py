@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ir.action import COMPUTE, NONE, Kind, Value
+from meshwright.ir.carried import Load, carried
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch, Cut
 from meshwright.runtime.device import stream
@@ -16,7 +17,7 @@ from meshwright.runtime.edges import Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.parameters import Parameters
-from meshwright.runtime.pieces import Pieces, cut, joined, require_rows
+from meshwright.runtime.pieces import Pieces, cut, joined, require_rows, size_of
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
 from meshwright.runtime.tally import Tally
@@ -36,6 +37,7 @@ class Compute:
     ) -> None:
         self.program, self.stages, self.parameters, self.batches = program, stages, parameters, batches
         self.microbatches, self.graphs = microbatches, graphs
+        self._ways = carried(program.schedule)
         self.pieces = Pieces(program.schedule, program.worker)
         self.store = Store(len(program.values))
         self.tallies: dict[int, Tally] = {}
@@ -115,34 +117,43 @@ class Compute:
         stage, (ahead, local) = self.stages[step.action.stage], divmod(step.action.mb, self.microbatches)
         number = self.first_step + ahead
         batch = self.batches[number]
-        rows = self.pieces.own(step.action, batch.cuts[local])
-        if rows.start == rows.stop:
+        own = self.pieces.own(step.action, batch.cuts[local])
+        if not size_of(own):
             return
-        received = self._gather(step.reads[Kind.ACT]) if Kind.ACT in step.reads else None
+        received = self._received(step, own) if Kind.ACT in step.reads else None
         bundles: list[Bundle] = []
-        for index, part in enumerate([rows] if len(saved) < 2 else [rows.cut(i, len(saved)) for i in range(len(saved))]):
+        for index, part in enumerate(own):
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
                 continue
             mine = batch.cut(local, part, stage.objective, stream(stage.seed, number))
-            record = self._first(mine, batch) if received is None else Record(mine, leaves(*cut(received, part, rows)))
+            record = self._first(mine, batch) if received is None else Record(mine, leaves(*received[index]))
             self._complete(record, step, stage, batch)
             bundle = (self._other(step, mine) if mine.graph else stage).forward(record)
             if saved:
                 self.store.slots[saved[index]] = record
             if stage.is_last:
                 self._tally(number, bundle.tensors[0], record)
-            elif part is not rows:
-                require_rows(bundle, part)
+            elif len(own) > 1:
+                require_rows(bundle, part.size)
             bundles.append(bundle)
         if Kind.ACT in step.writes:
-            self._scatter(step.writes[Kind.ACT], joined(bundles), rows)
+            self._scatter(step.writes[Kind.ACT], joined(bundles), own)
+
+    def _received(self, step: Step, own: tuple[Rows, ...]) -> list[Bundle]:
+        """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""
+        slots = [(slot, self.store.pop(slot)) for slot in step.reads[Kind.ACT]]
+        if len(own) == 1:
+            return [joined([bundle for _, bundle in slots if bundle is not None])]
+        there = [(bundle, self._crossing(self.program.values[slot])[1]) for slot, bundle in slots if bundle is not None]
+        by_part = [[cut(bundle, (part,), rows) for bundle, rows in there] for part in own]
+        return [joined([piece for piece in pieces if piece is not None] or [there[0][0]]) for pieces in by_part]
 
     def backward(self, step: Step, *, weights: bool) -> Do:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
         stage, slots, inline = self.stages[step.action.stage], self.store.slots, Kind.KEPT in step.reads
         kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
         written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
-        aim = self.parameters.aim if self.parameters.versioned else None
+        aim = self.parameters.aim if self.parameters.aims else None
         gather, scatter, count, other = self._gather, self._scatter, self.parameters.counter(step), self._other
 
         def backward() -> None:
@@ -160,7 +171,7 @@ class Compute:
                 aim(step)
             found = at.backward(record, gradients, weights=weights)
             if written:
-                scatter(written, Bundle(found, (False,) * len(found)), record.cut.rows)
+                scatter(written, Bundle(found, (False,) * len(found)), (record.cut.rows,))
             if weights:
                 count(record.cut.counts)
             else:
@@ -171,9 +182,12 @@ class Compute:
     def finish(self, step: Step) -> Do:
         """The gradients of the weights that were put off."""
         stage, slot, count = self.stages[step.action.stage], step.reads[Kind.REST][0], self.parameters.counter(step)
+        aim = self.parameters.aim if self.parameters.aims else None
 
         def finish() -> None:
             record: Record | None = self.store.pop(slot)
+            if aim is not None:  # another round may have had the leaves since I
+                aim(step)
             if record is not None:
                 (self._other(step, record.cut) if record.cut.graph else stage).finish(record)
                 count(record.cut.counts)
@@ -228,7 +242,7 @@ class Compute:
         """Send a bundle from its slot, or the running sum of a unit as it is now."""
         value, slot = step.value, step.slot
         assert value is not None
-        if value.kind not in (Kind.PARTIAL, Kind.SUM):
+        if self._ways[value.kind].load is not Load.BUFFER:
             return line.send_from(self.store.slots, slot)
 
         def send_sum() -> None:
@@ -241,9 +255,13 @@ class Compute:
         """Room for a sum; other messages say what they are."""
         value = step.value
         assert value is not None
-        if value.kind is Kind.TURN:
-            return lambda: Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
-        return partial(self.parameters.room, value) if value.kind in (Kind.PARTIAL, Kind.SUM) else None
+        match self._ways[value.kind].load:
+            case Load.TOKEN:
+                return lambda: Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
+            case Load.BUFFER:
+                return partial(self.parameters.room, value)
+            case Load.ROWS:
+                return None
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""
@@ -253,12 +271,12 @@ class Compute:
         """A number for boundary, piece and shape of the batch; None where no row crosses."""
         value = step.value
         assert value is not None
-        if value.kind not in (Kind.ACT, Kind.GRAD):
+        if self._ways[value.kind].load is not Load.ROWS:
             return value.kind
         batch, rows = self._crossing(value)
-        if rows.start == rows.stop:
+        if not (size := size_of(rows)):
             return None
-        what = (value.stage, value.part, value.piece, rows.stop - rows.start, batch.form[1:])
+        what = (value.stage, value.part, value.piece, size, batch.form[1:])
         return self._shapes.setdefault(what, len(self._shapes))
 
     # -- rows
@@ -267,7 +285,7 @@ class Compute:
         """The pieces of a bundle put together; pieces without rows were never sent."""
         return joined([bundle for slot in slots if (bundle := self.store.pop(slot)) is not None])
 
-    def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: Rows) -> None:
+    def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: tuple[Rows, ...]) -> None:
         """Put a bundle into its slots, cut into pieces where the next team is another."""
         if self.pieces.narrow:
             for slot in slots:
@@ -275,11 +293,10 @@ class Compute:
             return
         for slot in slots:
             _, rows = self._crossing(self.program.values[slot])
-            if rows.start < rows.stop:
-                tensors, flags = cut(bundle, rows, own)
-                self.store.slots[slot] = Bundle(tuple(t.contiguous() for t in tensors), flags)
+            if (piece := cut(bundle, rows, own)) is not None and size_of(rows):
+                self.store.slots[slot] = Bundle(tuple(t.contiguous() for t in piece.tensors), piece.flags)
 
-    def _crossing(self, value: Value) -> tuple[Batch, Rows]:
+    def _crossing(self, value: Value) -> tuple[Batch, tuple[Rows, ...]]:
         """The batch that a message belongs to, and its rows that cross."""
         ahead, local = divmod(value.mb, self.microbatches)
         batch = self.batches[self.first_step + ahead]

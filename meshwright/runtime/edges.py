@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import Kind
+from meshwright.ir.carried import ROWS
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.transport.base import Channel, Receipt, Transport
 from meshwright.runtime.transport.wire import TorchTransport
@@ -34,9 +34,6 @@ PATTERN_BYTES = 1 << 16
 """Up to this size a tensor is kept as a pattern for those that are received."""
 
 _form = attrgetter("shape", "dtype")
-
-SHAPED = (Kind.ACT, Kind.GRAD)
-"""Kinds whose shape only the sender knows."""
 
 
 class Contract(NamedTuple):
@@ -202,7 +199,7 @@ def _maker(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> C
 
 def _told(channel: Channel, shape: object) -> bool:
     """Does only the sender know what such messages are like?"""
-    return channel.kind in SHAPED and not isinstance(shape, Bare)
+    return channel.kind in ROWS and not isinstance(shape, Bare)
 
 
 def _changed(channel: Channel, before: Contract, now: Contract) -> MeshwrightError:

@@ -24,6 +24,7 @@ from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Span, Timeline
+from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.clock import Clock, Timing, busy_s, fine_timers
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.emulated import Emulated
@@ -213,5 +214,6 @@ def _refuse(job: Job, repeat: int) -> None:
     parse_name(job.transport)
     if not job.schedule.lowered:
         raise MeshwrightError(f"{job.schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
+    refuse_unproved(job.schedule)
     if repeat < 1 or job.walks < 1:
         raise MeshwrightError(f"an emulation runs at least once, got repeat={repeat}, walks={job.walks}")

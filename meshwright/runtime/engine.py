@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
+from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objective, Own
 from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
@@ -155,14 +155,14 @@ class Engine:
         )
 
     def _unit(self, unit: int) -> Unit:
-        ring = self.schedule.ring  # adds up inside a copy by messages, and only its total between copies
-        ranks = self.mesh.siblings(self.mesh.worker) if ring else self.mesh.holders(self.schedule, unit)
+        ranks = self.mesh.adding(self.schedule, unit)
         return Unit(
             self.layers.unit(unit),
             optimizer=self.settings.optimizer,
             scheduler=self.settings.scheduler,
             adder=partial(self._adder, unit, ranks) if ranks in self.groups else None,
             versioned=not self.schedule.flush,
+            rounds=self.schedule.steps,
         )
 
     def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
@@ -203,6 +203,7 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
         raise MeshwrightError(f"the model ties stages {layers.ties}, the schedule was lowered for ties {schedule.ties}")
     if not schedule.lowered:
         raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
+    refuse_unproved(schedule)
     if not schedule.flush or any(action.op is Op.I for entries in schedule.lists for action in walk(entries)):
         why = f"{schedule.name} computes on versions of the parameters, or their gradients apart from those of inputs"
         refuse_hooks(layers, why, fix="a schedule with a flush and whole backwards, such as onef1b, or no hook")
@@ -216,7 +217,7 @@ def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> N
     """Ranks that were given different things would send each other nonsense, or wait for ever: they are compared first of all."""
     mine = {
         "cut the model in different ways": layers.digest,
-        "have different schedules": f"{schedule.name} {sha256(repr(schedule).encode()).hexdigest()[:16]}",
+        "have different schedules": f"{schedule.name} {schedule.digest[:16]}",
     } | {f"have different settings, {name}": repr(getattr(settings, name)) for name in EQUAL}
     found: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, mine)

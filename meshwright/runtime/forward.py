@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
-from meshwright.passes.check import check
+from meshwright.passes.check import prove
 from meshwright.passes.forward import forward_only
 from meshwright.passes.lower import lower
 from meshwright.runtime.batch import Batch, Given, Objective, Own
@@ -179,10 +179,7 @@ def outputs_of(output: Any) -> tuple[Tensor, ...]:
 
 def _forwards(schedule: Schedule) -> Schedule:
     """One step of evaluation, lowered and proved."""
-    found = lower(forward_only(schedule).repeated(1))
-    result = check(found)
-    assert result.ok, f"the forwards of {schedule.name} break the law {result.law!r}: {result.reason}"
-    return found
+    return prove(lower(forward_only(schedule).repeated(1)))
 
 
 @contextmanager

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from meshwright.ir.groups import groups, holders
 from meshwright.ir.schedule import Schedule
+from meshwright.passes.reduction import refuse_groups
 
 
 @dataclass(frozen=True)
@@ -31,20 +33,20 @@ class Mesh:
         """The rank of a worker of the same copy."""
         return worker + self.workers * self.copy
 
-    def siblings(self, worker: int) -> tuple[int, ...]:
-        """The ranks that are this worker in their copies."""
-        return tuple(worker + self.workers * j for j in range(self.copies))
-
     def holders(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
         """Every rank that holds a unit's parameters, over all copies."""
-        return tuple(w + self.workers * j for j in range(self.copies) for w in schedule.holders[unit])
+        return holders(schedule, self.copies, unit)
+
+    def adding(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
+        """The ranks that this one adds up a unit's gradients with; empty where it does so by messages alone."""
+        return next((ranks for ranks in groups(schedule, self.copies)[unit] if self.rank in ranks), ())
 
 
 def sync_groups(mesh: Mesh, schedule: Schedule) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """One group per set of ranks that add up together; a set of one needs none."""
-    wanted = {mesh.holders(schedule, unit) for unit in range(schedule.units)}
-    if schedule.ring:
-        wanted |= {mesh.siblings(worker) for worker in range(mesh.workers)}
+    """One group per set of ranks that add up or start equal together, proved first; a set of one needs none."""
+    adding = groups(schedule, mesh.copies)
+    refuse_groups(schedule, mesh.copies, adding)
+    wanted = {mesh.holders(schedule, unit) for unit in range(schedule.units)} | {ranks for of in adding for ranks in of}
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for ranks in sorted(wanted):
         if len(ranks) > 1:

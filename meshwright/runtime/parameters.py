@@ -52,6 +52,7 @@ class Parameters:
         self.rules, self.device, self.scaler = rules, device, scaler
         self.schedule = program.schedule
         self.versioned = not self.schedule.flush
+        self.aims = self.versioned or self.schedule.steps > 1
         self._counted = {
             stage: [(units[unit], self.schedule.stages_of(unit)[0] == stage) for unit in self.schedule.units_of[stage]]
             for stage in layers
@@ -82,13 +83,12 @@ class Parameters:
         return [{n: chosen.get(id(p), p) for n, p in layer.named_parameters(remove_duplicate=False)} for layer in layers]
 
     def aim(self, step: Step) -> None:
-        """Let the gradients of a version go to the buffer of their round, and drop the version after its last reader."""
-        if self.versioned:
-            for slot in step.reads[Kind.PARAM]:
-                value = self.program.values[slot]
-                self.units[value.stage].aim(value.version, step.round)
-            for value in step.drops:
-                self.units[value.stage].drop(value.version)
+        """Let gradients go to the buffer of their round, and drop a version after its last reader."""
+        for slot in step.reads[Kind.PARAM]:
+            value = self.program.values[slot]
+            self.units[value.stage].aim(value.version, step.round)
+        for value in step.drops if self.versioned else ():
+            self.units[value.stage].drop(value.version)
 
     def counter(self, step: Step) -> Callable[[float], None]:
         """Notes what a step has added to the gradients of a stage's units; a tie counts with its first stage alone."""
@@ -123,11 +123,10 @@ class Parameters:
         return Bundle(into, (False,) * len(into))
 
     def handed_on(self, value: Value, *, last: bool) -> Bundle:
-        """A unit's sum as it is now; the buffer may change while it is on its way."""
+        """A unit's sum as it was before its update, or as it is now; the buffer may change while it is on its way."""
         unit = self.units[value.stage]
-        flats = tuple(flat.clone() for flat in unit.buffer(value.version).flats)
-        if last:
-            unit.release(value.version)
+        kept = unit.handed.pop(value.version, None) if last else unit.handed.get(value.version)
+        flats = tuple(kept if kept is not None else [flat.clone() for flat in unit.buffer(value.version).flats])
         return Bundle(flats, (False,) * len(flats))
 
     def norm(self, step: Step) -> None:
@@ -156,9 +155,8 @@ class Parameters:
         scale = self._scale
         if not self.schedule.norm and self.rules.clip is not None:
             scale = self.rules.scale(unit.square(step.round) ** 0.5)
-        unit.update(step.round, in_place=step.in_place, scale=scale, factor=self._factor)
-        if step.releases:
-            unit.release(step.round)
+        unit.update(step.round, in_place=step.in_place, scale=scale, factor=self._factor, keep=not step.releases)
+        unit.release(step.round)
         if self.versioned:
             for value in step.drops:
                 unit.drop(value.version)

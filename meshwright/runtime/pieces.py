@@ -20,33 +20,50 @@ class Pieces:
         self.schedule, self.placement, self.worker = schedule, schedule.placement, worker
         self.narrow = all(len(team) == 1 for copy in self.placement.teams for teams in copy for team in teams)
 
-    def own(self, action: Action, rows: Rows) -> Rows:
-        """What this worker has of the rows of an action's microbatch."""
-        if action.part != NONE:
-            rows = rows.cut(action.part, self.schedule.parts)
+    def own(self, action: Action, rows: Rows) -> tuple[Rows, ...]:
+        """What this worker has of the rows of an action's microbatch, one after another where they come in parts."""
+        parts = self._parts(action.part, rows)
         if self.narrow:
-            return rows
+            return parts
         team = self.placement.team(action.replica, action.stage, action.mb)
-        return rows.cut(team.index(self.worker), len(team))
+        return tuple(part.cut(team.index(self.worker), len(team)) for part in parts)
 
-    def crossing(self, value: Value, rows: Rows) -> Rows:
+    def crossing(self, value: Value, rows: Rows) -> tuple[Rows, ...]:
         """What of the rows of a value's microbatch crosses the boundary behind `value.stage` in this value."""
-        if value.part != NONE:
-            rows = rows.cut(value.part, self.schedule.parts)
         if value.piece == NONE:
-            return rows
+            return (rows,) if value.part == NONE else self._parts(value.part, rows)
         before = self.placement.team(value.replica, value.stage, value.mb)
         behind = self.placement.team(value.replica, value.stage + 1, value.mb)
-        return rows.piece(value.piece, len(before), len(behind))
+        return tuple(part.piece(value.piece, len(before), len(behind)) for part in self._parts(value.part, rows))
+
+    def _parts(self, part: int, rows: Rows) -> tuple[Rows, ...]:
+        """A part of rows, or all of them: a team shares a part, so that whole forwards and halved backwards agree."""
+        count = self.schedule.parts
+        if part != NONE:
+            return (rows.cut(part, count),)
+        return (rows,) if count == 1 else tuple(rows.cut(index, count) for index in range(count))
 
 
-def cut(bundle: Bundle, rows: Rows, own: Rows) -> Bundle:
-    """Some rows of a bundle that has those of `own`."""
-    if rows is own:
+def size_of(ranges: Sequence[Rows]) -> int:
+    """How many rows these are."""
+    return sum(rows.stop - rows.start for rows in ranges)
+
+
+def cut(bundle: Bundle, wanted: Sequence[Rows], own: Sequence[Rows]) -> Bundle | None:
+    """Some ranges of rows of a bundle that has those of `own`, one after another; None where no row is among them."""
+    if wanted == own:
         return bundle
-    require_rows(bundle, own)
-    start, stop = rows.start - own.start, rows.stop - own.start
-    return Bundle(tuple(t[start:stop] for t in bundle.tensors), bundle.flags)
+    require_rows(bundle, size_of(own))
+    found, first = [], 0
+    for there in own:
+        for rows in wanted:
+            start, stop = max(rows.start, there.start), min(rows.stop, there.stop)
+            if start < stop:
+                found.append((first + start - there.start, first + stop - there.start))
+        first += there.stop - there.start
+    if not found:
+        return None
+    return joined([Bundle(tuple(t[start:stop] for t in bundle.tensors), bundle.flags) for start, stop in found])
 
 
 def joined(pieces: Sequence[Bundle]) -> Bundle:
@@ -56,12 +73,12 @@ def joined(pieces: Sequence[Bundle]) -> Bundle:
     return Bundle(tuple(torch.cat(t) for t in zip(*(piece.tensors for piece in pieces), strict=True)), pieces[0].flags)
 
 
-def require_rows(bundle: Bundle, rows: Rows) -> None:
+def require_rows(bundle: Bundle, rows: int) -> None:
     """Only what has a row per row of the batch can be cut by rows."""
     for tensor in bundle.tensors:
-        if not tensor.dim() or tensor.shape[0] != rows.stop - rows.start:
+        if not tensor.dim() or tensor.shape[0] != rows:
             raise MeshwrightError(
                 f"a tensor of shape {tuple(tensor.shape)} crosses stages and is to be cut by rows, "
-                f"but its first dimension is not the {rows.stop - rows.start} rows of the microbatch",
+                f"but its first dimension is not the {rows} rows of the microbatch",
                 fix="rows first in everything that crosses, or a plan without width and halves",
             )

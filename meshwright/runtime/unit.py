@@ -128,14 +128,17 @@ class Unit:
         scheduler: Scheduler | None = None,
         adder: Callable[[Sequence[Tensor]], Adder] | None = None,
         versioned: bool = False,
+        rounds: int = 1,
     ) -> None:
+        """`rounds` is how many of them a walk has: a unit with one version and one round has one buffer."""
         self.params = [p for p in params if p.requires_grad]
-        self.versioned = versioned
+        self.versioned, self.rounds = versioned, rounds
         self.optimizer = optimizer(self.params) if self.params else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.buffers: dict[int, Buffer] = {}
         self.spare = [Buffer.like(self.params)]
         self.adder = None if adder is None else adder(self.spare[0].flats)
+        self.handed: dict[int, list[Tensor]] = {}
         self.leaves: dict[int, list[Tensor]] = {}
         self.watch: Callable[[int, list[nn.Parameter], list[Tensor]], None] | None = None
         self.landed: Callable[[int], None] | None = None
@@ -146,15 +149,15 @@ class Unit:
                 p.grad = view
 
     def buffer(self, round_: int) -> Buffer:
-        """The gradients of a round; a unit with one version has one buffer, which its parameters point at."""
+        """The gradients of a round; a unit with one version and one round has one, which its parameters point at."""
         found = self.buffers.get(round_)
         if found is None:
             found = self.buffers[round_] = self.spare.pop() if self.spare else Buffer.like(self.params)
         return found
 
     def aim(self, version: int, round_: int) -> None:
-        """Let gradients of a version's leaves go to the buffer of a round."""
-        for at, view in zip(self.leaves[version], self.buffer(round_).views, strict=True):
+        """Let gradients of a version's leaves, or of the parameters where there is one version, go to the buffer of a round."""
+        for at, view in zip(self.leaves[version] if self.versioned else self.params, self.buffer(round_).views, strict=True):
             at.grad = view
 
     def sync(self, round_: int) -> None:
@@ -167,16 +170,22 @@ class Unit:
         buffer = self._finished(round_, factor)
         return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in buffer.views))
 
-    def update(self, round_: int, *, in_place: bool = True, scale: float | None = 1.0, factor: float = 1.0) -> None:
-        """Turn version k into k + 1 with the mean gradient times `scale`; None leaves the parameters as they are."""
+    def update(
+        self, round_: int, *, in_place: bool = True, scale: float | None = 1.0, factor: float = 1.0, keep: bool = False
+    ) -> None:
+        """Turn version k into k + 1 with the mean gradient times `scale`; None leaves the parameters as they are.
+
+        Scale and optimizer may change the buffer: `keep` puts a copy aside for those that the mean is handed on to.
+        """
         buffer = self._finished(round_, factor)
+        if keep:
+            self.handed[round_] = [flat.clone() for flat in buffer.flats]
         if self.watch is not None:
             self.watch(round_, self.params, buffer.views)
-        if self.versioned:
-            for p, view in zip(self.params, buffer.views, strict=True):
-                if not in_place:
-                    p.data = p.data.clone()
-                p.grad = view
+        for p, view in zip(self.params, buffer.views, strict=True) if self.versioned or self.rounds > 1 else ():
+            if self.versioned and not in_place:
+                p.data = p.data.clone()
+            p.grad = view
         if self.optimizer is not None and scale is not None:
             if scale != 1.0:
                 for view in buffer.views:

@@ -20,10 +20,11 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, require_layers
 from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.transport.choose import parse_name
-from meshwright.runtime.unit import Optimizer
+from meshwright.runtime.unit import Optimizer, Scheduler
 from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
@@ -52,6 +53,8 @@ class Case:
     loss_kind: LossKind = LossKind.MEAN
     flat: Flat | None = None
     """The graph of a model that is captured, once for all workers."""
+    scheduler: Scheduler | None = None
+    rules: Rules = field(default_factory=Rules)
 
     @property
     def tolerance(self) -> float:
@@ -165,7 +168,7 @@ def _refuse_capture(case: Case, built: Any, stages: int) -> None:
 
 def _refuse_local(case: Case) -> None:
     """Workers import functions by name; a lambda has none."""
-    for what in ("build", "batch", "loss", "optimizer"):
+    for what in ("build", "batch", "loss", "optimizer", "scheduler"):
         try:
             pickle.dumps(getattr(case, what))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -181,11 +184,24 @@ def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
     step = getattr(found, "step", None)
     if not callable(step):
         raise MeshwrightError(f"optimizer(params) returned {_kind(found)}, which has no step()", fix="a torch.optim.Optimizer")
-    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in signature(step).parameters.values()):
+    if _wants_more(step):
         raise MeshwrightError(
             f"{type(found).__name__} needs a closure that runs the model again, a pipeline gives it gradients only",
             fix="an optimizer whose step() needs no argument: SGD, Adam, AdamW",
         )
+    if case.scheduler is not None and not callable(case.scheduler):
+        raise MeshwrightError(f"scheduler makes a schedule for an optimizer, got {case.scheduler!r}", fix="scheduler=StepLR")
+    rates = None if case.scheduler is None else _called("scheduler(optimizer)", case.scheduler, found)
+    if rates is not None and (not callable(getattr(rates, "step", None)) or _wants_more(rates.step)):
+        raise MeshwrightError(
+            f"scheduler(optimizer) returned {_kind(rates)}, which has no step() without arguments",
+            fix="a schedule that follows the number of updates: StepLR, CosineAnnealingLR, LambdaLR",
+        )
+
+
+def _wants_more(step: Callable[..., Any]) -> bool:
+    """Does a step need an argument?"""
+    return any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in signature(step).parameters.values())
 
 
 def _refuse_rows(case: Case, layers: Layers) -> None:

@@ -50,6 +50,7 @@ class Certificate:
     steps: int
     dtype: str
     precision: dict[str, Any]
+    clip: float | None
     skipped: tuple[int, ...]
     seed: int
     parallel: dict[str, Any]
@@ -107,6 +108,7 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, tr
         steps=case.steps,
         dtype=case.dtype,
         precision=written(case.precision),
+        clip=case.rules.clip,
         skipped=tuple(reference.skipped),
         seed=case.seed,
         parallel=asdict(case.parallel),

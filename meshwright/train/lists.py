@@ -11,7 +11,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule
-from meshwright.passes.check import check
+from meshwright.passes.check import prove
 from meshwright.passes.lower import lower
 from meshwright.passes.widen import widen
 from meshwright.simulate.budget import stage_aware, with_recompute
@@ -45,10 +45,7 @@ def lists_for(
     lowered = lower(built, sync=parallel.sync, recompute=how)
     if not lowered.flush:
         lowered = lowered.with_lists(lowered.lists)
-    result = check(lowered)
-    if not result.ok:
-        raise MeshwrightError(f"{parallel.schedule} breaks the law '{result.law}': {result.reason}")
-    return lowered
+    return prove(lowered)
 
 
 def _within(schedule: Schedule, budget_bytes: float, kept: Sequence[Kept] | None) -> tuple[Schedule, list[Recompute] | None]:

@@ -22,9 +22,10 @@ from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, columns_of, refuse_hooks, refuse_stray
 from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import takes_target, tensors_of
-from meshwright.runtime.unit import Optimizer
+from meshwright.runtime.unit import Optimizer, Scheduler
 
 
 class Whole(Protocol):
@@ -77,6 +78,8 @@ class Serial:
     seed: int = 0
     precision: Precision = field(default_factory=Precision)
     loss_kind: LossKind = LossKind.MEAN
+    scheduler: Scheduler | None = None
+    rules: Rules = field(default_factory=Rules)
     whole: Whole | None = None
     """The model itself, uncut: what its captured layers are compared with."""
 
@@ -95,13 +98,17 @@ class Serial:
         """Train for some steps."""
         trace = Trace()
         optimizers = [self.optimizer(params) for params in self.units.values() if params]
+        rates = [self.scheduler(optimizer) for optimizer in optimizers] if self.scheduler is not None else []
         sums = {(step, copy): [0.0, 0.0] for step in range(steps) for copy in range(self.copies)}
         for round_ in range(steps * self.microbatches // self.schedule.microbatches):
             self._gradients(batch, round_, sums)
             trace.gradients.append({self.layers.names[p]: p.grad.clone() for p in self.params if p.grad is not None})
             if self._is_taken(trace, round_):
+                self._clip()
                 for optimizer in optimizers:
                     optimizer.step()
+                for rate in rates:
+                    rate.step()
             newest = {p: p.detach().clone() for p in self.params}
             self.history = [newest] if self.schedule.flush else [*self.history, newest]
         for step in range(steps):
@@ -110,6 +117,16 @@ class Serial:
             trace.losses.append(sum(s for s, _ in mine) / weight if weight else 0.0)  # nothing counted, nothing lost
         trace.weights = {name: p.detach().clone() for p, name in self.layers.names.items()}
         return trace
+
+    def _clip(self) -> None:
+        """Shorten the gradient to the largest norm: all of it together, or unit by unit where there is no flush."""
+        if self.rules.clip is None:
+            return
+        for params in [self.params] if self.schedule.norm else list(self.units.values()):
+            gradients = [p.grad for p in params if p.grad is not None]
+            norm = sum(float(torch.linalg.vector_norm(gradient.double()) ** 2) for gradient in gradients) ** 0.5
+            for gradient in gradients:
+                gradient.mul_(self.rules.scale(norm))
 
     def _is_taken(self, trace: Trace, round_: int) -> bool:
         """With a scaled loss a step whose gradient overflows is left out."""

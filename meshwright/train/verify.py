@@ -20,9 +20,10 @@ from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.tally import Tally
-from meshwright.runtime.unit import Optimizer
+from meshwright.runtime.unit import Optimizer, Scheduler
 from meshwright.train.case import Case, prepare
 from meshwright.train.certificate import Certificate, RankTrace, certify, digest
 from meshwright.train.layers import Uncut
@@ -44,6 +45,8 @@ def verify(
     seed: int = 0,
     loss: Loss | None = None,
     optimizer: Optimizer = momentum,
+    scheduler: Scheduler | None = None,
+    clip: float | None = None,
     precision: Precision | str = "fp32",
     workers: Workers | None = None,
     loss_kind: str = "mean",
@@ -51,9 +54,23 @@ def verify(
     """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name.
 
     A captured model is first compared with its layers, as at the start of training. `loss_kind="sum"`: the loss is a sum.
+    `scheduler(optimizer)` makes a learning-rate schedule that goes on by one with each update. `clip` is the largest norm of
+    a gradient: of all of it, or of each unit's where the schedule has no flush.
     """
-    kind = LossKind.of(loss_kind)
-    case = Case(build, batch, Parallel.of(parallel), steps, dtype, seed, loss, optimizer, Precision.of(precision), kind)
+    case = Case(
+        build,
+        batch,
+        Parallel.of(parallel),
+        steps,
+        dtype,
+        seed,
+        loss,
+        optimizer,
+        Precision.of(precision),
+        LossKind.of(loss_kind),
+        scheduler=scheduler,
+        rules=Rules(clip=clip),
+    )
     case, layers, schedule = prepare(case)
     pool = workers or Workers(case.parallel.ranks)
     try:
@@ -70,7 +87,17 @@ def serial_trace(case: Case, schedule: Schedule) -> Trace:
     built, parallel = case.model(), case.parallel
     layers = case.layers(schedule.stages, built)
     one = Serial(
-        schedule, layers, case.optimizer, parallel.microbatches, parallel.dp, case.loss, case.seed, case.precision, case.loss_kind
+        schedule,
+        layers,
+        case.optimizer,
+        parallel.microbatches,
+        parallel.dp,
+        case.loss,
+        case.seed,
+        precision=case.precision,
+        loss_kind=case.loss_kind,
+        scheduler=case.scheduler,
+        rules=case.rules,
     )
     if case.flat is not None and schedule.flush and not case.flat.random and case.precision.dtype is None:
         # Nothing is drawn or rounded on the way, so that the model itself can be asked: what capture gets wrong shows too.
@@ -85,6 +112,8 @@ def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
         optimizer=case.optimizer,
         microbatches=case.parallel.microbatches,
         copies=case.parallel.dp,
+        scheduler=case.scheduler,
+        rules=case.rules,
         loss=case.loss,
         loss_kind=case.loss_kind,
         transport=case.parallel.transport,
