@@ -17,7 +17,7 @@ from meshwright.runtime.edges import Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.parameters import Parameters
-from meshwright.runtime.pieces import Pieces, cut, joined, require_rows, size_of
+from meshwright.runtime.pieces import Pieces, by_range, cut, joined, require_rows, size_of
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
 from meshwright.runtime.tally import Tally
@@ -141,12 +141,9 @@ class Compute:
 
     def _received(self, step: Step, own: tuple[Rows, ...]) -> list[Bundle]:
         """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""
-        slots = [(slot, self.store.pop(slot)) for slot in step.reads[Kind.ACT]]
-        if len(own) == 1:
-            return [joined([bundle for _, bundle in slots if bundle is not None])]
-        there = [(bundle, self._crossing(self.program.values[slot])[1]) for slot, bundle in slots if bundle is not None]
-        by_part = [[cut(bundle, (part,), rows) for bundle, rows in there] for part in own]
-        return [joined([piece for piece in pieces if piece is not None] or [there[0][0]]) for pieces in by_part]
+        values = self.program.values
+        there = [(bundle, slot) for slot in step.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
+        return by_range([(bundle, self._crossing(values[slot])[1]) for bundle, slot in there], own)
 
     def backward(self, step: Step, *, weights: bool) -> Do:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
@@ -220,17 +217,22 @@ class Compute:
 
     def norm(self, step: Step) -> Do:
         """The global reduction of a step."""
-        return partial(self.parameters.norm, step)
+        return self._with_sums(step, self.parameters.norm)
 
     def update(self, step: Step) -> Do:
         """Turn a version of a unit into the next."""
+        return self._with_sums(step, self.parameters.update)
 
-        def update() -> None:
-            for slot in step.reads.get(Kind.SUM, ()):
-                self.store.take(slot)
-            self.parameters.update(step)
+    def _with_sums(self, step: Step, do: Callable[[Step], None]) -> Do:
+        """What waits for the sums that a step reads, and does it."""
+        sums, store = step.reads.get(Kind.SUM, ()), self.store
 
-        return update
+        def act() -> None:
+            for slot in sums:
+                store.take(slot)
+            do(step)
+
+        return act
 
     # -- messages
 

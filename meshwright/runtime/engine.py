@@ -111,6 +111,7 @@ class Engine:
             device=settings.device,
             names=self.layers.columns,
         )
+        self.compute.pieces.refuse_rows(found.cuts)
         self.graphs.choose(found)
         return found
 

@@ -36,6 +36,16 @@ class Pieces:
         behind = self.placement.team(value.replica, value.stage + 1, value.mb)
         return tuple(part.piece(value.piece, len(before), len(behind)) for part in self._parts(value.part, rows))
 
+    def refuse_rows(self, cuts: Sequence[Rows]) -> None:
+        """Raise where teams share a given number of rows and a microbatch has another: pieces of it would not be sent."""
+        wanted = 0 if self.narrow else self.placement.rows
+        for mb, rows in enumerate(cuts if wanted else ()):
+            if rows.size != wanted:
+                raise MeshwrightError(
+                    f"the teams of {self.schedule.name} share microbatches of {wanted} rows, microbatch {mb} has {rows.size}",
+                    fix="batches of that size, or a placement without rows, which takes any",
+                )
+
     def _parts(self, part: int, rows: Rows) -> tuple[Rows, ...]:
         """A part of rows, or all of them: a team shares a part, so that whole forwards and halved backwards agree."""
         count = self.schedule.parts
@@ -64,6 +74,14 @@ def cut(bundle: Bundle, wanted: Sequence[Rows], own: Sequence[Rows]) -> Bundle |
     if not found:
         return None
     return joined([Bundle(tuple(t[start:stop] for t in bundle.tensors), bundle.flags) for start, stop in found])
+
+
+def by_range(pieces: Sequence[tuple[Bundle, Sequence[Rows]]], own: Sequence[Rows]) -> list[Bundle]:
+    """Pieces with the rows that they bring, put together for each range of rows; for one without rows any of them."""
+    if len(own) == 1:
+        return [joined([bundle for bundle, _ in pieces])]
+    found = [[cut(bundle, (part,), rows) for bundle, rows in pieces] for part in own]
+    return [joined([piece for piece in each if piece is not None] or [pieces[0][0]]) for each in found]
 
 
 def joined(pieces: Sequence[Bundle]) -> Bundle:
