@@ -204,9 +204,7 @@ class Compute:
         return recompute
 
     def _tally(self, number: int, loss: Tensor, record: Record) -> None:
-        if number not in self.tallies:
-            self.tallies[number] = Tally()
-        self.tallies[number].add(loss, record.times, record.cut.counts)
+        self.tallies.setdefault(number, Tally()).add(loss, record.times, record.cut.counts)
 
     # -- what parameters do
 
@@ -257,13 +255,10 @@ class Compute:
         """Room for a sum; other messages say what they are."""
         value = step.value
         assert value is not None
-        match self._ways[value.kind].load:
-            case Load.TOKEN:
-                return lambda: Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
-            case Load.BUFFER:
-                return partial(self.parameters.room, value)
-            case Load.ROWS:
-                return None
+        load = self._ways[value.kind].load
+        if load is Load.TOKEN:
+            return lambda: Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
+        return partial(self.parameters.room, value) if load is Load.BUFFER else None
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""
