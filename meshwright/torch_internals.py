@@ -24,3 +24,25 @@ def backward_hooks(module: Any) -> bool:
 def forward_hooks(module: Any) -> bool:
     """Does a module have forward hooks? Reason: torch has no public question. Fallback: no hook is seen."""
     return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks"))
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Did a trace end because it was asked for a value? Reason: torch's errors for it have no public names and no common base.
+
+    Fallback: such an error is shown as torch words it.
+    """
+    return type(error).__name__ in (
+        "GuardOnDataDependentSymNode",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "PendingUnbackedSymbolNotFound",
+    )
+
+
+def has_no_value(tensor: Any) -> bool:
+    """Is it a tensor of a trace, whose values nobody knows? Reason: torch has no public question. Fallback: none is."""
+    return type(tensor).__name__ == "FakeTensor" and getattr(tensor, "constant", None) is None
+
+
+CASTS = "_apply"
+"""The method of a module that `.to`, `.float` and the like go through. Reason: they have nothing public in common."""

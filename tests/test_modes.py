@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.modes import Never
+from meshwright.capture.chance import Never
 from meshwright.train.layers import layers_for, through
 from tests.tiny import SIZES, library
 

@@ -7,12 +7,10 @@ the meta device, without any memory, gives the same graph.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import logging
-import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +19,20 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 from meshwright.capture.arguments import Columns, columns_of
+from meshwright.capture.casts import casts_pass
+from meshwright.capture.chance import certain_draws
 from meshwright.capture.conditions import Condition, about_rows, fixed, parsed
+from meshwright.capture.ctc import ctc_whole
 from meshwright.capture.flat import Flat
-from meshwright.capture.functions import functions_whole
+from meshwright.capture.frozen import nothing_frozen
+from meshwright.capture.functions import Call, functions_whole
+from meshwright.capture.guards import checks_pass
 from meshwright.capture.hollow import standing
 from meshwright.capture.modes import both_modes
 from meshwright.capture.packed import refuse_flash_columns
+from meshwright.capture.padded import padding_zeroed
 from meshwright.capture.ready import require_ready
+from meshwright.capture.reasons import refuse_transforms, unexportable
 from meshwright.capture.refused import nothing_dropped
 from meshwright.capture.transcribe import hint, transcribe
 from meshwright.errors import MeshwrightError
@@ -71,18 +76,38 @@ def trace(model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, 
     try:
         if model.training != training:
             model.train(training)
-        with standing(model), both_modes(model), nothing_dropped(model), functions_whole() as calls:
+        with _traceable(model) as calls:
             program, lengths = _exported(plain, given)
     finally:
         for module, mode in modes.items():
             module.training = mode
     graph = program.module(check_guards=False).graph
+    refuse_transforms(graph)
     known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
     flat = transcribe(graph, tuple(outputs), tuple(given), known, calls)
     flat = replace(flat, conditions=_conditions(program, given, lengths), training=training)
     _refuse_changed_attributes(flat, known)
     _refuse_rows(flat, given)
     return flat
+
+
+@contextlib.contextmanager
+def _traceable(model: nn.Module) -> Iterator[dict[str, Call]]:
+    """While a model is traced: what a graph can hold is made visible to the trace, the rest is refused by name."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(standing(model))
+        generators = stack.enter_context(nothing_frozen())
+        stack.enter_context(both_modes(model, generators.harmless))
+        for part in (
+            nothing_dropped(model),
+            casts_pass(model),
+            certain_draws(),
+            checks_pass(),
+            ctc_whole(),
+            padding_zeroed(model),
+        ):
+            stack.enter_context(part)
+        yield stack.enter_context(functions_whole())
 
 
 def _conditions(program: Any, given: Mapping[str, Tensor], lengths: bool) -> tuple[Condition, ...]:
@@ -110,8 +135,8 @@ def _refuse_rows(flat: Flat, given: Mapping[str, Tensor]) -> None:
     """A forward that depends on the number of rows computes something else on microbatches than on the whole batch."""
     if found := about_rows(flat.conditions, {name: tuple(t.shape) for name, t in given.items()}):
         raise MeshwrightError(
-            f"the forward depends on the number of rows (it branches on it, loops over it or divides by it): it was traced for "
-            f"{found}, and microbatches change that number",
+            "the forward depends on the number of rows (it branches on it, loops over it, divides by it, or compares rows with "
+            f"each other, as contrastive losses do): it was traced for {found}, and microbatches change that number",
             fix="a mean over rows in place of a division by their number, whole-batch operations in place of a loop over rows",
         )
 
@@ -147,7 +172,12 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> tuple[Any, bool]:
         except Exception as error:  # whatever the model or the tracer raises is the reason
             problem = problem or error
     assert problem is not None
-    raise _unexportable(plain.model, problem, list(given)) from problem
+    raise unexportable(plain.model, problem, list(given), lambda: _run(plain, given)) from problem
+
+
+def _run(plain: _Plain, given: Mapping[str, Tensor]) -> None:
+    with _quiet():
+        plain.columns.call(plain.model, dict(given))
 
 
 def open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
@@ -172,59 +202,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for name, before in levels.items():
             logging.getLogger(name).setLevel(before)
-
-
-def _unexportable(model: nn.Module, error: Exception, given: Sequence[str]) -> MeshwrightError:
-    """The reason, and the line of the model that it comes from."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    if isinstance(error, TypeError) and "missing" in text and "argument" in text:
-        return MeshwrightError(
-            f"the batch lacks a column that the model needs: {first}", fix="a mapping with that column, or a longer tuple"
-        )
-    if "NoneType" in first and (absent := _absent(model, given)):
-        return MeshwrightError(
-            f"the model cannot do without a column that the batch lacks ({first}); the batch has {', '.join(map(repr, given))}",
-            fix=f"a batch with {' or '.join(map(repr, absent))}",
-        )
-    if "fake tensor in the exported program constant" in text:
-        return MeshwrightError(
-            "the model cannot be captured: its forward uses the .data of a tensor, or keeps a tensor from one call to the next",
-            fix=".detach() in place of .data; register_buffer for what is kept",
-        )
-    where = ""
-    if found := re.search(r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)', text):
-        where = f"\n  at {found[1]}:{found[2]}, in {found[3]}: {found[4].strip()}"
-    inside, line = _last_seen(model, error)
-    return MeshwrightError(
-        f"the model cannot be captured: {type(error).__name__}: {first}{where or line}{inside}",
-        fix="no branches on values and no numpy in forward, or a list of layers, which is not captured",
-    )
-
-
-def _absent(model: nn.Module, given: Sequence[str]) -> list[str]:
-    """What a model may be called with and was not: its main input, where it names one."""
-    arguments = inspect.signature(model.forward).parameters.values()
-    absent = [a.name for a in arguments if a.default is None and a.name not in given]
-    main = [name for name in absent if name == getattr(model, "main_input_name", None)]
-    return main or absent
-
-
-def _last_seen(model: nn.Module, error: Exception) -> tuple[str, str]:
-    """The innermost module of the model that an error came through, and the last line outside of torch."""
-    names = {module: name for name, module in model.named_modules()}
-    inside = line = ""
-    at = error.__traceback__
-    while at is not None:
-        code, module = at.tb_frame.f_code, at.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and names.get(module):
-            inside = f"\n  in the module {names[module]!r}, {type(module).__name__}"
-        own = code.co_filename.endswith(("capture/export.py", "capture/arguments.py"))
-        if "/torch/" not in code.co_filename and not code.co_filename.startswith("<") and not own:
-            line = f"\n  at {code.co_filename}:{at.tb_lineno}, in {code.co_name}"
-        at = at.tb_next
-    return inside, line
 
 
 def results(output: Any) -> dict[str, Tensor]:

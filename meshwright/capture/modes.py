@@ -6,13 +6,15 @@ while a model is traced such a module runs in both modes, and one operation stan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from meshwright.capture.chance import Never
 
 MODE = "meshwright.mode"
 
@@ -28,31 +30,12 @@ def _(trained: Tensor, evaluated: Tensor) -> Tensor:
     return torch.empty_like(trained)
 
 
-class Never:
-    """A rate of zero, at which nothing that is drawn at random is dropped: no number is below it, and no trace has to look."""
-
-    def __gt__(self, other: object) -> bool:
-        return False
-
-    def __ge__(self, other: object) -> bool:
-        return False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, int | float) and other == 0
-
-    def __hash__(self) -> int:
-        return hash(0)
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __float__(self) -> float:
-        return 0.0
-
-
 @contextmanager
-def both_modes(model: nn.Module) -> Iterator[None]:
-    """While a model is traced: modules with a mode of their own run in both, and layers that are never dropped are kept."""
+def both_modes(model: nn.Module, dropped: Callable[[object], None] = lambda drawn: None) -> Iterator[None]:
+    """While a model is traced: modules with a mode of their own run in both, and layers that are never dropped are kept.
+
+    `dropped` is told of each number that was drawn to ask whether a layer is dropped.
+    """
     chosen = [module for module in model.modules() if _has_modes(module)]
     rates = [module for module in model.modules() if type(getattr(module, "layerdrop", None)) in (int, float)]
     never = [module for module in rates if module.layerdrop == 0]
@@ -61,7 +44,7 @@ def both_modes(model: nn.Module) -> Iterator[None]:
         for module in chosen:
             module.forward = partial(_in_both, module, type(module).forward)
         for module in never:
-            module.layerdrop = Never()  # type: ignore[assignment]
+            module.layerdrop = Never(dropped)  # type: ignore[assignment]
         yield
     finally:
         for module in chosen:

@@ -50,6 +50,10 @@ CHECKS = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_sc
 """Operations that only look whether the trace still holds."""
 
 
+_STANDS_FOR = {"meshwright.ctc_loss.default": "aten.ctc_loss.Tensor"}
+"""Operations of a trace alone, and what a captured layer has for them."""
+
+
 def is_one_of(target: str, names: tuple[str, ...]) -> bool:
     """Is an operation, whatever its overload, among some?"""
     return any(target == name or target.startswith(name + ".") for name in names)
@@ -58,7 +62,7 @@ def is_one_of(target: str, names: tuple[str, ...]) -> bool:
 def name_of(function: Any) -> str:
     """The name under which `function_of` finds an operation again."""
     if hasattr(function, "overloadpacket"):
-        return str(function)
+        return _STANDS_FOR.get(str(function), str(function))
     if callable(getattr(function, "name", None)) and hasattr(torch.ops.higher_order, function.name()):
         return f"higher_order.{function.name()}"
     name = getattr(function, "__name__", "")

@@ -5,7 +5,6 @@ Reentrant checkpoints are unwrapped: they run their part without a graph, and re
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +13,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from meshwright.capture.lines import asking
+from meshwright.capture.replaced import replaced
 from meshwright.errors import MeshwrightError
 from meshwright.torch_internals import backward_hooks
 
@@ -32,8 +33,8 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
     refuse_backward_hooks(model)
     with ExitStack() as stack:
         for owner, name, what in _DROPPED:
-            stack.enter_context(_replaced(owner, name, _refusing(name, what)))
-        stack.enter_context(_replaced(torch.utils.checkpoint.CheckpointFunction, "apply", _unwrapped))
+            stack.enter_context(replaced(owner, name, _refusing(name, what)))
+        stack.enter_context(replaced(torch.utils.checkpoint.CheckpointFunction, "apply", _unwrapped))
         yield
     refuse_backward_hooks(model)
 
@@ -48,28 +49,14 @@ def refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
-    own, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-
 def _unwrapped(run: Any, preserve: bool, *arguments: Any) -> Any:
     return run(*arguments)
 
 
 def _refusing(name: str, what: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> None:
-        frame = sys._getframe(1)
         raise MeshwrightError(
-            f"the forward asks for {what} ({name}) at {frame.f_code.co_filename}:{frame.f_lineno}, which a captured graph drops",
+            f"the forward asks for {what} ({name}), which a captured graph drops, at {asking()}",
             fix="an autograd.Function with its own backward, or a list of layers, which is not captured",
         )
 
