@@ -54,10 +54,11 @@ def train(
     plan = asked(parallel) if parallel is not None else given
     asked(plan)
     job = _job(model, context.args, {"parallel": plan, "dataset": dataset, "length": length, "resume": resume})
+    checkpoint = job.checkpoint
     trainer = job.trainer()
     if "logging_nan_inf_filter" not in job.arguments:
         trainer.args.logging_nan_inf_filter = False  # a loss that is no number is shown as such
-    output = trainer.train(resume_from_checkpoint=True if job.resume == "last" else job.resume)
+    output = trainer.train(resume_from_checkpoint=checkpoint)
     if save_model is not None:
         trainer.save_model(str(save_model))
     if trainer.is_world_process_zero():

@@ -25,7 +25,7 @@ from transformers import HfArgumentParser
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan_file import asked
 from meshwright.ir.reading import Reader, positive, text
-from meshwright.train import datasets
+from meshwright.train import datasets, rotate
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.named import function, model_file
 from meshwright.train.trainer import Trainer
@@ -46,9 +46,29 @@ class Job:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     resume: str | bool | None = None
 
+    @property
+    def checkpoint(self) -> str | bool | None:
+        """What to resume from: a folder, True for the last checkpoint of output_dir, or None to start anew.
+
+        `resume` and Hugging Face's `resume_from_checkpoint` say the same; a folder that is no whole checkpoint is refused.
+        """
+        given = [value for value in (self.resume, self.arguments.get("resume_from_checkpoint")) if value is not None]
+        if len(given) == 2:
+            raise MeshwrightError("resume and resume_from_checkpoint both say what to resume from", fix="one of them")
+        found = given[0] if given else False
+        if isinstance(found, str) and found.lower() in ("last", "true", "false"):
+            found = found.lower() != "false"
+        if isinstance(found, bool):
+            return found or None
+        if not isinstance(found, str) or not found.strip():
+            raise MeshwrightError(f"a checkpoint to resume from is a folder, got {found!r}", fix="--resume last, or a folder")
+        rotate.read_marker(Path(found))
+        return found
+
     def trainer(self) -> Trainer:
         """The trainer, ready to train; everything that is wrong with the job is said here."""
-        args = arguments({"output_dir": OUTPUT, **self.arguments, "parallel": dict(self.parallel)})
+        own_arguments = {name: value for name, value in self.arguments.items() if name != "resume_from_checkpoint"}
+        args = arguments({"output_dir": OUTPUT, **own_arguments, "parallel": dict(self.parallel)})
         own = ":" in self.model
         known = None if own else model_file(self.model)
         build = function(self.model) if known is None else known.build
