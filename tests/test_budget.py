@@ -10,6 +10,7 @@ import pytest
 
 from meshwright import MeshwrightError, Recompute, Schedule, StageCost, schedules, simulate, stage_aware
 from tests.random_schedules import build, label, named, random_schedule
+from tests.thin import thinned
 
 CLOSE = 1e-9
 
@@ -48,7 +49,7 @@ def undecided() -> list[tuple[str, dict[str, object]]]:
     return [(name, options) for name, options in named() if build(name, options).recompute is None]
 
 
-@pytest.mark.parametrize(("name", "options"), undecided(), ids=label)
+@pytest.mark.parametrize(("name", "options"), thinned(undecided(), 4, several=True), ids=label)
 @pytest.mark.parametrize("sizes", ["activations", "outputs", "parameters", "all"])
 def test_a_budget_holds_when_simulated(name: str, options: dict[str, object], sizes: str) -> None:
     schedule = build(name, options)
@@ -112,7 +113,7 @@ def test_what_fits_recomputes_nothing(name: str, options: dict[str, object]) -> 
         assert all(how.share == 0 for how in stage_aware(schedule, costs, budget_bytes=fits + CLOSE))
 
 
-@pytest.mark.parametrize(("name", "options"), undecided(), ids=label)
+@pytest.mark.parametrize(("name", "options"), thinned(undecided(), 4, several=True), ids=label)
 def test_a_larger_budget_never_drops_more(name: str, options: dict[str, object]) -> None:
     schedule = build(name, options)
     rng = Random(name)

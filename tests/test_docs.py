@@ -26,6 +26,7 @@ CONSOLE = [(page, body) for page in PAGES for body in blocks(page, "console")]
 
 
 @pytest.mark.parametrize(("page", "body"), CONSOLE, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(CONSOLE)])
+@pytest.mark.slow
 def test_console_blocks_print_what_is_shown(page: Path, body: str, tmp_path: Path) -> None:
     bin_ = str(Path(sys.executable).parent)
     env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "PATH": f"{bin_}:{os.environ['PATH']}"}
@@ -44,6 +45,7 @@ def test_console_blocks_print_what_is_shown(page: Path, body: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.stem)
+@pytest.mark.slow
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "docs"}

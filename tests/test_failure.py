@@ -14,6 +14,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.failure import Doing, Failure, How, RankFailed, as_error
 from meshwright.runtime.launch import Workers
 from tests import trouble
+from tests.thin import slow
 
 QUICK_S = 15.0  # measured: 0.1 s; this machine may be busy
 TIMEOUT_S = 6.0  # a rank that loads libraries from a cold disk is silent for seconds
@@ -73,8 +74,8 @@ def test_a_rank_that_dies(
     ("how", "place", "action", "transport"),
     [
         (trouble.sleeps, "forward", "1F2", "torch"),
-        (trouble.spins, "backward", "1B2", "shared"),
-        (trouble.sleeps, "optimizer", "1U", "torch"),
+        slow((trouble.spins, "backward", "1B2", "shared"), several=True),
+        slow((trouble.sleeps, "optimizer", "1U", "torch"), several=True),
     ],
     ids=["sleeps", "spins", "optimizer"],
 )
@@ -99,6 +100,7 @@ def test_a_rank_that_does_not_come_to_a_collective(workers: Workers) -> None:
     assert "rank 0: outside a schedule, waits for other ranks (barrier)" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_long_waits_are_legal_while_somebody_moves(workers: Workers) -> None:
     start = time.monotonic()
     losses = workers.run(partial(trouble.train, trouble.pauses, "forward", rank=-1, call=1, steps=1))

@@ -16,6 +16,7 @@ pytest.importorskip("numba")
 from meshwright import Cluster, Duplex, Link, MeshwrightError, Schedule, StageCost, lower, schedules, simulate  # noqa: E402
 from meshwright.simulate import compile  # noqa: E402
 from tests.random_schedules import built, label, named, random_case, random_cluster, random_costs, random_schedule  # noqa: E402
+from tests.thin import thinned  # noqa: E402
 
 CLOSE = 1e-9
 PLANS = 5
@@ -61,7 +62,7 @@ def seeded(block: int, size: int) -> list[Random]:
     return [Random(f"fast:{block}:{number}") for number in range(size)]
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", thinned(range(10), 4))
 def test_random_schedules_take_the_same_time(block: int) -> None:
     """100 schedules in a block, 5 plans each."""
     for rng in seeded(block, 100):

@@ -125,6 +125,7 @@ def random_kills(count: int, seed: int) -> list[tuple[int, float, int]]:
     return [(draw.randrange(2), draw.uniform(0, 0.15), 0) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(straight: dict[int, float], tmp_path: Path) -> None:
     begin = time.monotonic()
     count = killed_again_and_again(recipe(tmp_path / "run", SHORT), straight, random_kills(10, 0))

@@ -60,6 +60,7 @@ def test_workers_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None
     assert not [name for name in set(os.listdir("/dev/shm")) - before if any(str(p) in name for p in (*pids, parent.pid))]
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_closed_leaves_no_process() -> None:
     with Workers(2) as pool:
         pids = pool.run(trouble.pid)
@@ -134,6 +135,7 @@ def test_torchrun_trains_on_both_transports() -> None:
     assert shared == wire and len(shared) == 2
 
 
+@pytest.mark.slow
 def test_two_agents_are_two_hosts() -> None:
     port = str(free_port())
     nodes = [

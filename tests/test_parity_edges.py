@@ -16,6 +16,7 @@ from meshwright.train.certificate import RankTrace
 from meshwright.train.verify import momentum, rank_trace
 from tests.conftest import Pool
 from tests.parity import ASYNCHRONOUS, batch, model
+from tests.thin import thinned
 
 
 def few(rows: tuple[int, ...], step: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,7 @@ def same_bits(a: list[RankTrace], b: list[RankTrace]) -> bool:
 
 
 @pytest.mark.parametrize("width", [(3, 2, 1), (1, 2, 3), (4, 2, 1, 1), (2, 1, 3, 2)], ids=str)
-@pytest.mark.parametrize("rows", [4, 9, 27])
+@pytest.mark.parametrize("rows", thinned([9, 4, 27], 3))
 @pytest.mark.parametrize("name", ["onef1b", "zero_bubble"])
 def test_teams_share_rows(pool: Pool, width: tuple[int, ...], rows: int, name: str) -> None:
     build = partial(model, "mlp", len(width), 0.0)
@@ -78,7 +79,7 @@ def test_half_of_a_single_row(pool: Pool, half: bool) -> None:
     assert found.passed, (found.max_relative_error, found.worst, found.problems)
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", thinned(schedules.names(), 3))
 def test_every_transport_gives_the_same_bits(pool: Pool, name: str) -> None:
     stages = schedules.build(name, workers=4, microbatches=4).stages
     plan = {"pp": 4, "microbatches": 4, "schedule": name}

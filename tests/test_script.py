@@ -51,6 +51,7 @@ def test_the_script_starts_its_workers_and_has_the_same_losses(expected: list[fl
     assert found == pytest.approx(expected, rel=1e-5) and found[-1] < found[0]
 
 
+@pytest.mark.slow
 def test_the_script_under_torchrun_has_the_same_losses(expected: list[float], tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(AFTER)]
     assert losses(tmp_path, *command) == pytest.approx(expected, rel=1e-5)

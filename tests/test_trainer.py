@@ -17,12 +17,13 @@ from meshwright.report.versus import versus
 from meshwright.runtime.launch import Workers
 from meshwright.train import rotate
 from meshwright.train.measure import measure
+from tests.thin import slow
 from tests.trainers import Notes, accuracy, distance, gpt2, llama, ours, reference, series, summed_loss, text
 
 CLOSE = 1e-5
 PLANS = [
     None,
-    {"pp": 2},
+    slow({"pp": 2}),
     {"pp": 2, "schedule": "chimera"},
     {"pp": 4, "schedule": "zero_bubble", "microbatches": 8},
 ]
@@ -54,7 +55,7 @@ def test_losses_equal_the_hugging_face_trainer(
     assert distance(model, expected) < 2e-4
 
 
-@pytest.mark.parametrize("plan", [{"pp": 2, "microbatches": 4}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("plan", [slow({"pp": 2, "microbatches": 4}), {"pp": 2, "dp": 2}], ids=str)
 def test_accumulation_is_microbatches(plan: Any, tmp_path: Path, workers: Workers) -> None:
     log = reference(llama(), tmp_path, text(), gradient_accumulation_steps=4, per_device_train_batch_size=4)
     device = 4 // plan.get("dp", 1)
@@ -120,7 +121,7 @@ def test_the_log_is_a_file_of_json_lines(tmp_path: Path, workers: Workers) -> No
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
-@pytest.mark.parametrize("second", [None, {"pp": 4, "schedule": "chimera"}], ids=str)
+@pytest.mark.parametrize("second", [slow(None), {"pp": 4, "schedule": "chimera"}], ids=str)
 def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(second: Any, tmp_path: Path, workers: Workers) -> None:
     """Dropout is on: masks belong to step, microbatch and layer, not to the run."""
     common: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "steps"}
@@ -167,7 +168,7 @@ def test_a_run_that_had_ended_takes_no_more_steps(tmp_path: Path) -> None:
     assert distance(model, first.model) == 0
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", [True, slow(False)])
 def test_callbacks_go_on_with_what_a_checkpoint_has_of_them(kept: bool, tmp_path: Path, workers: Workers) -> None:
     """Nothing gets better here, so each evaluation but the first takes some patience."""
     more: dict[str, Any] = {

@@ -18,6 +18,7 @@ from meshwright import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train.models import gpt, text_batch
 from meshwright.train.place import refuse_world
+from tests.thin import slow
 from tests.trainers import Plain, arguments, distance, gpt2, ours, reference, series, summed_loss, text, vectors
 
 CLOSE = 1e-5
@@ -205,7 +206,7 @@ def test_ranks_that_were_given_different_things_are_told(workers: Workers, tmp_p
         workers.run(train_on_own_data, str(tmp_path), ranks=2)
 
 
-@pytest.mark.parametrize("how", [{"bf16": True}, {"fp16": True}], ids=str)
+@pytest.mark.parametrize("how", [{"bf16": True}, slow({"fp16": True})], ids=str)
 def test_short_formats_stay_near_and_are_the_same_under_every_plan(
     how: dict[str, bool], tmp_path: Path, workers: Workers
 ) -> None:
@@ -218,6 +219,7 @@ def test_short_formats_stay_near_and_are_the_same_under_every_plan(
     assert logs[2] == pytest.approx(logs[1], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_recompute_by_a_budget(tmp_path: Path, workers: Workers) -> None:
     logs = []
     for recompute in (None, 300_000.0, "inline"):

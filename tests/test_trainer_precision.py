@@ -10,6 +10,7 @@ from meshwright.runtime.launch import Workers
 from tests.trainers import gpt2, ours, reference, series, text
 
 
+@pytest.mark.slow
 def test_bf16_losses_are_those_of_the_hugging_face_trainer(tmp_path: Path, workers: Workers) -> None:
     log = reference(gpt2(), tmp_path / "hf", text(), bf16=True)
     trainer = ours(gpt2(), tmp_path / "mw", text(), workers, parallel={"pp": 2}, bf16=True)

@@ -191,6 +191,7 @@ def test_adapters_alone_are_saved(tmp_path: Path, workers: Workers) -> None:
 # -- torchrun, refusals
 
 
+@pytest.mark.slow
 def test_a_sketch_under_torchrun(whole: mw.Trainer, tmp_path: Path) -> None:
     script = [str(ROOT / "tests" / "sketched.py"), str(tmp_path)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]

@@ -23,6 +23,7 @@ from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.verify import momentum
 from tests import tiny
 from tests.conftest import Pool
+from tests.thin import thinned
 
 
 def tokens(step: int) -> dict[str, Tensor]:
@@ -55,7 +56,7 @@ def trained(build: Callable[[], Any], plan: Parallel, weightless: bool) -> Any:
     return {s: float(t.loss) for s, t in tallies.items()}, weights, there, sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("build", [tiny.gpt2, tiny.llama, tiny.bert], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("build", thinned([tiny.gpt2, tiny.llama, tiny.bert], 3), ids=lambda f: f.__name__)
 def test_ranks_that_fill_their_own_stages_train_alike(pool: Pool, build: Callable[[], Any]) -> None:
     plan = Parallel(pp=2, microbatches=4)
     expected = pool.run(trained, build, plan, False, ranks=2)
