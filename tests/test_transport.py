@@ -17,8 +17,9 @@ from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind
+from meshwright.ir.plan import parse_name
 from meshwright.runtime.transport.base import Channel
-from meshwright.runtime.transport.choose import host_identity, open_transport, parse_name
+from meshwright.runtime.transport.choose import host_identity, open_transport
 from meshwright.runtime.transport.ping import Timed, ping
 from meshwright.runtime.transport.wire import TorchTransport
 from tests import crew

@@ -12,7 +12,9 @@ import typer
 
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
+from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
+from meshwright.schedules import refuse_plan
 
 if TYPE_CHECKING:
     from meshwright.train.job import Job
@@ -52,7 +54,7 @@ def train(
     if parallel is not None and given:
         raise MeshwrightError(f"--parallel and --{next(iter(given))} both say how to split", fix="one of them")
     plan = asked(parallel) if parallel is not None else given
-    asked(plan)
+    refuse_plan(Parallel.of(asked(plan)))
     job = _job(model, context.args, {"parallel": plan, "dataset": dataset, "length": length, "resume": resume})
     checkpoint = job.checkpoint
     trainer = job.trainer()

@@ -17,6 +17,7 @@ from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.passes.sync import Sync
+from meshwright.schedules import refuse_plan
 
 if TYPE_CHECKING:
     from meshwright.train.certificate import Certificate
@@ -69,6 +70,7 @@ def verify(
         width=tuple(_numbers("--width", width, int)) if width else (),
         transport=transport,
     )
+    refuse_plan(parallel)
     refuse_crowd(parallel.ranks)
     build, data = _model(model, batch, parallel)
     from meshwright.train.verify import verify as compare

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from math import inf
 from numbers import Real
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.reading import LARGEST
 
 LOCAL_RANKS = 256
 """More processes than this are not started on one host."""
@@ -16,6 +19,23 @@ LOCAL_RANKS = 256
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]B|[KMG]iB)", re.IGNORECASE)
+
+
+class TransportName(StrEnum):
+    """How messages travel."""
+
+    AUTO = "auto"  # shared where possible, else torch
+    TORCH = "torch"  # torch.distributed
+    SHARED = "shared"  # shared memory of one host
+    STRICT = "strict"  # every send and receive blocks: to test schedules
+
+
+def parse_name(name: str) -> TransportName:
+    """The transport that a user's word means."""
+    try:
+        return TransportName(name)
+    except ValueError:
+        raise MeshwrightError(f"'{name}' is not a transport", fix=f"one of {', '.join(TransportName)}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +57,15 @@ class Parallel:
     def __post_init__(self) -> None:
         for name, least in (("pp", 1), ("dp", 1), ("microbatches", 0)):
             count = getattr(self, name)
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            if isinstance(count, bool) or not isinstance(count, int) or not least <= count < LARGEST:
                 raise MeshwrightError(
-                    f"{name} must be a whole number of at least {max(least, 1)}, got {count!r}", fix=f"{name}=4"
+                    f"{name} must be a whole number of at least {max(least, 1)} and below {LARGEST}, got {count!r}",
+                    fix=f"{name}=4",
                 )
+        for name, example in (("schedule", "onef1b"), ("sync", "eager"), ("transport", "auto")):
+            if not isinstance(word := getattr(self, name), str):
+                raise MeshwrightError(f"{name} is a name, got {word!r}", fix=f'{name}="{example}"')
+        parse_name(self.transport)
         object.__setattr__(self, "microbatches", self.microbatches or self.pp)
         object.__setattr__(self, "options", _options(self.options))
         object.__setattr__(self, "recompute", _recompute(self.recompute))
@@ -101,7 +126,7 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
     if isinstance(given, str):
         size = _SIZE.fullmatch(given.strip())
         return float(size[1]) * _UNITS[size[2].upper()] if size else given
-    if isinstance(given, Real) and not isinstance(given, bool) and float(given) > 1:
+    if isinstance(given, Real) and not isinstance(given, bool) and 1 < float(given) < inf:
         return float(given)
     if not isinstance(given, Sequence) or not all(_is_share(share) for share in given):
         raise MeshwrightError(
@@ -131,6 +156,8 @@ def _width(given: object) -> tuple[int, ...]:
     """Workers of each stage; None is one each."""
     if given is None:
         return ()
-    if not isinstance(given, Sequence) or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in given):
+    if not isinstance(given, Sequence) or any(
+        isinstance(w, bool) or not isinstance(w, int) or not 0 < w < LARGEST for w in given
+    ):
         raise MeshwrightError(f"width names workers per stage, got {given!r}", fix="width=(4, 2, 1, 1)")
     return tuple(given)

@@ -92,10 +92,10 @@ def lowered_flow(
         recompute = [Recompute(1.0 if cost.recompute_s > 0 else 0.0) for cost in costs]
     closed = schedule.flush and not schedule.prologue and not schedule.drain
     work = schedule.repeated(1) if closed else schedule
-    work = settle_recompute(work, _choice(Mode, recompute) if isinstance(recompute, str) else recompute)
+    work = settle_recompute(work, named(Mode, recompute) if isinstance(recompute, str) else recompute)
     duration = Price(work, costs, cluster).entry_s if costs is not None else None
     given = work
-    work = place_syncs(work, _choice(Sync, sync), duration=duration)
+    work = place_syncs(work, named(Sync, sync), duration=duration)
     flow = Flow.of(work)
     if costs is None:
         done = comm(work, flow=flow)
@@ -132,7 +132,8 @@ class _Clock:
         return sum(self.price.message_s(self.values[value], source, target))
 
 
-def _choice(kind: type[Choice], text: str) -> Choice:
+def named(kind: type[Choice], text: str) -> Choice:
+    """A member of a closed set by what users call it."""
     try:
         return kind(text)
     except ValueError:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.plan import parse_name
 from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
@@ -34,7 +35,7 @@ from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.offsets import common_clock
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.trace import Trace, assemble
-from meshwright.runtime.transport.choose import open_transport, parse_name
+from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.transport.ping import Timed
 
 LEAD_S = 0.1

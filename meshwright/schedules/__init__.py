@@ -11,14 +11,19 @@ import inspect
 import pkgutil
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite, nan
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import LARGEST
+from meshwright.ir.plan import Parallel
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.passes.lower import named
+from meshwright.passes.recompute import Mode
+from meshwright.passes.sync import Sync
 
 GIVEN = ("workers", "microbatches", "steps", "costs", "cluster")
 """Arguments that are not options."""
@@ -31,7 +36,7 @@ def names() -> list[str]:
 
 def builder(name: str) -> Callable[..., Schedule]:
     """The build function of a schedule."""
-    if name not in names():
+    if not isinstance(name, str) or name not in names():
         raise MeshwrightError(f"there is no schedule '{name}'", fix=", ".join(names()))
     found: Callable[..., Schedule] = importlib.import_module(f"{__name__}.{name}").build
     return found
@@ -82,18 +87,30 @@ def build(
             f"{workers} workers, {microbatches} microbatches and {steps} steps make {size} actions, at most {LARGEST} are built",
             fix="fewer steps or microbatches: one period stands for training of any length",
         )
-    known = options(name)
-    unknown = sorted(set(chosen) - set(known))
-    if unknown:
-        listed = ", ".join(f"{key}={_shown(p)}" for key, p in known.items()) or f"{name} has no options"
-        raise MeshwrightError(f"{name} has no option {', '.join(repr(key) for key in unknown)}", fix=listed)
-    values = {key: _converted(name, known[key], value) for key, value in chosen.items()}
+    values = converted(name, chosen)
     takes = parameters(name)
     given = {"steps": steps, "costs": costs, "cluster": cluster}
     extra: dict[str, object] = {key: value for key, value in given.items() if key in takes}
     schedule = builder(name)(workers=workers, microbatches=microbatches, **extra, **values)
     schedule = replace(schedule, options=tuple(sorted(values.items())))
     return schedule if "steps" in takes else schedule.repeated(steps)
+
+
+def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:
+    """Options of a schedule in their declared types; a schedule, an option or a value that does not exist is refused."""
+    known = options(name)
+    if unknown := sorted(set(chosen) - set(known)):
+        listed = ", ".join(f"{key}={_shown(p)}" for key, p in known.items()) or f"{name} has no options"
+        raise MeshwrightError(f"{name} has no option {', '.join(repr(key) for key in unknown)}", fix=listed)
+    return {key: _converted(name, known[key], value) for key, value in chosen.items()}
+
+
+def refuse_plan(parallel: Parallel) -> None:
+    """Refuse names and options that do not exist. Everything that takes a plan calls this before it does anything else."""
+    converted(parallel.schedule, parallel.options)
+    named(Sync, parallel.sync)
+    if isinstance(parallel.recompute, str):
+        named(Mode, parallel.recompute)
 
 
 def _converted(name: str, parameter: inspect.Parameter, value: object) -> object:
@@ -124,8 +141,9 @@ def _as(kind: object, value: object) -> object | None:
         if kind is int:
             return int(value) if isinstance(value, int | str) else None
         if kind is float:
-            return float(value) if isinstance(value, int | float | str) else None
-    except ValueError:
+            number = float(value) if isinstance(value, int | float | str) else nan
+            return number if isfinite(number) else None
+    except (ValueError, OverflowError):
         return None
     return value if isinstance(value, str) else None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
 from meshwright.runtime.loss_kind import LossKind
+from meshwright.ir.reading import LARGEST
 from meshwright.runtime.precision import Precision
+from meshwright.schedules import refuse_plan
 from meshwright.train.rows import StepRows, plan_for
 
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -39,6 +42,24 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 }
 """Arguments that are not supported: what they are when off, and what to do instead."""
 
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "num_train_epochs"), 0),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "eval_delay"), 0),
+}
+"""Numbers that are finite and at least so much."""
+
+_WHOLE: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1)),
+    "per_device_eval_batch_size": (1, LARGEST),
+    "max_steps": (-1, LARGEST),
+    "dataloader_num_workers": (0, LARGEST),
+    "save_total_limit": (1, LARGEST),
+}
+"""Whole numbers from a least to a largest one; the largest seed is the largest that numpy takes."""
+
+_OPTIONAL = frozenset({"data_seed", "save_total_limit", "eval_steps", "eval_delay", "max_grad_norm"})
+"""Numbers that may be None."""
+
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
@@ -57,9 +78,13 @@ class TrainingArguments(transformers.TrainingArguments):
         self.loss_kind = LossKind.of(self.loss_kind).value
         if not torch.cuda.is_available():
             self.use_cpu = True
-        super().__post_init__()
+        self._refuse_numbers()
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError, AttributeError) as error:
+            raise MeshwrightError(f"these training arguments cannot be used: {error}") from error
         self._refuse()
-        self.plan  # noqa: B018  # contradictions are said here, before anything starts
+        refuse_plan(self.plan)  # contradictions are said here, before anything starts
 
     @property
     def plan(self) -> Parallel:
@@ -109,6 +134,23 @@ class TrainingArguments(transformers.TrainingArguments):
         """This process among those of its host."""
         return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else self.process_index
 
+    def _refuse_numbers(self) -> None:
+        """Numbers that no training could use: no numbers, negative ones, seeds that no generator takes."""
+        for name, least in {**_LEAST, "adam_beta1": 0, "adam_beta2": 0}.items():
+            value, below = getattr(self, name), 1.0 if name.startswith("adam_beta") else inf
+            if not self._none(name) and not (_is_number(value) and least <= value < below):
+                top = f" and below {below:g}" if below < inf else ""
+                raise MeshwrightError(f"{name} must be a number of at least {least}{top}, got {value!r}", fix=f"{name}=...")
+        for name, (least, most) in _WHOLE.items():
+            value = getattr(self, name)
+            if not self._none(name) and not (_is_number(value) and value == int(value) and least <= value <= most):
+                raise MeshwrightError(
+                    f"{name} must be a whole number from {least} to {most}, got {value!r}", fix=f"{name}={max(least, 1)}"
+                )
+
+    def _none(self, name: str) -> bool:
+        return name in _OPTIONAL and getattr(self, name) is None
+
     def _refuse(self) -> None:
         for name, (off, instead) in _REFUSED.items():
             if (found := getattr(self, name)) != off and found:
@@ -125,3 +167,7 @@ class TrainingArguments(transformers.TrainingArguments):
             raise MeshwrightError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r} is not supported", fix="random or sequential"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

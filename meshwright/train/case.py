@@ -23,8 +23,8 @@ from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
-from meshwright.runtime.transport.choose import parse_name
 from meshwright.runtime.unit import Optimizer, Scheduler
+from meshwright.schedules import refuse_plan
 from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
@@ -132,7 +132,7 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
         raise MeshwrightError(f"a seed is a whole number of at least 0 and below 2**63, got {case.seed!r}", fix="seed=0")
     if case.loss is not None and not callable(case.loss):
         raise MeshwrightError(f"loss is a function of output and target, got {case.loss!r}", fix="loss=mse_loss")
-    parse_name(case.parallel.transport)
+    refuse_plan(case.parallel)
     refuse_crowd(case.parallel.ranks)
     _refuse_local(case)
     stages = stages_of(case.parallel)

@@ -37,11 +37,17 @@ class ModelFile:
             raise MeshwrightError(f"transformers has no {self.head!r}", fix=CAUSAL)
         try:
             config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-        except (KeyError, ValueError, TypeError) as error:
+        except Exception as error:  # configurations check their values with errors of several kinds
             raise MeshwrightError(
-                f"transformers cannot make this configuration: {error}", fix="a model_type that it knows"
+                f"transformers cannot make this configuration: {error}", fix="a model_type that it knows, and values of its types"
             ) from error
-        model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        try:
+            model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        except Exception as error:  # whatever a model class makes of numbers that do not fit
+            raise MeshwrightError(
+                f"{self.head} cannot be built from this configuration: {type(error).__name__}: {error}",
+                fix="the types and sizes that the configuration of such a model has",
+            ) from error
         if self.head == CAUSAL and getattr(model, "loss_type", None) is None:
             model.loss_type = "ForCausalLM"  # a class whose name does not say so; it is what its loss does
         return model
@@ -50,7 +56,10 @@ class ModelFile:
     def length(self) -> int:
         """How many positions the model has, 64 where it does not say."""
         names = ("n_positions", "max_position_embeddings")
-        return next((int(self.config[name]) for name in names if name in self.config), 64)
+        found = next((self.config[name] for name in names if self.config.get(name) is not None), 64)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise MeshwrightError(f"the configuration says {found!r} positions", fix="a whole number of at least 1")
+        return found
 
 
 def presets() -> list[str]:
@@ -97,13 +106,18 @@ def function(name: str) -> Callable[..., Any]:
 def _from_config(path: Path) -> ModelFile:
     try:
         config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MeshwrightError(f"cannot read the configuration {path}: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise MeshwrightError(
             f"{path} is no configuration of transformers: it has no model_type", fix="the config.json of a model"
         )
     heads = config.get("architectures") or [CAUSAL]
+    if not isinstance(config["model_type"], str) or not isinstance(heads, list) or not isinstance(heads[0], str):
+        raise MeshwrightError(
+            f"{path} has the model_type {config['model_type']!r} and the architectures {heads!r}",
+            fix='"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]',
+        )
     return ModelFile(heads[0], config)
 
 

@@ -29,6 +29,7 @@ from meshwright.runtime.batch import Given, Loss, Objective
 from meshwright.runtime.launch import attach
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
+from meshwright.schedules import refuse_plan
 from meshwright.train.collate import tensors
 from meshwright.train.layers import is_captured, layers_for
 from meshwright.train.lists import stages_of
@@ -66,6 +67,7 @@ def parallelize(
     `check_capture=False` leaves out the comparison of captured layers with the model.
     """
     parallel = Parallel.of(asked(plan))
+    refuse_plan(parallel)
     refuse_world(parallel)
     if not launched() and not dist.is_initialized() and parallel.ranks > 1:
         raise MeshwrightError(

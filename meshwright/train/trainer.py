@@ -28,6 +28,7 @@ from meshwright.capture.packed import flattened_note
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
+from meshwright.train.border import refuse_callback, refuse_checkpoint, refuse_dataset, refuse_model, refuse_parts
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
 from meshwright.train.layers import is_captured, refuse_lossless
@@ -78,7 +79,11 @@ class Trainer:
             raise MeshwrightError(
                 f"args is {type(args).__module__}.{type(args).__name__}", fix="meshwright.TrainingArguments(...)"
             )
-        self._refuse(model, model_init)
+        refuse_model(model, model_init)
+        self._refuse(model_init)
+        refuse_dataset("train_dataset", train_dataset)
+        refuse_dataset("eval_dataset", eval_dataset, several=True)
+        refuse_parts(locals())
         set_seed(self.args.seed)
         if model_init is not None:
             model = sketch(partial(seeded, model_init, self.args.seed), seed=self.args.seed)
@@ -103,6 +108,8 @@ class Trainer:
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
+        refuse_checkpoint(resume_from_checkpoint)
+        refuse_dataset("train_dataset", self.train_dataset)
         if self.train_dataset is None:
             raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
         if not any(p.requires_grad for p in self.module.parameters()):
@@ -121,6 +128,7 @@ class Trainer:
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
+        refuse_dataset("eval_dataset", chosen, several=True)
         self.capture(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
         self.evaluation.refuse()
         found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
@@ -129,6 +137,9 @@ class Trainer:
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
+        refuse_dataset("test_dataset", test_dataset)
+        if test_dataset is None:
+            raise MeshwrightError("there is no test_dataset to predict", fix="predict(test_dataset)")
         self.capture(test_dataset)
         self.evaluation.refuse()
         found: list[PredictionOutput] = self.everywhere(predict_on_rank, test_dataset, metric_key_prefix)
@@ -136,6 +147,7 @@ class Trainer:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """One more that looks on."""
+        refuse_callback(callback)
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -272,9 +284,7 @@ class Trainer:
                 for name, tensor in outcome.weights.items():
                     held[name].copy_(tensor)
 
-    def _refuse(self, model: Any, model_init: Any) -> None:
-        if (model is None) == (model_init is None):
-            raise MeshwrightError("a Trainer needs a model, or model_init, and not both", fix="Trainer(model=...)")
+    def _refuse(self, model_init: Any) -> None:
         if model_init is not None and any(a.default is a.empty for a in signature(model_init).parameters.values()):
             raise MeshwrightError("model_init is called without arguments, and this one wants some", fix="functools.partial")
         for name in _NOT_OURS:

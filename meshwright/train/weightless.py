@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from meshwright.train.start import Start, verdict_of
 
 TOKENS = 64
 """Tokens per row of an example where nobody says how many; fewer where the model has fewer positions."""
+LARGEST_EXAMPLE = 1 << 27
+"""Elements of the largest column of an example: one gigabyte of tokens."""
 
 
 def checked(
@@ -80,10 +83,12 @@ def weightless(name: str, *, rows: int = 2, length: int | None = None, batch: st
 def _example(model: Any, rows: int, length: int) -> dict[str, Tensor]:
     """A batch for a model of transformers, by what it says of its main input and its task."""
     config, one_label = model.config, "Classification" in type(model).__name__ and "Token" not in type(model).__name__
+    _refuse_size(rows, 1 if one_label else length)
     labels = torch.zeros((rows,) if one_label else (rows, length), dtype=torch.int64)
     if model.main_input_name == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
+        _refuse_size(rows, getattr(config, "num_channels", 3), height, width)
         return {"pixel_values": torch.zeros(rows, getattr(config, "num_channels", 3), height, width), "labels": labels}
     if model.main_input_name != "input_ids":
         raise MeshwrightError(
@@ -92,3 +97,12 @@ def _example(model: Any, rows: int, length: int) -> dict[str, Tensor]:
         )
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def _refuse_size(*sizes: int) -> None:
+    """An example is small: it says what layers look like, not how much there is to train on."""
+    if (elements := prod(sizes)) > LARGEST_EXAMPLE:
+        shape = " x ".join(map(str, sizes))
+        raise MeshwrightError(
+            f"an example of {shape} has {elements} elements, at most {LARGEST_EXAMPLE} are made", fix="--rows 2 --length 64"
+        )

@@ -6,27 +6,18 @@ import os
 import socket
 import uuid
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.plan import TransportName, parse_name
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.ping import Timed, ping
 from meshwright.runtime.transport.shared import SharedTransport
 from meshwright.runtime.transport.strict import StrictTransport
 from meshwright.runtime.transport.wire import TorchTransport
-
-
-class TransportName(StrEnum):
-    """What a user may ask for."""
-
-    AUTO = "auto"  # shared where possible, else torch
-    TORCH = "torch"  # torch.distributed
-    SHARED = "shared"  # shared memory of one host
-    STRICT = "strict"  # every send and receive blocks: to test schedules
 
 
 def open_transport(
@@ -56,15 +47,6 @@ def open_transport(
         transport = TorchTransport(channels, rank, group, device=device, timeout_s=timeout_s)
     ping(transport, channels, rank, start_timeout_s, device=device)
     return transport
-
-
-def parse_name(name: str) -> TransportName:
-    """The transport that a user's word means."""
-    try:
-        return TransportName(name)
-    except ValueError:
-        choices = ", ".join(choice.value for choice in TransportName)
-        raise MeshwrightError(f"'{name}' is not a transport", fix=f"one of {choices}") from None
 
 
 def host_identity() -> str:

@@ -1,0 +1,99 @@
+"""What a Trainer is given, checked by type when it is made: wrong ones are refused by name, before anything is built on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from meshwright.capture.materialise import Skeleton
+from meshwright.errors import MeshwrightError
+
+
+def refuse_model(model: Any, model_init: Any) -> None:
+    """A model is a module, a sketch, or a list of layers; `model_init` makes one."""
+    if (model is None) == (model_init is None):
+        raise MeshwrightError("a Trainer needs a model, or model_init, and not both", fix="Trainer(model=...)")
+    if model_init is not None and not callable(model_init):
+        raise MeshwrightError(
+            f"model_init is {_shown(model_init)}, which cannot be called", fix="a function that returns a model"
+        )
+    if model is None or isinstance(model, nn.Module | Skeleton):
+        return
+    if isinstance(model, str):
+        load = f"AutoModelForCausalLM.from_pretrained({model!r})"
+        raise MeshwrightError(f"model is the text {model!r}, not a model", fix=f"model={load}, or another class that loads it")
+    if isinstance(model, type):
+        raise MeshwrightError(f"model is the class {model.__name__}, not a model", fix=f"model={model.__name__}(...)")
+    if not isinstance(model, list | tuple):
+        raise MeshwrightError(f"model is {_shown(model)}", fix="an nn.Module, a list of them, or meshwright.sketch(build)")
+    if not model or not all(isinstance(layer, nn.Module) for layer in model):
+        wrong = next((layer for layer in model if not isinstance(layer, nn.Module)), None)
+        what = "has no layers" if not model else f"has {_shown(wrong)} among its layers"
+        raise MeshwrightError(f"the list that is the model {what}", fix="a list of nn.Modules")
+
+
+def refuse_dataset(name: str, dataset: Any, *, several: bool = False) -> None:
+    """Rows by number, or an iterable; `several` allows a mapping of such sets by name. None is no set."""
+    if dataset is None:
+        return
+    if several and isinstance(dataset, dict):
+        if not dataset:
+            raise MeshwrightError(f"{name} is an empty mapping", fix=f"{name}=None, or data sets by name")
+        for key, one in dataset.items():
+            refuse_dataset(f"{name}[{key!r}]", one)
+        return
+    rows = hasattr(dataset, "__getitem__")
+    if isinstance(dataset, str | bytes | type | dict) or not (rows or isinstance(dataset, Iterable)):
+        raise MeshwrightError(
+            f"{name} is {_shown(dataset)}: neither rows by number nor something to iterate over",
+            fix="a Dataset of torch or Hugging Face, or a list of rows",
+        )
+
+
+def refuse_parts(given: Mapping[str, Any]) -> None:
+    """The other arguments of a Trainer, by name."""
+    for name in ("data_collator", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+        if given[name] is not None and not callable(given[name]):
+            raise MeshwrightError(f"{name} is {_shown(given[name])}, which cannot be called", fix=f"{name}=a function")
+    callbacks = given["callbacks"]
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise MeshwrightError(f"callbacks is {_shown(callbacks)}", fix="callbacks=[...]")
+    for callback in callbacks or ():
+        refuse_callback(callback)
+    _refuse_optimizers(given["optimizers"], given["optimizer_cls_and_kwargs"])
+
+
+def refuse_callback(callback: Any) -> None:
+    """One that looks on is a TrainerCallback, or a class of them."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not issubclass(kind, TrainerCallback):
+        raise MeshwrightError(f"a callback is {_shown(callback)}", fix="a transformers.TrainerCallback, or its class")
+
+
+def refuse_checkpoint(given: Any) -> None:
+    """What to resume from: a folder, True or False."""
+    if given is not None and not isinstance(given, bool | str) and not hasattr(given, "__fspath__"):
+        raise MeshwrightError(f"resume_from_checkpoint is {_shown(given)}", fix="True, or the folder of a checkpoint")
+    if isinstance(given, str) and not given.strip():
+        raise MeshwrightError("resume_from_checkpoint is an empty text", fix="None, True, or the folder of a checkpoint")
+
+
+def _refuse_optimizers(pair: Any, chosen: Any) -> None:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise MeshwrightError(f"optimizers is {_shown(pair)}", fix="optimizers=(optimizer, scheduler), either may be None")
+    optimizer, scheduler = pair
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise MeshwrightError(f"optimizers has {_shown(optimizer)} as its optimizer", fix="a torch.optim.Optimizer")
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise MeshwrightError(f"optimizers has {_shown(scheduler)} as its scheduler", fix="a schedule of that optimizer, or None")
+    if chosen is not None and not (isinstance(chosen, tuple | list) and len(chosen) == 2 and isinstance(chosen[1], Mapping)):
+        raise MeshwrightError(f"optimizer_cls_and_kwargs is {_shown(chosen)}", fix="(torch.optim.AdamW, {'lr': 1e-3})")
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in an error text."""
+    return value.__name__ if isinstance(value, type) else f"{type(value).__name__} {repr(value)[:60]}"
