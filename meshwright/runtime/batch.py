@@ -23,6 +23,7 @@ from meshwright.runtime.device import stream
 from meshwright.runtime.given import Given as Given
 from meshwright.runtime.given import name_columns, sort_out
 from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.shapes import refuse_shapes
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ class Objective:
             )
         if self.kind is LossKind.SUM:
             raise MeshwrightError('loss_kind="sum" needs a loss: the usual one is a mean', fix="a model that returns its loss")
+        refuse_shapes(output, target)
         if not target.is_floating_point():
             classes, labels = output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
             return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum"), 1.0

@@ -29,6 +29,7 @@ from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
 from meshwright.train.start import Start, check_start
+from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
@@ -78,7 +79,13 @@ class Case:
         return layers_for(built, self.data(0), stages, cuts=cuts, flat=self.flat, own_loss=self.loss is not None)
 
     def data(self, step: int) -> Given:
-        """A batch in the dtype."""
+        """A batch in the dtype; ids that the model does not know are refused."""
+        found = self._cast(step)
+        if self.flat is not None:
+            refuse_ids(vocabularies(self.flat), found, self.flat.columns)
+        return found
+
+    def _cast(self, step: int) -> Given:
         given = _called(f"batch({step})", self.batch, step)
         dtype = getattr(torch, self.dtype)
 

@@ -22,6 +22,7 @@ from meshwright.runtime.batch import Given, Own
 from meshwright.train.collate import Collate, first_rows, stand_ins
 from meshwright.train.rows import StepRows
 from meshwright.train.sampler import Sampler, share
+from meshwright.train.vocabulary import Vocabulary, refuse_ids
 
 
 class Position(NamedTuple):
@@ -42,6 +43,7 @@ class Source:
     copies: int = 1
     needed: frozenset[str] | None = None
     processes: int = 0
+    vocabularies: tuple[Vocabulary, ...] = ()
 
     @property
     def size(self) -> int | None:
@@ -54,21 +56,27 @@ class Source:
         if not rows:
             raise MeshwrightError("the data set is empty: there is nothing to train on")
         set_seed(self.seed)
-        return self.collate(rows)
+        return self._tensors(rows)
 
     def batch(self, at: Position, rows: list[Any]) -> Own:
         """The tensors of a step's rows on this copy; `rows` are all of the step."""
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(rows, self.copy, self.copies)
-        given = self.collate(mine or rows[:1])
+        given = self._tensors(mine or rows[:1])
         return Own(stand_ins(given if mine else first_rows(given, 0), self.needed))
 
     def numbered(self, at: Position, numbers: list[int]) -> Own:
         """The tensors of a step whose rows have these numbers; those of other copies are not read."""
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(numbers, self.copy, self.copies)
-        given = self.collate(self._read(mine or numbers[:1]))
+        given = self._tensors(self._read(mine or numbers[:1]))
         return Own(stand_ins(given if mine else first_rows(given, 0), self.needed))
+
+    def _tensors(self, rows: list[Any]) -> Given:
+        """Rows as tensors, whose ids the model knows."""
+        given = self.collate(rows)
+        refuse_ids(self.vocabularies, given)
+        return given
 
     def _read(self, numbers: list[int]) -> list[Any]:
         many = getattr(self.dataset, "__getitems__", None)

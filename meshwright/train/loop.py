@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from math import ceil, isfinite
+from math import ceil, isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Own
 from meshwright.train.callbacks import Watchers
+from meshwright.train.carried import Carried
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data import Position, Source, numbered_steps, streamed_steps
 from meshwright.train.evaluation import predict_on
@@ -24,6 +26,8 @@ from meshwright.train.session import Session, StepResult
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Outcome:
     state: TrainerState
     callbacks: list[TrainerCallback]
     weights: dict[str, Tensor]
+    carried: Carried | None = None
 
 
 @dataclass(frozen=True)
@@ -85,24 +90,29 @@ class _Losses:
     since: float = 0.0
     total: float = 0.0
     logged_at: int = 0
+    finite: int = 0
+    ever: bool = False
     last: StepResult | None = None
 
-    def add(self, result: StepResult, step: int, *, filtered: bool) -> None:
-        """One more step; one that is no number counts as the mean so far, where that is asked for."""
+    def add(self, result: StepResult, step: int, *, filtered: bool) -> bool:
+        """One more step; one that is no number counts as the mean so far, where that is asked for, and False is returned."""
         odd = filtered and not isfinite(result.loss)
         self.since += self.since / (1 + step - self.logged_at) if odd else result.loss
+        self.finite += not odd
+        self.ever = self.ever or not odd
         self.last = result
+        return not odd
 
     def drain(self, step: int) -> dict[str, float]:
-        """What a log says, and a new start."""
+        """What a log says, and a new start; where no step had a number, neither has the log."""
         assert self.last is not None
         logs = {
-            "loss": self.since / (step - self.logged_at),
+            "loss": self.since / (step - self.logged_at) if self.finite else nan,
             "grad_norm": self.last.grad_norm,
             "learning_rate": self.last.learning_rate,
         }
         self.total += self.since
-        self.since, self.logged_at = 0.0, step
+        self.since, self.logged_at, self.finite = 0.0, step, 0
         return logs
 
 
@@ -134,7 +144,10 @@ class Loop:
         self.losses.total += self.losses.since
         steps = state.global_step - first
         metrics = speed_metrics("train", begun, num_samples=args.rows.step * steps, num_steps=steps)
-        metrics |= {"total_flos": state.total_flos, "train_loss": self.losses.total / max(steps, 0.001)}
+        metrics |= {
+            "total_flos": state.total_flos,
+            "train_loss": self.losses.total / max(steps, 0.001) if self.losses.ever or not steps else nan,
+        }
         self.log(metrics)
         self._load_best()
         self._tell("on_train_end")
@@ -160,7 +173,9 @@ class Loop:
         args, state = self.trainer.args, self.state
         self._tell("on_step_begin")
         result = self.session.step(batch)
-        self.losses.add(result, state.global_step, filtered=args.logging_nan_inf_filter)
+        if not self.losses.add(result, state.global_step, filtered=args.logging_nan_inf_filter) and state.is_world_process_zero:
+            what = "the loss of step %d is %s; what is logged is the mean of the other steps (logging_nan_inf_filter)"
+            _log.warning(what, state.global_step + 1, result.loss)
         self._tell("on_optimizer_step")
         state.global_step += 1
         state.epoch = self.course.epoch_at(at)

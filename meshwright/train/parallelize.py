@@ -39,6 +39,7 @@ from meshwright.train.rates import Rates, Recipe
 from meshwright.train.saved import kept_for
 from meshwright.train.session import Session, SessionSettings
 from meshwright.train.start import Evaluation, Start, check_start
+from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -84,6 +85,7 @@ def parallelize(
     flat, evaluation = None, Evaluation()
     if is_captured(model):
         flat = flatten(model, example, own_loss=loss is not None)
+        refuse_ids(vocabularies(flat), example, flat.columns)
     if flat is not None and check_capture:  # by every rank for itself, before it talks to others
         start = Start(skeleton or model, flat, example, stages_of(parallel), parallel.stages or None, loss, None, kind)
         cuts = parallel.microbatches * parallel.dp
@@ -102,6 +104,7 @@ def parallelize(
         fill = None if skeleton is None else partial(materialise, skeleton, layers, weights)
         session = Session(layers, parallel, rates, settings, model=module, kept=kept, fill=fill)
         session.evaluation = evaluation
+        session.vocabularies = vocabularies(flat)
         if skeleton is not None:
             skeleton.forget()
         session.closing = closing.pop_all()

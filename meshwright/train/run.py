@@ -17,6 +17,7 @@ from meshwright.runtime.layers import Layers
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.trace import Trace
 from meshwright.train.callbacks import Watchers
+from meshwright.train.carried import carried, go_on
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data import Position, Source, has_rows
 from meshwright.train.evaluation import predict_on
@@ -33,6 +34,7 @@ from meshwright.train.session import Session, SessionSettings
 from meshwright.train.start import Evaluation, Start, check_start
 from meshwright.train.together import refuse_differences
 from meshwright.train.whole_loss import ROWS
+from meshwright.train.vocabulary import vocabularies
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -49,6 +51,8 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
     if resume or trainer.args.save_strategy != "no":
         loop.checkpoints = Checkpoints(trainer.folder, session.engine, limit=trainer.args.save_total_limit)
+    if trainer.carried is not None and not resume:
+        go_on(session, trainer.carried)
     if resume:
         _resume(loop, None if resume is True else str(resume))
     try:
@@ -67,8 +71,9 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
         session.spread()
     else:
         weights = session.held()
+    kept = None if trainer.skeleton is not None else carried(session, own_schedule=trainer.optimizers[1] is not None)
     session.close()
-    return Outcome(output, loop.state, trainer.callbacks, weights)
+    return Outcome(output, loop.state, trainer.callbacks, weights, kept)
 
 
 def _agreed(trainer: Trainer, course: Course, resume: str | bool | None) -> dict[str, Any]:
@@ -164,7 +169,9 @@ def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | Non
     fill: Any = None if alone() else partial(drop_others, module, layers)
     if trainer.skeleton is not None:
         fill = partial(materialise, trainer.skeleton, layers, trainer.weights)
-    return Session(layers, args.plan, rates, settings, model=module, trace=trace, kept=kept, fill=fill)
+    session = Session(layers, args.plan, rates, settings, model=module, trace=trace, kept=kept, fill=fill)
+    session.vocabularies = vocabularies(trainer.flat)
+    return session
 
 
 def loss_of(trainer: Trainer) -> OwnLoss | None:

@@ -38,6 +38,7 @@ from meshwright.train.rates import Rates
 from meshwright.train.saved import Kept
 from meshwright.train.start import Evaluation
 from meshwright.train.state import put_whole, snapshot
+from meshwright.train.vocabulary import Vocabulary, refuse_ids
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Session:
         )
         self.rank, self.steps = self.engine.mesh.rank, 0
         self.closing = ExitStack()
+        self.vocabularies: tuple[Vocabulary, ...] = ()
         self._forward: Forward | None = None
         self.evaluation = Evaluation()
 
@@ -126,6 +128,7 @@ class Session:
 
     def step(self, batch: Given | Own) -> StepResult:
         """Train on one batch: the whole one, of which each copy takes its rows, or the rows of this copy (`Own`)."""
+        self._refuse_ids(batch)
         number, rates = self.steps, self.rates
         rates.follow()
         learning_rate = rates.learning_rate
@@ -150,10 +153,12 @@ class Session:
 
     def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:
         """The mean loss of a batch without training on it, and on request what the model returns, on every rank."""
+        self._refuse_ids(batch)
         return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
         """The most likely continuation of every row, as the model in one process would give it; see `generate`."""
+        self._refuse_ids({"input_ids": input_ids})
         return generate(self.forward, input_ids, max_new_tokens=max_new_tokens, **more)
 
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -243,6 +248,11 @@ class Session:
             for layer in self.layers.of_stage(stage):
                 for buffer in layer.buffers():
                     dist.broadcast(buffer, src=engine.mesh.holders(engine.schedule, stage)[0])
+
+    def _refuse_ids(self, batch: Given | Own) -> None:
+        """Ids outside a vocabulary are refused before this rank sends or receives anything."""
+        if self.vocabularies and not isinstance(batch, Own):
+            refuse_ids(self.vocabularies, batch, self.layers.columns or ())
 
     def _first_of(self, stage: int) -> bool:
         return self.engine.mesh.holders(self.engine.schedule, stage)[0] == self.rank

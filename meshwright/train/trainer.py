@@ -29,6 +29,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.border import refuse_callback, refuse_checkpoint, refuse_dataset, refuse_model, refuse_parts
+from meshwright.train.carried import Carried, gathered
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
 from meshwright.train.layers import is_captured, refuse_lossless
@@ -41,6 +42,7 @@ from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank,
 from meshwright.train.save import save_whole
 from meshwright.train.session import refuse_endless
 from meshwright.train.start import Evaluation
+from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +87,10 @@ class Trainer:
         refuse_dataset("eval_dataset", eval_dataset, several=True)
         refuse_parts(locals())
         set_seed(self.args.seed)
-        if model_init is not None:
-            model = sketch(partial(seeded, model_init, self.args.seed), seed=self.args.seed)
-        self.skeleton = model if isinstance(model, Skeleton) else None
-        self.model = model if self.skeleton is None else self.skeleton.model
-        self.weights: Path | None = None
+        self.model_init, self.weights = model_init, cast(Path | None, None)
+        self._set(model if model_init is None else self._sketched())
+        self.carried: Carried | None = None
+        self._trained = False
         self._stamp: dict[str, int] = {}
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = data_collator or default_collator(processing_class)
@@ -114,11 +115,14 @@ class Trainer:
             raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
         if not any(p.requires_grad for p in self.module.parameters()):
             raise MeshwrightError("all parameters of the model are frozen: nothing would be trained", fix="requires_grad_(True)")
+        if self._trained and not resume_from_checkpoint:
+            self._start_again()
         self.capture(self.train_dataset, trains=True)
         if self.args.eval_strategy != "no":
             self.evaluation.refuse()
         found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
         self._take(found)
+        self.carried, self._trained = gathered([outcome.carried for outcome in found]), True
         if self.skeleton is not None and self.args.plan.ranks > 1:
             self.weights, self._stamp = self.trained, stamp(self.trained)
         return found[0].output
@@ -204,6 +208,7 @@ class Trainer:
         if is_captured(self.model) and (self.flat is None or columns != self._columns):
             self._columns, fresh = columns, True  # a set without labels is another graph
             self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
+        refuse_ids(vocabularies(self.flat), example)
         if trains and self.flat is not None:
             refuse_lossless(self.flat, example, own_loss=self.compute_loss_func is not None)
             last = (source.size or 0) % self.args.rows.step if not self.args.dataloader_drop_last else 0
@@ -213,7 +218,7 @@ class Trainer:
             if note := flattened_note(example, min(samples, source.size or samples), cuts):
                 log.warning(note)
         if fresh and self.check_capture:
-            self.evaluation = check(self, source, example)
+            self.evaluation = check(self, self.source(dataset), example)
         if plan.ranks > 1 and not launched():
             layers, kept = cut(self, example)
             refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept).flush)
@@ -235,13 +240,36 @@ class Trainer:
         columns = accepted(self.model, args.label_names) if args.remove_unused_columns else None
         seed = args.seed if args.data_seed is None else args.data_seed
         collate = Collate(self.data_collator, columns)
-        return Source(without_unused(dataset, columns), collate, seed, processes=args.dataloader_num_workers)
+        known = without_unused(dataset, columns)
+        return Source(known, collate, seed, processes=args.dataloader_num_workers, vocabularies=vocabularies(self.flat))
 
     def __getstate__(self) -> dict[str, Any]:
         """What workers are sent: all but the workers."""
-        return {**self.__dict__, "_given": None, "_pool": None}
+        return {**self.__dict__, "_given": None, "_pool": None, "model_init": None}
 
     # -- how
+
+    def _set(self, model: Any) -> None:
+        """The model to train from now on."""
+        self.skeleton = model if isinstance(model, Skeleton) else None
+        self.model = model if self.skeleton is None else self.skeleton.model
+        self.weights = None
+
+    def _sketched(self) -> Skeleton:
+        """What `model_init` builds, from the seed."""
+        assert self.model_init is not None
+        return sketch(partial(seeded, self.model_init, self.args.seed), seed=self.args.seed)
+
+    def _start_again(self) -> None:
+        """A further `train()`: with `model_init` from a new model, as in Hugging Face's Trainer."""
+        if self.model_init is not None:
+            self._set(self._sketched())
+            self.flat = None
+        elif self.skeleton is not None:
+            raise MeshwrightError(
+                "this sketch was trained, and its optimizer's state was not kept: a further train() would start a new one",
+                fix="train(resume_from_checkpoint=True), or a new Trainer of meshwright.sketch(build, weights=...)",
+            )
 
     def _cut_and(self, work: Callable[..., Any], *more: Any) -> list[Any]:
         """Call `work(trainer, dataset, *more)` everywhere, with a data set to cut the model by."""
