@@ -13,6 +13,14 @@ from meshwright.capture.materialise import Skeleton
 from meshwright.errors import MeshwrightError
 
 
+def refuse_given(given: Mapping[str, Any]) -> None:
+    """All arguments of a Trainer, by name."""
+    refuse_model(given["model"], given["model_init"])
+    refuse_dataset("train_dataset", given["train_dataset"])
+    refuse_dataset("eval_dataset", given["eval_dataset"], several=True)
+    _refuse_parts(given)
+
+
 def refuse_model(model: Any, model_init: Any) -> None:
     """A model is a module, a sketch, or a list of layers; `model_init` makes one."""
     if (model is None) == (model_init is None):
@@ -54,8 +62,17 @@ def refuse_dataset(name: str, dataset: Any, *, several: bool = False) -> None:
         )
 
 
-def refuse_parts(given: Mapping[str, Any]) -> None:
-    """The other arguments of a Trainer, by name."""
+def refuse_checkpointing(model: Any) -> None:
+    """What `model.gradient_checkpointing_enable()` puts into a model cannot be sent to workers."""
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise MeshwrightError(
+            "the model has gradient checkpointing of its own, which cannot be sent to local workers",
+            fix="model.gradient_checkpointing_disable(), and TrainingArguments(gradient_checkpointing=True)",
+        )
+
+
+def _refuse_parts(given: Mapping[str, Any]) -> None:
+    """What is called, what looks on, and optimizers."""
     for name in ("data_collator", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
         if given[name] is not None and not callable(given[name]):
             raise MeshwrightError(f"{name} is {_shown(given[name])}, which cannot be called", fix=f"{name}=a function")

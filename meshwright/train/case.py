@@ -6,7 +6,6 @@ import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.unit import Optimizer, Scheduler
 from meshwright.schedules import refuse_plan
+from meshwright.train.coupled import refuse_closure, refuse_coupled
 from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
@@ -158,6 +158,7 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
     objective = Objective(case.loss, weigh=layers.weigh, kind=case.loss_kind)
     kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
+    refuse_coupled(lambda pair, _: case.optimizer(pair), [layers.unit(u) for u in range(schedule.units)])
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
@@ -191,11 +192,7 @@ def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
     step = getattr(found, "step", None)
     if not callable(step):
         raise MeshwrightError(f"optimizer(params) returned {_kind(found)}, which has no step()", fix="a torch.optim.Optimizer")
-    if _wants_more(step):
-        raise MeshwrightError(
-            f"{type(found).__name__} needs a closure that runs the model again, a pipeline gives it gradients only",
-            fix="an optimizer whose step() needs no argument: SGD, Adam, AdamW",
-        )
+    refuse_closure(found)
     if case.scheduler is not None and not callable(case.scheduler):
         raise MeshwrightError(f"scheduler makes a schedule for an optimizer, got {case.scheduler!r}", fix="scheduler=StepLR")
     rates = None if case.scheduler is None else _called("scheduler(optimizer)", case.scheduler, found)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +35,15 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     decoder_start_token_id: int | None = None,
+    forced_bos_token_id: int | None = None,
+    forced_eos_token_id: int | Sequence[int] | None = None,
     more: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The most likely continuation of each row, one token after another, on every rank; it ends when all rows have ended.
 
     With `decoder_start_token_id` the model has an encoder, which reads `input_ids`; what is returned is the decoder's.
-    `more` are columns that stay as they are. A row that has ended is filled with `pad_token_id`.
+    `more` are columns that stay as they are. A row that has ended is filled with `pad_token_id`. The last token that there is
+    room for is `forced_eos_token_id`, and the one behind a single first token `forced_bos_token_id`, where they are given.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ends = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ()), dtype=torch.long)
@@ -52,10 +56,17 @@ def generate(
         tokens = torch.full_like(input_ids[:, :1], decoder_start_token_id)
         lengths = torch.ones(len(tokens), dtype=torch.long)
         still = {TOKENS: input_ids, MASK: mask, **(more or {})}
+    _refuse_unseen(forward, tokens, lengths, mask, still, pad, encoder=decoder_start_token_id is not None)
+    last = forced_eos_token_id if isinstance(forced_eos_token_id, int | None) else min(forced_eos_token_id)
     new = tokens[:, :0]
     going = torch.ones(len(tokens), dtype=torch.bool)
-    for _ in range(max_new_tokens):
-        chosen = _next(forward, tokens, lengths, still, encoder=decoder_start_token_id is not None)
+    for number in range(max_new_tokens):
+        forced = forced_bos_token_id if number == 0 and tokens.shape[1] == 1 else None
+        forced = last if number == max_new_tokens - 1 and last is not None else forced
+        if forced is None:
+            chosen = _next(forward, tokens, lengths, still, encoder=decoder_start_token_id is not None)[0]
+        else:
+            chosen = torch.full_like(tokens[:, 0], forced)
         chosen = torch.where(going, chosen, pad).to(tokens.dtype)
         new = torch.cat([new, chosen[:, None]], dim=1)
         going = going & ~torch.isin(chosen, ends)
@@ -63,6 +74,29 @@ def generate(
             break
         tokens, lengths = _longer(tokens, lengths, chosen, pad), lengths + 1
     return torch.cat([input_ids if decoder_start_token_id is None else tokens[:, :1], new], dim=1)
+
+
+_GREEDY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "repetition_penalty", "encoder_repetition_penalty"), (1, 1.0)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "guidance_scale"), ()),
+    "exponential_decay_length_penalty": (),
+}
+"""What a generation_config may say that changes the most likely tokens, and the values besides None that do not."""
+
+
+def forced(model: Any) -> dict[str, Any]:
+    """The tokens that a model's generation_config forces; what it asks for and is not done here is refused by name."""
+    config = getattr(model, "generation_config", None)
+    for name, plain in _GREEDY.items():
+        value = getattr(config, name, None)
+        if value not in (None, *plain):
+            raise MeshwrightError(
+                f"the model's generation_config has {name}={value!r}, and only plain greedy tokens are generated",
+                fix=f"model.generation_config.{name} = None",
+            )
+    found = {name: getattr(config, name, None) for name in ("forced_bos_token_id", "forced_eos_token_id")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _moved(tokens: Tensor, mask: Tensor, pad: int) -> tuple[Tensor, Tensor]:
@@ -81,8 +115,10 @@ def _longer(tokens: Tensor, lengths: Tensor, chosen: Tensor, pad: int) -> Tensor
     return tokens.scatter(1, lengths[:, None], chosen[:, None])
 
 
-def _next(forward: Forward, tokens: Tensor, lengths: Tensor, still: Mapping[str, Tensor], *, encoder: bool) -> Tensor:
-    """The most likely next token of every row."""
+def _next(
+    forward: Forward, tokens: Tensor, lengths: Tensor, still: Mapping[str, Tensor], *, encoder: bool
+) -> tuple[Tensor, Tensor]:
+    """The most likely next token of every row, and its score."""
     known: tuple[str, ...] | None = getattr(forward.layers, "columns", None)
     mask = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long()
     given = {**still, DECODER: tokens} if encoder else {TOKENS: tokens, MASK: mask, **still}
@@ -96,7 +132,7 @@ def _next(forward: Forward, tokens: Tensor, lengths: Tensor, still: Mapping[str,
         )
     batch: Given = (tokens,) if known is None else {name: given[name] for name in known}
     found = forward(batch, outputs=Outputs.EVERYBODY, reduce=partial(_most_likely, lengths), loss=False)
-    return found.outputs[0]
+    return found.outputs[0], found.outputs[1]
 
 
 def _most_likely(lengths: Tensor, rows: Rows, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -106,7 +142,32 @@ def _most_likely(lengths: Tensor, rows: Rows, outputs: tuple[Tensor, ...]) -> tu
         raise MeshwrightError(f"the model returns {shapes}: no scores of rows x positions x tokens", fix="a language model")
     scores = outputs[0]
     last = (lengths[rows.start : rows.stop] - 1).to(scores.device)
-    return (scores[torch.arange(len(scores), device=scores.device), last].float().argmax(dim=-1),)
+    best = scores[torch.arange(len(scores), device=scores.device), last].float().max(dim=-1)
+    return best.indices, best.values
+
+
+def _refuse_unseen(
+    forward: Forward, tokens: Tensor, lengths: Tensor, mask: Tensor, still: Mapping[str, Tensor], pad: int, *, encoder: bool
+) -> None:
+    """A mask that says something needs a model that reads it, or one that does not look at what lies behind a token.
+
+    An encoder looks at all of its input. Whether a decoder looks ahead is tried: other tokens in place of the padding.
+    """
+    known = getattr(forward.layers, "columns", None) or ()
+    if MASK in known or bool((mask != 0).all()):
+        return
+    fix = f"a data set with a column {MASK!r}, so that the model is captured with it, or prompts of one length"
+    if encoder:
+        raise MeshwrightError(
+            f"the prompts are padded, and the model was captured without {MASK!r}: it would read padding", fix=fix
+        )
+    behind = torch.arange(tokens.shape[1])[None] >= lengths[:, None]
+    other = torch.where(behind, torch.where(tokens[:, :1] == pad, int(tokens.max()), tokens[:, :1]), tokens)
+    one, two = (_next(forward, given, lengths, still, encoder=False) for given in (tokens, other))
+    if not all(torch.equal(a, b) for a, b in zip(one, two, strict=True)):
+        raise MeshwrightError(
+            f"the prompts are padded, and the model looks at tokens behind the last one, captured without {MASK!r}", fix=fix
+        )
 
 
 def _refuse(tokens: Tensor, mask: Tensor, count: int) -> None:

@@ -64,6 +64,13 @@ class Rates:
         self.followers.append((made, indices))
         return made
 
+    def trial(self, params: Sequence[nn.Parameter], like: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer for parameters that stand in for others, in their groups; nothing follows it."""
+        of = [self.group_of.get(p, 0) for p in like]
+        mine = {index: [p for p, at in zip(params, of, strict=True) if at == index] for index in sorted(set(of))}
+        groups = [{**self.recipe.groups[index], "params": held} for index, held in mine.items()]
+        return self.recipe.kind(groups, **self.recipe.options)
+
     @property
     def learning_rate(self) -> float:
         """That of the first group."""

@@ -29,9 +29,10 @@ from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.tally import Tally
 from meshwright.runtime.trace import Trace
+from meshwright.train.coupled import refuse_coupled
 from meshwright.train.data import Source
 from meshwright.train.export import SHARD_BYTES, export
-from meshwright.train.generate import generate
+from meshwright.train.generate import forced, generate
 from meshwright.train.lists import lists_for
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
@@ -84,6 +85,7 @@ class Session:
         """`fill` gives values to layers of a model that has none; it is called with those of this rank."""
         schedule = lists_for(parallel, ties=layers.ties, kept=kept)
         refuse_endless(parallel, flush=schedule.flush)
+        refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
         if fill is not None:
             held = sorted({stage for _, stage in schedule.placement.held[dist.get_rank() % schedule.workers]})
             fill(layer for stage in held for layer in layers.of_stage(stage))
@@ -159,6 +161,7 @@ class Session:
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
         """The most likely continuation of every row, as the model in one process would give it; see `generate`."""
         self._refuse_ids({"input_ids": input_ids})
+        more = {**forced(self.model), **more}
         return generate(self.forward, input_ids, max_new_tokens=max_new_tokens, **more)
 
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:

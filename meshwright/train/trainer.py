@@ -27,8 +27,8 @@ from meshwright.capture.materialise import Skeleton, sketch
 from meshwright.capture.packed import flattened_note
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
+from meshwright.train import border
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.border import refuse_callback, refuse_checkpoint, refuse_dataset, refuse_model, refuse_parts
 from meshwright.train.carried import Carried, gathered
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
@@ -81,16 +81,12 @@ class Trainer:
             raise MeshwrightError(
                 f"args is {type(args).__module__}.{type(args).__name__}", fix="meshwright.TrainingArguments(...)"
             )
-        refuse_model(model, model_init)
+        border.refuse_given(locals())
         self._refuse(model_init)
-        refuse_dataset("train_dataset", train_dataset)
-        refuse_dataset("eval_dataset", eval_dataset, several=True)
-        refuse_parts(locals())
         set_seed(self.args.seed)
         self.model_init, self.weights = model_init, cast(Path | None, None)
         self._set(model if model_init is None else self._sketched())
-        self.carried: Carried | None = None
-        self._trained = False
+        self.carried, self._trained = cast(Carried | None, None), False
         self._stamp: dict[str, int] = {}
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = data_collator or default_collator(processing_class)
@@ -109,8 +105,8 @@ class Trainer:
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
-        refuse_checkpoint(resume_from_checkpoint)
-        refuse_dataset("train_dataset", self.train_dataset)
+        border.refuse_checkpoint(resume_from_checkpoint)
+        border.refuse_dataset("train_dataset", self.train_dataset)
         if self.train_dataset is None:
             raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
         if not any(p.requires_grad for p in self.module.parameters()):
@@ -132,7 +128,7 @@ class Trainer:
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
-        refuse_dataset("eval_dataset", chosen, several=True)
+        border.refuse_dataset("eval_dataset", chosen, several=True)
         self.capture(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
         self.evaluation.refuse()
         found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
@@ -141,7 +137,7 @@ class Trainer:
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
-        refuse_dataset("test_dataset", test_dataset)
+        border.refuse_dataset("test_dataset", test_dataset)
         if test_dataset is None:
             raise MeshwrightError("there is no test_dataset to predict", fix="predict(test_dataset)")
         self.capture(test_dataset)
@@ -151,7 +147,7 @@ class Trainer:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """One more that looks on."""
-        refuse_callback(callback)
+        border.refuse_callback(callback)
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -200,6 +196,8 @@ class Trainer:
         plan = self.args.plan
         refuse_world(plan)
         stages_of(plan)
+        if plan.ranks > 1 and not launched():
+            border.refuse_checkpointing(self.model)
         if self.weights is not None and not launched():
             refuse_others(self.weights, self._stamp)
         source = self.source(dataset)
