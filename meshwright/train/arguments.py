@@ -18,8 +18,8 @@ from transformers.training_args import ParallelMode
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
-from meshwright.runtime.loss_kind import LossKind
 from meshwright.ir.reading import LARGEST
+from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.schedules import refuse_plan
 from meshwright.train.rows import StepRows, plan_for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,9 +13,18 @@ from transformers import TrainerCallback
 from meshwright.capture.materialise import Skeleton
 from meshwright.errors import MeshwrightError
 
+_NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
+"""Methods of the Hugging Face Trainer that a subclass may have changed, and that nothing here calls."""
 
-def refuse_given(given: Mapping[str, Any]) -> None:
-    """All arguments of a Trainer, by name."""
+
+def refuse_given(kind: type, given: Mapping[str, Any]) -> None:
+    """All arguments of a Trainer, by name, and methods of its class that would not be called."""
+    for name in _NOT_OURS:
+        if hasattr(kind, name):
+            raise MeshwrightError(
+                f"{kind.__name__} overrides {name}, which is never called: a model is cut into stages",
+                fix="compute_loss_func=, optimizers= or data_collator=",
+            )
     refuse_model(given["model"], given["model_init"])
     refuse_dataset("train_dataset", given["train_dataset"])
     refuse_dataset("eval_dataset", given["eval_dataset"], several=True)
@@ -29,6 +39,8 @@ def refuse_model(model: Any, model_init: Any) -> None:
         raise MeshwrightError(
             f"model_init is {_shown(model_init)}, which cannot be called", fix="a function that returns a model"
         )
+    if model_init is not None and any(a.default is a.empty for a in signature(model_init).parameters.values()):
+        raise MeshwrightError("model_init is called without arguments, and this one wants some", fix="functools.partial")
     if model is None or isinstance(model, nn.Module | Skeleton):
         return
     if isinstance(model, str):
@@ -44,8 +56,10 @@ def refuse_model(model: Any, model_init: Any) -> None:
         raise MeshwrightError(f"the list that is the model {what}", fix="a list of nn.Modules")
 
 
-def refuse_dataset(name: str, dataset: Any, *, several: bool = False) -> None:
+def refuse_dataset(name: str, dataset: Any, *, several: bool = False, needed: bool = False) -> None:
     """Rows by number, or an iterable; `several` allows a mapping of such sets by name. None is no set."""
+    if dataset is None and needed:
+        raise MeshwrightError(f"there is no {name}", fix=f"{name}=a data set")
     if dataset is None:
         return
     if several and isinstance(dataset, dict):
@@ -59,6 +73,15 @@ def refuse_dataset(name: str, dataset: Any, *, several: bool = False) -> None:
         raise MeshwrightError(
             f"{name} is {_shown(dataset)}: neither rows by number nor something to iterate over",
             fix="a Dataset of torch or Hugging Face, or a list of rows",
+        )
+
+
+def refuse_loaders(processes: int, ranks: int) -> None:
+    """Local workers read their data themselves."""
+    if processes:
+        raise MeshwrightError(
+            f"dataloader_num_workers={processes}: local workers cannot start processes of their own",
+            fix=f"dataloader_num_workers=0, or torchrun --nproc-per-node {ranks}",
         )
 
 

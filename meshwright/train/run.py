@@ -33,8 +33,8 @@ from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
 from meshwright.train.start import Evaluation, Start, check_start
 from meshwright.train.together import refuse_differences
-from meshwright.train.whole_loss import ROWS
 from meshwright.train.vocabulary import vocabularies
+from meshwright.train.whole_loss import ROWS
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer

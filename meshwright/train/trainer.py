@@ -11,7 +11,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,9 +45,6 @@ from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 log = logging.getLogger(__name__)
 
-_NOT_OURS = ("compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler", "get_train_dataloader")
-"""Methods of the Hugging Face Trainer that a subclass may have changed, and that nothing here calls."""
-
 
 class Trainer:
     """Trains a model under a plan."""
@@ -81,8 +77,7 @@ class Trainer:
             raise MeshwrightError(
                 f"args is {type(args).__module__}.{type(args).__name__}", fix="meshwright.TrainingArguments(...)"
             )
-        border.refuse_given(locals())
-        self._refuse(model_init)
+        border.refuse_given(type(self), locals())
         set_seed(self.args.seed)
         self.model_init, self.weights = model_init, cast(Path | None, None)
         self._set(model if model_init is None else self._sketched())
@@ -137,9 +132,7 @@ class Trainer:
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
-        border.refuse_dataset("test_dataset", test_dataset)
-        if test_dataset is None:
-            raise MeshwrightError("there is no test_dataset to predict", fix="predict(test_dataset)")
+        border.refuse_dataset("test_dataset", test_dataset, needed=True)
         self.capture(test_dataset)
         self.evaluation.refuse()
         found: list[PredictionOutput] = self.everywhere(predict_on_rank, test_dataset, metric_key_prefix)
@@ -286,11 +279,7 @@ class Trainer:
 
     def _workers(self) -> Workers:
         """The workers of this trainer, started when they are first needed, and ended with it."""
-        if self.args.dataloader_num_workers:
-            raise MeshwrightError(
-                f"dataloader_num_workers={self.args.dataloader_num_workers}: local workers cannot start processes of their own",
-                fix=f"dataloader_num_workers=0, or torchrun --nproc-per-node {self.args.plan.ranks}",
-            )
+        border.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.ranks)
         if self._given is not None:
             return self._given
         if self._pool is None:
@@ -309,13 +298,3 @@ class Trainer:
             for outcome in found:
                 for name, tensor in outcome.weights.items():
                     held[name].copy_(tensor)
-
-    def _refuse(self, model_init: Any) -> None:
-        if model_init is not None and any(a.default is a.empty for a in signature(model_init).parameters.values()):
-            raise MeshwrightError("model_init is called without arguments, and this one wants some", fix="functools.partial")
-        for name in _NOT_OURS:
-            if hasattr(type(self), name):
-                raise MeshwrightError(
-                    f"{type(self).__name__} overrides {name}, which is never called: a model is cut into stages",
-                    fix="compute_loss_func=, optimizers= or data_collator=",
-                )
