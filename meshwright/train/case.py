@@ -24,7 +24,7 @@ from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.unit import Optimizer, Scheduler
 from meshwright.schedules import refuse_plan
-from meshwright.train.coupled import refuse_closure, refuse_coupled
+from meshwright.train.coupled import refuse_closure, refuse_coupled, wants_more
 from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
@@ -196,16 +196,11 @@ def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
     if case.scheduler is not None and not callable(case.scheduler):
         raise MeshwrightError(f"scheduler makes a schedule for an optimizer, got {case.scheduler!r}", fix="scheduler=StepLR")
     rates = None if case.scheduler is None else _called("scheduler(optimizer)", case.scheduler, found)
-    if rates is not None and (not callable(getattr(rates, "step", None)) or _wants_more(rates.step)):
+    if rates is not None and (not callable(getattr(rates, "step", None)) or wants_more(rates.step)):
         raise MeshwrightError(
             f"scheduler(optimizer) returned {_kind(rates)}, which has no step() without arguments",
             fix="a schedule that follows the number of updates: StepLR, CosineAnnealingLR, LambdaLR",
         )
-
-
-def _wants_more(step: Callable[..., Any]) -> bool:
-    """Does a step need an argument?"""
-    return any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in signature(step).parameters.values())
 
 
 def _refuse_rows(case: Case, layers: Layers) -> None:

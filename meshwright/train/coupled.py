@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +58,16 @@ def refuse_coupled(
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
     """A step is taken with the gradients that are there; an optimizer that wants to compute them again cannot."""
-    step = signature(optimizer.step).parameters.values()
-    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in step):
+    if wants_more(optimizer.step):
         raise MeshwrightError(
             f"{type(optimizer).__name__} needs a closure that runs the model again, a pipeline gives it gradients only",
             fix="an optimizer whose step() needs no argument: SGD, Adam, AdamW",
         )
+
+
+def wants_more(step: Callable[..., Any]) -> bool:
+    """Does a step need an argument?"""
+    return any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in signature(step).parameters.values())
 
 
 def _tried(make: Made, like: tuple[nn.Parameter, nn.Parameter], scale: float) -> tuple[str, list[Tensor]]:
