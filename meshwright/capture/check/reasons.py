@@ -87,11 +87,12 @@ def _reading(model: nn.Module, generators: list[str]) -> str:
 
 
 def _with_names(model: nn.Module, names: set[str]) -> list[str]:
-    """The modules that use one of these names in a method of their own, torch's modules left out."""
-    found = []
+    """The modules whose forward uses one of these names; if none does, those with such a method. torch's are left out."""
+    in_forward, elsewhere = [], []
     for path, module in model.named_modules():
         own = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
         methods = [inspect.unwrap(each) for kind in own for each in vars(kind).values() if inspect.isfunction(each)]
-        if any(names & set(method.__code__.co_names) for method in methods if inspect.isfunction(method)):
-            found.append(path or type(module).__name__)
-    return found
+        using = [m.__name__ for m in methods if inspect.isfunction(m) and names & set(m.__code__.co_names)]
+        if using:
+            (in_forward if "forward" in using else elsewhere).append(path or type(module).__name__)
+    return in_forward or elsewhere
