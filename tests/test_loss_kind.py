@@ -182,3 +182,22 @@ def test_an_unknown_kind_and_a_loss_that_is_a_mean_are_refused(tmp_path: Any) ->
         pytest.raises(MeshwrightError, match="needs a loss"),
     ):
         session.step(batch)
+
+
+class Buffered(hard.Base):
+    """Weights of classes in a buffer, as they are or worked out from it."""
+
+    def __init__(self, *, changed: bool) -> None:
+        super().__init__()
+        self.changed = changed
+        self.register_buffer("classes", torch.tensor(WEIGHTS))
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor]:
+        """A weighted mean."""
+        weights = self.classes.sqrt() if self.changed else self.classes
+        return (functional.cross_entropy(self.head(self.body(x)), labels, weight=weights),)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_weights_of_classes_in_a_buffer_are_counted(changed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    assert told(Buffered(changed=changed), caplog) == ""

@@ -281,7 +281,7 @@ def free_graph(
     for node in line.flat.nodes:
         if node.name in wanted and node.kind is Kind.CALL:
             builder.add(node)
-    builder.graph.output(tuple(builder.made[name] for name in names))
+    builder.graph.output(builder._read(tuple(Ref(name) for name in names)))
     return builder.module(), columns, builder.names
 
 

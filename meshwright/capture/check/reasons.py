@@ -88,7 +88,7 @@ def _reading(model: nn.Module, generators: list[str]) -> str:
 
 def _with_names(model: nn.Module, names: set[str]) -> list[str]:
     """The modules whose forward uses one of these names; if none does, those with such a method. torch's are left out."""
-    in_forward, elsewhere = [], []
+    in_forward, elsewhere = list[str](), list[str]()
     for path, module in model.named_modules():
         own = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
         methods = [inspect.unwrap(each) for kind in own for each in vars(kind).values() if inspect.isfunction(each)]
