@@ -154,11 +154,10 @@ def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest
     ("more", "words"),
     [
         ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "never ends a step on all workers at once"),
-        ({"parallel": {"pp": 2, "schedule": "nothing"}}, "nothing"),
         ({"parallel": {"pp": 4, "schedule": "chimera", "microbatches": 6}}, "chimera runs whole units of 4"),
         ({"parallel": {"pp": 64, "microbatches": 8}}, "64 stages"),
     ],
-    ids=["no flush", "no schedule", "units", "stages"],
+    ids=["no flush", "units", "stages"],
 )
 def test_plans_that_cannot_run_are_refused_before_workers_are_started(more: dict[str, Any], words: str, tmp_path: Path) -> None:
     trainer = ours(gpt2(), tmp_path, text(), **more)
