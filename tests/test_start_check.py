@@ -148,7 +148,7 @@ def test_the_first_layer_that_differs_is_named() -> None:
     ("kind", "told"),
     [
         (hard.Counting, "Counting.n changes with every forward"),
-        (hard.PythonRandom, "forward draws from random in PythonRandom"),
+        (hard.PythonRandom, "the forward draws from random"),
         (hard.Listing, "differs from itself"),
     ],
 )
@@ -284,3 +284,47 @@ def test_the_check_costs_less_than_a_tenth_of_a_demo_run(tmp_path: Path, monkeyp
     whole = time.perf_counter() - begun
     print(f"the check took {spent[0]:.2f} s of {whole:.2f} s: {spent[0] / whole:.1%}")
     assert len(spent) == 1 and spent[0] < 0.1 * whole
+
+
+class _Subtracts(hard.Base):
+    """A moving average that only evaluation reads; before the first step it is zero, and hides that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def body(self, x: Tensor) -> Tensor:
+        found = super().body(x)
+        if self.training:
+            self.average.mul_(0.9).add_(0.1 * found.detach().mean(0))
+            return found
+        return found - self.average
+
+
+class _Gated(hard.Base):
+    """A gate that starts at zero hides what is behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def body(self, x: Tensor) -> Tensor:
+        found = super().body(x)
+        return found + self.gate * torch.tanh(found) * (0.5 if self.training else 1.0)
+
+
+@pytest.mark.parametrize("kind", [_Subtracts, _Gated])
+def test_values_that_start_alike_hide_nothing(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, batches = kind(), [hard.features(8, step=step) for step in range(STEPS)]
+    start = {name: t.clone() for name, t in model.state_dict().items()}
+    reference = copy.deepcopy(model)
+    plain_losses(reference, batches)
+    plan = {"pp": 1, "microbatches": 1}
+    with mw.parallelize(model, batches[0], plan, optimizer=torch.optim.SGD(model.parameters(), lr=RATE)) as session:
+        assert all(torch.equal(t, start[name]) for name, t in model.state_dict().items())
+        for batch in batches:
+            session.step(batch)
+        found = session.evaluate(batches[0]).loss
+    reference.eval()
+    assert found == pytest.approx(float(reference(**batches[0])[0].detach()), rel=1e-5)

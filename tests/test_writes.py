@@ -136,3 +136,21 @@ def test_an_average_without_a_gradient(training: bool) -> None:
 def test_a_changed_tensor_that_is_no_buffer() -> None:
     with pytest.raises(MeshwrightError, match="'seen' in place, a tensor that is neither a parameter nor a buffer"):
         flatten(_Kept(), _numbers())
+
+
+class _Clamped(nn.Module):
+    """Weights clipped by the forward itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor]:
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.1, 0.1)
+        return (F.mse_loss(self.first(x), labels),)
+
+
+def test_a_write_into_a_parameter() -> None:
+    with pytest.raises(MeshwrightError, match=r"writes into the parameter 'first\.weight'"):
+        flatten(_Clamped(), _numbers())

@@ -83,10 +83,11 @@ def trace(model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, 
             module.training = mode
     graph = program.module(check_guards=False).graph
     refuse_transforms(graph)
-    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known = parameters | {name for name, _ in model.named_buffers(remove_duplicate=False)}
     flat = transcribe(graph, tuple(outputs), tuple(given), known, calls)
     flat = replace(flat, conditions=_conditions(program, given, lengths), training=training)
-    _refuse_changed_attributes(flat, known)
+    _refuse_changed(flat, parameters, known)
     _refuse_rows(flat, given)
     return flat
 
@@ -141,12 +142,17 @@ def _refuse_rows(flat: Flat, given: Mapping[str, Tensor]) -> None:
         )
 
 
-def _refuse_changed_attributes(flat: Flat, known: Collection[str]) -> None:
-    """A tensor that a module merely has would be changed in one stage, and neither saved nor seen by others."""
-    for node in flat.nodes:
-        if unknown := [name for name in node.changes if name not in known]:
+def _refuse_changed(flat: Flat, parameters: Collection[str], known: Collection[str]) -> None:
+    """Parameters are the optimizer's; a tensor that a module merely has would be changed in one stage and saved nowhere."""
+    for name in (name for node in flat.nodes for name in node.changes):
+        if name in parameters:
             raise MeshwrightError(
-                f"the forward changes {unknown[0]!r} in place, a tensor that is neither a parameter nor a buffer",
+                f"the forward writes into the parameter {name!r}: copies of it on other ranks, and other versions, would differ",
+                fix="clip or renormalise weights after the optimizer's step (on_step_end), or a parametrization",
+            )
+        if name not in known:
+            raise MeshwrightError(
+                f"the forward changes {name!r} in place, a tensor that is neither a parameter nor a buffer",
                 fix="register_buffer(name, tensor) in its module",
             )
 

@@ -25,6 +25,7 @@ from meshwright.capture.check.marks import TOLERANCE
 from meshwright.capture.check.reasons import Reason
 from meshwright.capture.check.runs import Distance, Run, Seen, furthest, layers_run, model_run, see
 from meshwright.capture.check.sizes import Example, Wanted, small_examples
+from meshwright.capture.check.stirred import stirred
 from meshwright.capture.check.streams import Draws, python_states, seed_all
 from meshwright.capture.check.untouched import plain_attributes, put_back, untouched
 from meshwright.capture.flat import Flat
@@ -97,7 +98,7 @@ class Check:
     def run(self, given: dict[str, Tensor]) -> Verdict:
         """Compare at all sizes; stops at the first difference of each mode."""
         begun, found, self.whole = time.perf_counter(), self.verdict, Example(given)
-        with untouched(self.model, self.layers):
+        with untouched(self.model, self.layers), stirred(self.model):
             held = dict.fromkeys(b for part in (self.model, *self.layers) for b in part.buffers())
             self.kept = [(b, b.detach().clone()) for b in held if not b.is_meta]
             for wanted in small_examples(given, self.flat):
