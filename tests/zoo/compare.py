@@ -72,12 +72,19 @@ def seeded(seed: int) -> None:
 
 
 def run(
-    call: Run, model: nn.Module, batch: Mapping[str, Tensor], weigh: Callable[[Microbatch], float], *, train: bool, keyed: bool
+    call: Run,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    weigh: Callable[[Microbatch], float],
+    *,
+    train: bool,
+    keyed: bool,
+    count: int = MICROBATCHES,
 ) -> Result:
     """All microbatches: the weighted mean of their losses, its gradient, and what each gives besides."""
     found, total = Result(), 0.0
     model.zero_grad(set_to_none=True)
-    parts = microbatches(batch)
+    parts = microbatches(batch, count)
     weights = [weigh(part) for part in parts]
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         seeded(100 + number)

@@ -14,7 +14,9 @@ from tests.zoo.family import Batch, Family, labels, next_labels, rows, text
 KIND = "decoder"
 
 
-def decoder(name: str, config: str, *without: str, head: str = "ForCausalLM", batch: Any = text, dtype: Any = None, **more: Any) -> Family:
+def decoder(
+    name: str, config: str, *without: str, head: str = "ForCausalLM", batch: Any = text, dtype: Any = None, **more: Any
+) -> Family:
     return Family(name, KIND, partial(tiny, config, head, *without, **more), batch, next_labels, dtype=dtype)
 
 
@@ -24,9 +26,23 @@ def left(rows: int, length: int, seed: int) -> Batch:
 
 FAMILIES = (
     decoder("gpt2", "GPT2", head="LMHeadModel"),
-    decoder("gpt2 eager, cross layer scale", "GPT2", head="LMHeadModel", attn_implementation="eager", scale_attn_by_inverse_layer_idx=True),
+    decoder(
+        "gpt2 eager, cross layer scale",
+        "GPT2",
+        head="LMHeadModel",
+        attn_implementation="eager",
+        scale_attn_by_inverse_layer_idx=True,
+    ),
     decoder("openai gpt", "OpenAIGPT", head="LMHeadModel"),
-    decoder("gpt neo", "GPTNeo", "num_layers", dtype=torch.float32, attention_types=[[["global", "local"], 1]], num_layers=2, window_size=4),
+    decoder(
+        "gpt neo",
+        "GPTNeo",
+        "num_layers",
+        dtype=torch.float32,
+        attention_types=[[["global", "local"], 1]],
+        num_layers=2,
+        window_size=4,
+    ),
     decoder("gpt-j", "GPTJ", dtype=torch.float32, rotary_dim=4),
     decoder("gpt neox", "GPTNeoX"),
     decoder("gpt bigcode", "GPTBigCode"),
@@ -49,7 +65,9 @@ FAMILIES = (
     decoder("qwen3", "Qwen3", tie_word_embeddings=True),
     decoder("gemma", "Gemma"),
     decoder("gemma2", "Gemma2", query_pre_attn_scalar=8),
-    decoder("gemma3", "Gemma3", config_name="Gemma3Text", query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]),
+    decoder(
+        "gemma3", "Gemma3", config_name="Gemma3Text", query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]
+    ),
     decoder("phi", "Phi"),
     decoder("phi3", "Phi3"),
     decoder("stablelm", "StableLm"),
@@ -75,6 +93,23 @@ FAMILIES = (
     Family("gpt2 texts", KIND, partial(tiny, "GPT2", "ForSequenceClassification"), sentences, rows),
     Family("bart decoder", KIND, partial(tiny, "Bart", "ForCausalLM"), text, labels),
     Family("xlnet", KIND, partial(tiny, "XLNet", "LMHeadModel", "max_position_embeddings", d_inner=48), text, labels),
-    Family("reformer", KIND, partial(tiny, "Reformer", "ModelWithLMHead", "num_hidden_layers", is_decoder=True, attn_layers=["local", "local"],
-           axial_pos_embds=False, local_attn_chunk_length=4, attention_head_size=8, feed_forward_size=48), text, next_labels, sizes=((5, 12), (3, 8))),
-)  # fmt: skip
+    Family(
+        "reformer",
+        KIND,
+        partial(
+            tiny,
+            "Reformer",
+            "ModelWithLMHead",
+            "num_hidden_layers",
+            is_decoder=True,
+            attn_layers=["local", "local"],
+            axial_pos_embds=False,
+            local_attn_chunk_length=4,
+            attention_head_size=8,
+            feed_forward_size=48,
+        ),
+        text,
+        next_labels,
+        sizes=((5, 12), (3, 8)),
+    ),
+)

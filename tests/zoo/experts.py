@@ -36,6 +36,19 @@ FAMILIES = (
     mixture("flex olmo", "FlexOlmo"),
     mixture("llama4 text", "Llama4", config_name="Llama4Text", intermediate_size_mlp=48, attention_chunk_size=8),
     mixture("lfm2 moe", "Lfm2Moe", layer_types=["conv", "full_attention"], num_dense_layers=1),
-    mixture("longcat flash", "LongcatFlash", expert_ffn_hidden_size=16, zero_expert_num=2, num_layers=2, head_dim=8, num_key_value_heads=4),
-    mixture("dbrx", "Dbrx", attn_config={"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}, ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}),
-)  # fmt: skip
+    mixture(
+        "longcat flash",
+        "LongcatFlash",
+        expert_ffn_hidden_size=16,
+        zero_expert_num=2,
+        num_layers=2,
+        head_dim=8,
+        num_key_value_heads=4,
+    ),
+    mixture(
+        "dbrx",
+        "Dbrx",
+        attn_config={"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    ),
+)

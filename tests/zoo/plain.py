@@ -61,7 +61,11 @@ class PackedTagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.body, self.head = nn.Embedding(VOCABULARY, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, VOCABULARY)
+        self.tokens, self.body, self.head = (
+            nn.Embedding(VOCABULARY, 16),
+            nn.LSTM(16, 16, batch_first=True),
+            nn.Linear(16, VOCABULARY),
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
         lengths = attention_mask.sum(1).cpu()
@@ -75,7 +79,11 @@ class Cells(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.tokens, self.cell, self.head = nn.Embedding(VOCABULARY, width), nn.GRUCell(width, width), nn.Linear(width, VOCABULARY)
+        self.tokens, self.cell, self.head = (
+            nn.Embedding(VOCABULARY, width),
+            nn.GRUCell(width, width),
+            nn.Linear(width, VOCABULARY),
+        )
         self.width = width
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -109,7 +117,9 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        )
         self.body = nn.Sequential(Block(8, 8, 1), Block(8, 16, 2), Block(16, 16, 1))
         self.pool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(16, 5)
 
@@ -123,8 +133,11 @@ class UNet(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
+
         def two(a: int, b: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.SiLU(), nn.Conv2d(b, b, 3, padding=1), nn.SiLU())
+            return nn.Sequential(
+                nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.SiLU(), nn.Conv2d(b, b, 3, padding=1), nn.SiLU()
+            )
 
         self.down1, self.down2, self.middle = two(3, width), two(width, 2 * width), two(2 * width, 4 * width)
         self.lift2, self.lift1 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)
@@ -234,7 +247,9 @@ class Deep(nn.Sequential):
     """A list of layers with a head, as many begin."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+        super().__init__(
+            nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return functional.mse_loss(super().forward(x).squeeze(1), y)

@@ -36,6 +36,14 @@ FAMILIES = (
     translator("led", "LED", attention_window=4, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
     translator("bigbird pegasus", "BigBirdPegasus", attention_type="original_full"),
     translator("fsmt", "FSMT", langs=["en", "de"], src_vocab_size=64, tgt_vocab_size=64),
-    translator("prophetnet", "ProphetNet", "num_hidden_layers", num_decoder_layers=2, num_encoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4),
+    translator(
+        "prophetnet",
+        "ProphetNet",
+        "num_hidden_layers",
+        num_decoder_layers=2,
+        num_encoder_layers=2,
+        num_encoder_attention_heads=4,
+        num_decoder_attention_heads=4,
+    ),
     translator("nllb moe", "NllbMoe", encoder_sparse_step=2, decoder_sparse_step=2),
 )
