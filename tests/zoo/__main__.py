@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 from tests.zoo.configured import library
 from tests.zoo.every import FAMILIES
-from tests.zoo.study import study
+from tests.zoo.study import Finding, study
 from tests.zoo.table import page, row
 
 
 def main(arguments: list[str]) -> None:
-    """Try families and show what was found."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    library()
+    """Try families, one on each processor, and show what was found."""
     target = None
     if arguments[:1] == ["--write"]:
         target, arguments = Path(arguments[1]), arguments[2:]
     found = []
-    for name in arguments or FAMILIES:
-        found.append(study(FAMILIES[name]))
-        print(row(found[-1]), f"{found[-1].error:.0e}", f"{found[-1].seconds:.1f} s", flush=True)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for finding in pool.map(tried, arguments or FAMILIES):
+            found.append(finding)
+            print(row(finding), f"{finding.error:.0e}", f"{finding.seconds:.1f} s", flush=True)
     if target is not None:
         target.write_text(page(found))
+
+
+def tried(name: str) -> Finding:
+    """One family."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    library()
+    return study(FAMILIES[name])
 
 
 if __name__ == "__main__":

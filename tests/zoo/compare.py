@@ -116,12 +116,34 @@ def plain(model: nn.Module) -> Run:
     return call
 
 
-def staged(layers: Layers) -> Run:
+class Graphs:
+    """The captured layers for the sizes of a microbatch: the first that hold for them, or the model captured again."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.every = [layers]
+
+    def of(self, part: Microbatch) -> Layers:
+        shapes = {name: tuple(t.shape) for name, t in part.items()}
+        for layers in self.every:
+            if layers.refusal is None or layers.refusal(shapes) is None:
+                return layers
+        assert layers.again is not None
+        self.every.append(layers.again(part))
+        return self.every[-1]
+
+    def train(self, mode: bool) -> None:
+        for layer in (layer for layers in self.every for layer in layers.modules):
+            layer.train(mode)
+
+
+def staged(graphs: Graphs, train: bool) -> Run:
     """Captured layers: each stage starts from leaves, and its backward from the gradients of the next one's."""
 
     def call(part: Microbatch) -> tuple[list[Tensor], Callable[[float], None]]:
         kept: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         values: tuple[Tensor, ...] = ()
+        layers = graphs.of(part)
+        graphs.train(train)
         for stage in range(layers.stages):
             leaves = tuple(v.detach().requires_grad_(v.requires_grad) for v in values)
             values = tuple(v.clone() for v in leaves)
@@ -186,12 +208,10 @@ def difference(mine: Result, own: Result) -> tuple[float, str]:
 
 
 @contextlib.contextmanager
-def mode(model: nn.Module, layers: Layers | None, *, train: bool) -> Iterator[None]:
+def mode(model: nn.Module, *, train: bool) -> Iterator[None]:
     """Training or evaluation; buffers are afterwards what they were."""
     kept = {name: b.detach().clone() for name, b in model.named_buffers()}
     model.train(train)
-    for layer in layers.modules if layers is not None else ():
-        layer.train(train)
     try:
         yield
     finally:
@@ -200,32 +220,30 @@ def mode(model: nn.Module, layers: Layers | None, *, train: bool) -> Iterator[No
                 b.copy_(kept[name])
 
 
-def compared(family: Family, model: nn.Module, layers: Layers, batch: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest error in training and in evaluation at the size of a batch, and where it is."""
+def weights_differ(family: Family, layers: Layers, batch: Mapping[str, Tensor]) -> str:
+    """Do microbatches weigh what the family says? Empty where they do."""
+    shares = [[rule(part) for part in microbatches(batch)] for rule in (weight_of(layers), family.items)]
+    same = all(abs(a / sum(shares[0]) - b / sum(shares[1])) < 1e-12 for a, b in zip(*shares, strict=True))
+    return "" if same else f"microbatches weigh {shares[0]} instead of {shares[1]}"
+
+
+def compared(
+    family: Family, model: nn.Module, layers: Layers, graphs: Graphs, batch: Mapping[str, Tensor], *, train: bool
+) -> tuple[float, str]:
+    """The largest error in one mode at the size of a batch, and where it is."""
     bar = BARS[next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)]
-    worst = (0.0, "")
-    weigh = weight_of(layers)
-    parts = microbatches(batch)
-    for part in parts:
-        layers.refuse_sizes(part, len(next(iter(part.values()))))
-    shares = [[rule(part) for part in parts] for rule in (weigh, family.items)]
-    if any(abs(a / sum(shares[0]) - b / sum(shares[1])) > 1e-12 for a, b in zip(*shares, strict=True)):
-        return float("inf"), f"microbatches weigh {shares[0]} instead of {shares[1]}"
-    for train in (True, False):
+    if problem := weights_differ(family, layers, batch):
+        return float("inf"), problem
 
-        def both(train: bool = train, keyed: bool = False) -> tuple[float, str]:
-            with mode(model, None, train=train):
-                own = run(plain(model), model, batch, family.items, train=train, keyed=keyed)
-            with mode(model, layers, train=train):
-                mine = run(staged(layers), model, batch, weigh, train=train, keyed=keyed)
-            return difference(mine, own)
+    def both(keyed: bool = False) -> tuple[float, str]:
+        with mode(model, train=train):
+            own = run(plain(model), model, batch, family.items, train=train, keyed=keyed)
+        with mode(model, train=train):
+            mine = run(staged(graphs, train), model, batch, weight_of(layers), train=train, keyed=keyed)
+        return difference(mine, own)
 
-        found = both()
-        if found[0] > bar:  # draws that nobody uses are not captured: then equal streams per draw
-            again = both(keyed=True)
-            found = again if again[0] <= bar else found
-        if found[0] > worst[0]:
-            worst = (found[0], f"{found[1]} in {'training' if train else 'evaluation'}")
-        if worst[0] > bar:
-            break
-    return worst
+    found = both()
+    if found[0] > bar:  # draws that nobody uses are not captured: then equal streams per draw
+        again = both(keyed=True)
+        found = again if again[0] <= bar else found
+    return found[0], f"{found[1]} in {'training' if train else 'evaluation'}"

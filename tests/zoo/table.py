@@ -24,8 +24,8 @@ model itself**: the loss of uneven microbatches, every gradient, and evaluation,
 rows, another length; the last microbatch has one row). Batches are padded and some labels are ignored.
 
 - **exact**: equal to 1e-9 relative in double precision, 1e-5 where the model runs in single precision only.
-- **exact, each size captured**: the same; what was captured is for one length (or one size of pictures), and another one is
-  refused by name until it is captured itself.
+- **exact, each size captured**: the same; a graph is for one length (or one size of pictures), and a batch of another size is
+  captured again when it comes.
 - **refused**: an error before any step, with the reason.
 
 {counts}
