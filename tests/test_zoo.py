@@ -6,15 +6,19 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import default_data_collator
 
 from meshwright import Parallel
+from meshwright.runtime.launch import Workers
 from meshwright.train.case import Case, prepare
 from meshwright.train.verify import momentum, rank_trace
 from tests.conftest import Pool
+from tests.trainers import ours, reference, series
 from tests.zoo.compare import Result, difference, plain, run
 from tests.zoo.every import FAMILIES, step, still
 from tests.zoo.family import Batch, cast
@@ -98,3 +102,24 @@ def alone(name: str, dtype: str, microbatches: int) -> Result:
     found = run(plain(model), model, batch, FAMILIES[name].items, train=True, keyed=False, count=microbatches)
     found.outputs = []
     return found
+
+
+def rows_of(name: str, seed: int, count: int = 16) -> list[Batch]:
+    """A data set: rows of a batch, one by one."""
+    family = FAMILIES[name]
+    batch = cast(family.batch(count, family.sizes[0][1], seed), torch.float32)
+    return [{key: t[row] for key, t in batch.items()} for row in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"pp": 4, "schedule": "chimera"}], ids=["2", "4"])
+@pytest.mark.parametrize("name", ["gemma2", "roberta", "pegasus", "jetmoe", "lfm2", "beit", "whisper", "git", "hidden states in a dictionary"])
+def test_trainers_of_both_libraries_log_the_same(name: str, plan: dict[str, Any], tmp_path: Path, workers: Workers) -> None:
+    """Three steps and an evaluation after each; dropout is off, for the two draw from other streams."""
+    more = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows_of(name, 9, 6)}
+    more |= {"learning_rate": 1e-3, "data_collator": default_data_collator}
+    log = reference(still(name, "float32"), tmp_path / "theirs", rows_of(name, 3), **more)
+    trainer = ours(still(name, "float32"), tmp_path / "ours", rows_of(name, 3), workers, parallel=plan, **more)
+    trainer.train()
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert series(trainer.state.log_history, key) == pytest.approx(series(log, key), rel=2e-5), key

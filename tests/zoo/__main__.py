@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-
-from tests.zoo.configured import library
-from tests.zoo.every import FAMILIES
-from tests.zoo.study import Finding, study
+from tests.zoo.every import FAMILIES, named
 from tests.zoo.table import page, row
 
 
@@ -24,19 +19,11 @@ def main(arguments: list[str]) -> None:
         target, arguments = Path(arguments[1]), arguments[2:]
     found = []
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for finding in pool.map(tried, arguments or FAMILIES):
+        for finding in pool.map(named, arguments or FAMILIES):
             found.append(finding)
             print(row(finding), f"{finding.error:.0e}", f"{finding.seconds:.1f} s", flush=True)
     if target is not None:
         target.write_text(page(found))
-
-
-def tried(name: str) -> Finding:
-    """One family."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    library()
-    return study(FAMILIES[name])
 
 
 if __name__ == "__main__":
