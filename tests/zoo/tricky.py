@@ -33,6 +33,7 @@ FAMILIES = (
     words("vmap", t.Mapped),
     words("attention by einsum", t.Einsum),
     words("writes into slices", t.Sliced),
+    words("torch.tensor of numbers", t.Constants),
     words("parametrised weights", t.Spectral),
     words("numpy", t.Numpy),
     words("branch on values", t.ByValue),

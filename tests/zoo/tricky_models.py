@@ -183,6 +183,15 @@ class Sliced(Words):
         return y
 
 
+class Constants(Words):
+    """Tensors made of Python's numbers, one of them written into."""
+
+    def inside(self, x: Tensor, layer: nn.Module) -> Tensor:
+        scale = torch.tensor([0.5, 2.0] * (WIDTH // 2), dtype=x.dtype, device=x.device)
+        scale[0] = 3.0
+        return x + torch.tanh(layer(x)) * scale + torch.tensor(list(range(WIDTH)), device=x.device)[None, :] * 0.01
+
+
 class Spectral(Words):
     """Parametrised weights with a buffer that moves."""
 
