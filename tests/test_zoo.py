@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,12 @@ from tests.trainers import ours, reference, series
 from tests.zoo.compare import Result, difference, plain, run
 from tests.zoo.every import FAMILIES, step, still
 from tests.zoo.family import Batch, cast
+from tests.zoo.plain import ReadsPadding
 from tests.zoo.study import Verdict, study
-from tests.zoo.table import PAGE, row
+from tests.zoo.table import PAGE, row, rows_of, verdict_of
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-ROWS = {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.read_text().splitlines() if line.startswith("| ")}
+ROWS = rows_of(PAGE)
 QUICK = ("llama", "mbart", "vit", "mixtral", "writes in place before an embedding")
 
 
@@ -38,12 +38,18 @@ def test_every_family_is_what_the_page_says(name: str) -> None:
 
 
 def test_the_page_has_every_family_and_most_are_exact() -> None:
-    assert ROWS.keys() - {"family"} == FAMILIES.keys()
-    verdicts = [line.split(" | ")[1] for name, line in ROWS.items() if name != "family"]
-    assert len(verdicts) >= 80
-    assert {re.split(r",", verdict)[0] for verdict in verdicts} == {"exact", "refused"}
-    listed = [v for name, v in zip(FAMILIES, verdicts, strict=True) if FAMILIES[name].kind != "tricky"]
-    assert sum(v.startswith("exact") for v in listed) >= 5 / 6 * len(listed)
+    assert ROWS.keys() == FAMILIES.keys()
+    assert len(ROWS) >= 80
+    assert {verdict_of(line) for line in ROWS.values()} == {"exact", "refused"}
+    listed = [verdict_of(line) for name, line in ROWS.items() if FAMILIES[name].kind != "tricky"]
+    assert listed.count("exact") >= 5 / 6 * len(listed)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="in evaluation nn.TransformerEncoder puts zeros in padded places, captured layers do not")
+def test_padded_places_of_an_encoder_in_evaluation() -> None:
+    found = study(replace(FAMILIES["nn.Transformer"], name="reads padding", build=ReadsPadding))
+    assert found.verdict in (Verdict.EXACT, Verdict.REFUSED)
 
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
@@ -111,9 +117,12 @@ def rows_of(name: str, seed: int, count: int = 16) -> list[Batch]:
     return [{key: t[row] for key, t in batch.items()} for row in range(count)]
 
 
+TRAINED = ("gemma2", "roberta", "pegasus", "jetmoe", "lfm2", "beit", "whisper", "git", "hidden states in a dictionary")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"pp": 2}, {"pp": 4, "schedule": "chimera"}], ids=["2", "4"])
-@pytest.mark.parametrize("name", ["gemma2", "roberta", "pegasus", "jetmoe", "lfm2", "beit", "whisper", "git", "hidden states in a dictionary"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_trainers_of_both_libraries_log_the_same(name: str, plan: dict[str, Any], tmp_path: Path, workers: Workers) -> None:
     """Three steps and an evaluation after each; dropout is off, for the two draw from other streams."""
     more = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows_of(name, 9, 6)}

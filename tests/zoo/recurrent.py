@@ -23,7 +23,6 @@ SMALL = {"state_size": 4, "mamba_d_state": 4, "mamba_expand": 1, "mamba_dt_rank"
 
 FAMILIES = (
     scan("mamba", "Mamba", state_size=4, time_step_rank=2, expand=1),
-    scan("falcon mamba", "FalconMamba", state_size=4, time_step_rank=2, expand=1),
     scan("mamba2", "Mamba2", head_dim=8, num_heads=4, expand=1, n_groups=1, state_size=4, chunk_size=4),
     scan(
         "jamba",
@@ -34,16 +33,6 @@ FAMILIES = (
         mamba_dt_rank=2,
         mamba_expand=1,
         use_mamba_kernels=False,
-    ),
-    scan(
-        "bamba",
-        "Bamba",
-        attn_layer_indices=[1],
-        mamba_d_state=4,
-        mamba_n_heads=4,
-        mamba_d_head=8,
-        mamba_expand=1,
-        mamba_chunk_size=4,
     ),
     scan(
         "zamba2",
@@ -59,27 +48,6 @@ FAMILIES = (
         num_mem_blocks=1,
         hybrid_layer_ids=[1],
         use_mem_eff_path=False,
-    ),
-    scan(
-        "falcon h1",
-        "FalconH1",
-        mamba_d_ssm=32,
-        mamba_n_heads=4,
-        mamba_d_head=8,
-        mamba_d_state=4,
-        mamba_expand=1,
-        mamba_chunk_size=4,
-    ),
-    scan(
-        "granite hybrid",
-        "GraniteMoeHybrid",
-        layer_types=["mamba", "attention"],
-        mamba_d_state=4,
-        mamba_n_heads=4,
-        mamba_d_head=8,
-        mamba_expand=1,
-        mamba_chunk_size=4,
-        shared_intermediate_size=32,
     ),
     scan(
         "nemotron h",
@@ -115,5 +83,4 @@ FAMILIES = (
         linear_value_head_dim=8,
     ),
     scan("minimax", "MiniMax", kind=RECURRENT, layer_types=["linear_attention", "full_attention"], block_size=4),
-    scan("kimi linear", "KimiLinear", kind=RECURRENT),
 )

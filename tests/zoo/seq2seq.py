@@ -18,9 +18,6 @@ def translator(name: str, config: str, *without: str, head: str = "ForConditiona
 
 FAMILIES = (
     translator("t5", "T5"),
-    translator("t5 gated", "T5", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-    translator("mt5", "MT5"),
-    translator("umt5", "UMT5"),
     translator("longt5", "LongT5", local_radius=3),
     translator("switch transformers", "SwitchTransformers", num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
     translator("bart", "Bart"),
@@ -29,13 +26,8 @@ FAMILIES = (
     translator("pegasus x", "PegasusX", block_size=4, num_global_tokens=2, stagger_local_blocks=False),
     translator("marian", "Marian", head="MTModel"),
     translator("blenderbot", "Blenderbot"),
-    translator("blenderbot small", "BlenderbotSmall"),
     translator("m2m 100", "M2M100"),
-    translator("plbart", "PLBart"),
-    translator("mvp", "Mvp"),
     translator("led", "LED", attention_window=4, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
-    translator("bigbird pegasus", "BigBirdPegasus", attention_type="original_full"),
-    translator("fsmt", "FSMT", langs=["en", "de"], src_vocab_size=64, tgt_vocab_size=64),
     translator(
         "prophetnet",
         "ProphetNet",
