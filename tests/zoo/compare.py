@@ -57,9 +57,11 @@ class Result:
 
 
 def microbatches(batch: Mapping[str, Tensor], count: int = MICROBATCHES) -> list[Microbatch]:
-    """Consecutive rows, as even as possible."""
+    """Consecutive rows, as even as possible; a batch whose columns have different numbers of rows stays whole."""
     size = len(next(iter(batch.values())))
-    count = min(count, size)
+    count = min(count, size) if {len(t) for t in batch.values()} == {size} else 1
+    if count == 1:
+        return [dict(batch)]
     cuts = [(size * k // count, size * (k + 1) // count) for k in range(count)]
     return [{name: t[a:b].clone() for name, t in batch.items()} for a, b in cuts]
 

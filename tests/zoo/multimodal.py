@@ -142,6 +142,7 @@ def qwen(rows: int, length: int, seed: int) -> Batch:
     ids, wanted, mask = given["input_ids"], given["labels"], given["attention_mask"]
     ids[:, :4], wanted[:, :4], mask[:, :4] = IMAGE, IGNORED, 1
     grid = torch.tensor([[1, 4, 4]] * rows)
+    given["mm_token_type_ids"] = (ids == IMAGE).long()
     return {**given, "pixel_values": noise(seed, rows * 16, 3 * 2 * 4 * 4), "image_grid_thw": grid}
 
 

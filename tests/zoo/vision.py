@@ -68,7 +68,7 @@ FAMILIES = (
     ),
     convolutions("resnet", "ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
     convolutions("mobilenet v2", "MobileNetV2", depth_multiplier=0.25, min_depth=4),
-    convolutions("efficientnet", "EfficientNet", "hidden_dim", width_coefficient=0.25, depth_coefficient=0.3, hidden_dim=80),
+    convolutions("efficientnet", "EfficientNet", "hidden_dim", width_coefficient=0.25, depth_coefficient=0.3, hidden_dim=320),
     convolutions(
         "poolformer",
         "PoolFormer",
@@ -94,9 +94,6 @@ FAMILIES = (
         strides=[4, 2],
         num_attention_heads=[1, 2],
         mlp_ratios=[2, 2],
-    ),
-    convolutions(
-        "cvt", "Cvt", "patch_size", "embed_dim", "num_heads", embed_dim=[8, 16, 16], depth=[1, 1, 1], num_heads=[1, 2, 2]
     ),
     Family(
         "segformer",
