@@ -27,7 +27,7 @@ from tests.zoo.table import PAGE, row, rows_of, verdict_of
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 ROWS = rows_of(PAGE)
-QUICK = ("llama", "mbart", "vit", "mixtral", "writes in place before an embedding")
+QUICK = ("llama", "vit", "writes in place before an embedding")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
@@ -37,10 +37,15 @@ def test_every_family_is_what_the_page_says(name: str) -> None:
     assert row(found) == ROWS.get(name), "python -m tests.zoo --write docs/zoo.md"
 
 
+def test_every_row_of_the_page_is_exact_or_refused() -> None:
+    assert ROWS.keys() <= FAMILIES.keys()
+    assert {verdict_of(line) for line in ROWS.values()} <= {"exact", "refused"}
+
+
+@pytest.mark.slow
 def test_the_page_has_every_family_and_most_are_exact() -> None:
     assert ROWS.keys() == FAMILIES.keys()
     assert len(ROWS) >= 80
-    assert {verdict_of(line) for line in ROWS.values()} == {"exact", "refused"}
     listed = [verdict_of(line) for name, line in ROWS.items() if FAMILIES[name].kind != "tricky"]
     assert listed.count("exact") >= 5 / 6 * len(listed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -19,7 +19,8 @@ def main(arguments: list[str]) -> None:
         target, arguments = Path(arguments[1]), arguments[2:]
     rows = rows_of(target) if target is not None else {}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for finding in pool.map(named, arguments or FAMILIES):
+        for done in as_completed([pool.submit(named, name) for name in arguments or FAMILIES]):
+            finding = done.result()
             rows[finding.name] = row(finding)
             print(rows[finding.name], f"{finding.error:.0e}", f"{finding.seconds:.1f} s", flush=True)
             if target is not None:
