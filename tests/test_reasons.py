@@ -194,8 +194,8 @@ REFUSED: dict[str, tuple[Inside, str]] = {
     "vmap": (_mapped, r"a transform of torch.func \(vmap, jvp\)(.|\n)*at .*test_reasons.py:\d+"),
     "formatted": (_formatted, "takes a number out of a tensor" + HERE.format("_formatted", "return x")),
     "other dtype": (_other_dtype, "changes 'experts.0.weight' from torch.float32 to torch.float64 at .*test_reasons.py"),
-    "random": (_python_random, "draws from random, which a captured graph freezes"),
-    "numpy.random": (_numpy_random, "draws from numpy.random, which a captured graph freezes"),
+    "random": (_python_random, "draws from random in Small, which a captured graph freezes"),
+    "numpy.random": (_numpy_random, "draws from numpy.random in Small, which a captured graph freezes"),
     "fails": (_fails, "the model itself fails on this batch, before any capture: RuntimeError: The size of tensor a"),
 }
 
@@ -281,7 +281,7 @@ def test_masks_of_numpy_are_refused() -> None:
     tokens = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     config = hf.WhisperConfig(d_model=8, **sizes, **positions, **masks, **tokens)
     given = {"input_features": torch.randn(4, 4, 16), "labels": torch.randint(3, 16, (4, 5))}
-    with pytest.raises(MeshwrightError, match=r"draws from numpy.random(.|\n)*apply_spec_augment = False"):
+    with pytest.raises(MeshwrightError, match=r"draws from numpy.random in model(.|\n)*apply_spec_augment = False"):
         flatten(hf.WhisperForConditionalGeneration(config), given)
 
 

@@ -32,9 +32,9 @@ from meshwright.capture.modes import both_modes
 from meshwright.capture.packed import refuse_flash_columns
 from meshwright.capture.padded import padding_zeroed
 from meshwright.capture.ready import require_ready
-from meshwright.capture.reasons import refuse_transforms, unexportable
 from meshwright.capture.refused import nothing_dropped
 from meshwright.capture.transcribe import hint, transcribe
+from meshwright.capture.untraceable import refuse_transforms, unexportable
 from meshwright.errors import MeshwrightError
 from meshwright.torch_internals import size_guards
 
@@ -97,7 +97,7 @@ def _traceable(model: nn.Module) -> Iterator[dict[str, Call]]:
     """While a model is traced: what a graph can hold is made visible to the trace, the rest is refused by name."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(standing(model))
-        generators = stack.enter_context(nothing_frozen())
+        generators = stack.enter_context(nothing_frozen(model))
         stack.enter_context(both_modes(model, generators.harmless))
         for part in (
             nothing_dropped(model),

@@ -15,6 +15,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
 from meshwright.capture.replaced import replaced
 from meshwright.errors import MeshwrightError
 
@@ -27,7 +30,9 @@ class Generators:
 
     def __init__(self) -> None:
         self.expected = _states()
-        self.moved: dict[str, None] = {}
+        self.moved: dict[str, str] = {}
+        """Those that a number was drawn from, with the module whose forward did."""
+        self.inside: list[str] = []
 
     def harmless(self, drawn: object) -> None:
         """The number that was drawn last does not matter: it was compared with a rate of zero."""
@@ -37,7 +42,19 @@ class Generators:
 
     def look(self) -> None:
         """Take down those that are not where they would be."""
-        self.moved |= {name: None for name, state in _states().items() if self.expected[name] not in (state, _SEEDED)}
+        for name, state in _states().items():
+            if name not in self.moved and self.expected[name] not in (state, _SEEDED):
+                self.moved[name] = f"{name} in {self.inside[-1]}" if self.inside and self.inside[-1] else name
+
+    def enter(self, module: str) -> None:
+        """A module's forward begins."""
+        self.look()
+        self.inside.append(module)
+
+    def leave(self) -> None:
+        """The forward of the innermost module ends."""
+        self.look()
+        self.inside.pop()
 
     def seeding(self, name: str, seed: Callable[..., Any]) -> Callable[..., Any]:
         """A function that seeds one of them: what is drawn after it is the same in every call."""
@@ -52,15 +69,21 @@ class Generators:
 
 
 @contextmanager
-def nothing_frozen() -> Iterator[Generators]:
+def nothing_frozen(model: nn.Module) -> Iterator[Generators]:
     """While a model is traced: numbers that a graph would freeze are refused in the end; the generators are as before then."""
     watched = Generators()
     before = dict(watched.expected)
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
     try:
         with ExitStack() as stack:
             for name in before:
                 owner = _owner(name)
                 stack.enter_context(replaced(owner, "seed", watched.seeding(name, owner.seed)))
+            for hook in (
+                register_module_forward_pre_hook(lambda module, given: watched.enter(names.get(module, ""))),
+                register_module_forward_hook(lambda module, given, result: watched.leave()),
+            ):
+                stack.callback(hook.remove)
             yield watched
         watched.look()
     finally:
@@ -68,8 +91,8 @@ def nothing_frozen() -> Iterator[Generators]:
             _set(_owner(name), state)
     if watched.moved:
         raise MeshwrightError(
-            f"the forward draws from {' and '.join(watched.moved)}, which a captured graph freezes: every step would have the "
-            "numbers of the trace",
+            f"the forward draws from {' and '.join(watched.moved.values())}, which a captured graph freezes: "
+            "every step would have the numbers of the trace",
             fix="torch.rand and the like in forward, or the numbers as a column of the batch; where a speech model of "
             "transformers masks its input, config.apply_spec_augment = False",
         )

@@ -56,7 +56,7 @@ def _unwrapped(run: Any, preserve: bool, *arguments: Any) -> Any:
 def _refusing(name: str, what: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise MeshwrightError(
-            f"the forward asks for {what} ({name}), which a captured graph drops, at {asking()}",
+            f"the forward asks for {what} ({name}) at {asking()}, which a captured graph drops",
             fix="an autograd.Function with its own backward, or a list of layers, which is not captured",
         )
 
