@@ -74,9 +74,8 @@ def trace(model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, 
     refuse_uneven(given)
     modes = {module: module.training for module in model.modules()}
     try:
-        if model.training != training:
-            model.train(training)
-        with _traceable(model) as calls:
+        model.train(training)  # as a trainer does: a model that keeps parts of it in evaluation says so there
+        with _traceable(model) as calls, torch.set_grad_enabled(training):
             program, lengths = _exported(plain, given)
     finally:
         for module, mode in modes.items():

@@ -7,6 +7,7 @@ found.starts                           (0, 5, 9, 13, 18): the first module of ea
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,9 @@ from torch import nn
 
 from meshwright.capture.build import Captured, States, stage
 from meshwright.capture.chain import Chain
+from meshwright.capture.crossing import Line
 from meshwright.capture.export import flatten
-from meshwright.capture.flat import Flat
+from meshwright.capture.flat import Flat, Kind, Node
 from meshwright.capture.graph import graph_of, line_of
 from meshwright.capture.weigh import Weigher, weigher
 from meshwright.errors import MeshwrightError
@@ -59,6 +61,24 @@ def split_like(first: Split, model: nn.Module, flat: Flat, device: torch.device 
     return found
 
 
+def _refuse_far_buffers(line: Line, starts: Sequence[int]) -> None:
+    """A buffer that forward changes lives in one stage: on another worker nobody would see the change."""
+    for name in sorted(line.state - line.parameters):
+        users = [i for i, node in enumerate(line.work) if name in node.changes or name in _states_read(line, node)]
+        stages = sorted({bisect_right(starts, i) - 1 for i in users})
+        if len(stages) > 1:
+            raise MeshwrightError(
+                f"the forward changes the buffer {name!r}, and stages {stages[0]} and {stages[-1]} both use it: a change on one "
+                "worker is not seen on another",
+                fix="cuts that leave its users in one stage (stages=[...] in the plan), or fewer stages",
+            )
+
+
+def _states_read(line: Line, node: Node) -> set[str]:
+    nodes = [line.flat.by_name[name] for name in (*node.reads, *line.closure([node.name]))]
+    return {n.target for n in nodes if n.kind is Kind.STATE}
+
+
 def _same_place(first: ModelGraph, start: int, other: ModelGraph) -> int:
     """The layer of another graph that begins as a layer of the first one does."""
     wanted = first.layers[start]
@@ -89,6 +109,7 @@ def split(
     places = Chain(line).starts
     graph = graph_of(model, line, places)
     starts = graph.cuts(stages, at=cuts).starts
+    _refuse_far_buffers(line, [places[start] for start in starts])
     states = States(model)
     runs = [places[a : b + 1] for a, b in itertools.pairwise(starts)]
     modules = tuple(module for run in runs for module in stage(line, run, states, device))

@@ -13,6 +13,7 @@ from meshwright.capture.flat import Flat, Kind, Node, Ref, Size
 from meshwright.capture.functions import FUNCTION, Call, Slot
 from meshwright.capture.memory import Memory
 from meshwright.capture.operations import is_one_of, is_random, name_of
+from meshwright.errors import MeshwrightError
 
 INNER = "model"
 """What the model is called inside the module that is traced."""
@@ -67,6 +68,11 @@ def _node(node: torch.fx.Node, columns: Mapping[str, str], trace: _Trace) -> Nod
         if isinstance(owner, torch.fx.GraphModule):
             return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph, trace))
         name = str(node.target).removeprefix(f"{INNER}.")
+        if not isinstance(owner, Tensor):
+            raise MeshwrightError(
+                f"the forward uses {name!r}, a {type(owner).__name__}, which a captured graph cannot hold",
+                fix="torch's own random numbers, without a generator" if isinstance(owner, torch.Generator) else "tensors only",
+            )
         constant = None if name in trace.known or owner.is_meta else owner.detach().tolist()
         mine = trace.memory.of_state(name, value)
         return Node(node.name, Kind.STATE, name, size=_size(owner), constant=constant, memory=mine)

@@ -94,6 +94,7 @@ class Check:
         self.first: Example | None = None
         self.whole = Example({})
         self.kept: list[tuple[Tensor, Tensor]] = []
+        self.buffers = dict(self.model.named_buffers())
 
     def run(self, given: dict[str, Tensor]) -> Verdict:
         """Compare at all sizes; stops at the first difference of each mode."""
@@ -157,7 +158,7 @@ class Check:
         self, run: Run, example: Example, *, training: bool, backward: bool = False, seed: int = 0, keyed: bool = False
     ) -> Seen:
         self._begin(training=training, seed=seed)
-        return see(run, example.columns, self.model, backward=backward, under=Draws() if keyed else None)
+        return see(run, example.columns, self.model, backward=backward, grad=training, under=Draws() if keyed else None)
 
     def _begin(self, *, training: bool, seed: int = 0) -> None:
         """The same start for every run: modes, buffers, random streams."""
@@ -175,7 +176,8 @@ class Check:
         after = plain_attributes(self.model)
         changed = [name for name, value in after.items() if name in attributes and _changed(attributes[name], value)]
         drawn = [name for name, state in python_states().items() if state != states[name]]
-        self.verdict.refused = reasons.of_state(changed, drawn, self.model)
+        replaced = [name for name, b in self.model.named_buffers() if b is not self.buffers.get(name)]
+        self.verdict.refused = reasons.of_buffers(replaced) or reasons.of_state(changed, drawn, self.model)
         distance = furthest(Seen(own.outputs), Seen(again.outputs), self.tolerance)
         if self.verdict.refused is None and not distance.error <= self.tolerance:
             self.verdict.refused = reasons.of_itself(distance.error)

@@ -33,6 +33,17 @@ def of_state(changed: list[str], generators: list[str], model: nn.Module) -> Rea
     return None
 
 
+def of_buffers(replaced: list[str]) -> Reason | None:
+    """A model that assigns a new tensor to a buffer, which its captured layers do not see."""
+    if not replaced:
+        return None
+    name = replaced[0].rpartition(".")[2]
+    return Reason(
+        f"forward assigns a new tensor to the buffer {replaced[0]}, and captured layers go on with the old one",
+        f"write into it: self.{name}.copy_(...)",
+    )
+
+
 def of_itself(error: float) -> Reason:
     """A model whose second call differs from its first."""
     return Reason(

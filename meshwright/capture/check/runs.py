@@ -80,8 +80,8 @@ def layers_run(layers: Sequence[nn.Module], starts: Sequence[int], names: Sequen
     return run
 
 
-def see(run: Run, given: Mapping[str, Tensor], model: nn.Module, *, backward: bool, under: Any = None) -> Seen:
-    """Run, and mark what came out; `under` is a context for the forward."""
+def see(run: Run, given: Mapping[str, Tensor], model: nn.Module, *, backward: bool, grad: bool = True, under: Any = None) -> Seen:
+    """Run, and mark what came out; `grad` says whether a graph is recorded, `under` is a context for the forward."""
     found = Seen()
     parameters = {p: name for name, p in model.named_parameters() if p.requires_grad}
     context: AbstractContextManager[Any] = under or nullcontext()
@@ -97,7 +97,7 @@ def see(run: Run, given: Mapping[str, Tensor], model: nn.Module, *, backward: bo
     try:
         for p in parameters:
             p.grad = None
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward or grad):
             with context:
                 outputs, back = run(given)
             found.outputs = {name: mark(t) for name, t in outputs.items()}

@@ -1,0 +1,114 @@
+"""Models with state of their own: buffers that stages share, parts that stay in evaluation, branches on recording gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright import MeshwrightError
+from meshwright.capture.export import flatten
+from meshwright.train.layers import layers_for
+from tests import hard_models as hard
+
+RATE = 0.1
+
+
+class Feedback(hard.Base):
+    """A buffer that the beginning reads and the end writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(8))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.first(x) + self.centre
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.centre.add_(x.detach().mean(0))
+        return x
+
+
+class FrozenNorm(hard.Base):
+    """A norm that `train()` leaves in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.norm(super().body(x))
+
+
+class Recording(hard.Base):
+    """Something else where no gradients are recorded."""
+
+    def body(self, x: Tensor) -> Tensor:
+        found = super().body(x)
+        return found * 2 if torch.is_grad_enabled() else found
+
+
+class OwnGenerator(hard.Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = torch.Generator().manual_seed(0)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) * torch.rand((), generator=self.drawn)
+
+
+class Reassigned(hard.Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def body(self, x: Tensor) -> Tensor:
+        found = super().body(x)
+        self.average = 0.9 * self.average + 0.1 * found.detach().mean(0)
+        return found - self.average
+
+
+def test_a_buffer_that_two_stages_use_is_refused() -> None:
+    model, batch = Feedback(), hard.features(4)
+    assert layers_for(model, batch, 1).stages == 1
+    with pytest.raises(MeshwrightError, match=r"changes the buffer 'centre', and stages 0 and 1 both use it"):
+        layers_for(model, batch, 2)
+
+
+@pytest.mark.parametrize("kind", [FrozenNorm, Recording, Feedback])
+def test_state_and_modes_are_the_models(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, batches = kind(), [hard.features(8, step=step) for step in range(3)]
+    plain = copy.deepcopy(model).train()
+    optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=RATE), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = plain(**batch)[0]
+        loss.backward()
+        optimizer.step()
+        wanted.append(float(loss.detach()))
+    plan = {"pp": 1, "microbatches": 1}
+    with mw.parallelize(model, batches[0], plan, optimizer=torch.optim.SGD(model.parameters(), lr=RATE)) as session:
+        assert [session.step(batch).loss for batch in batches] == pytest.approx(wanted, rel=1e-5)
+        found = session.evaluate(batches[0]).loss
+    with torch.no_grad():
+        assert found == pytest.approx(float(plain.eval()(**batches[0])[0]), rel=1e-5)
+
+
+def test_a_generator_of_the_model_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match="Generator, which a captured graph cannot hold"):
+        flatten(OwnGenerator(), hard.features(4))
+
+
+def test_a_new_tensor_for_a_buffer_is_refused() -> None:
+    model = Reassigned()
+    with pytest.raises(MeshwrightError, match=r"assigns a new tensor to the buffer average(.|\n)*self\.average\.copy_"):
+        mw.parallelize(model, hard.features(4), {"pp": 1}, optimizer=torch.optim.SGD(model.parameters(), lr=RATE))
