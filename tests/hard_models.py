@@ -332,7 +332,7 @@ CASES: dict[str, tuple[type[nn.Module], Callable[..., dict[str, Tensor]]]] = {
 
 REFUSED = {
     "by size": "depends on the number of rows",
-    "tensor hook": r"a gradient hook \(register_hook\), .*hard_models.py:",
+    "tensor hook": r"a gradient hook \(register_hook\).*hard_models.py:",
     "module hook": r"layers\.1 has a backward hook",
     "counting": r"Counting\.n changes with every forward",
     "python random": "the forward draws from random",
