@@ -2,7 +2,7 @@
 
 Subjects are all named schedules with their options, ties, widths, recompute and ways to sync, with and without a flush, and
 random ones with teams, halves, cells and turns; as built or lowered. Most mutants are refused. One that is accepted must
-run to its end and give the result of one process (`numbers_run.py`).
+run to its end and give the result of one process (`whole_numbers_run.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright import Action, Cell, MeshwrightError, Op, Placement, Recompute, 
 from meshwright.ir.action import Entry, Kind, Value
 from meshwright.passes.widen import widen
 from tests.cases import Case, builds, flat, option_sets, schedules
-from tests.numbers_run import verdict
+from tests.whole_numbers_run import verdict
 from tests.random_schedules import random_schedule
 
 SIZES = ((2, 2), (2, 4), (3, 3), (2, 1), (4, 4), (3, 2), (1, 2))

@@ -18,7 +18,7 @@ from meshwright.passes.reduction import group_faults, reduced, refuse_groups
 from meshwright.passes.sync import Sync
 from tests.cases import Case, flat, tiny
 from tests.mutations import CHIMERA, handmade, low, plus, with_rows
-from tests.numbers_run import verdict
+from tests.whole_numbers_run import verdict
 
 FILE: dict[str, Any] = {"schema": 1, "kind": "schedule", "name": "x", "microbatches": 1, "placement": [[[[0]], [[1]]]]}
 

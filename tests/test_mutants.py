@@ -11,7 +11,7 @@ from meshwright import check, lower
 from tests.cases import flat, tiny
 from tests.mutants import judged, mutant, subject
 from tests.mutations import drops
-from tests.numbers_run import verdict
+from tests.whole_numbers_run import verdict
 
 SAMPLE, ALL, BLOCKS = 1500, 100_000, 20
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright import Action, Op, Schedule, Transfer
-from tests.numbers import (
+from tests.whole_numbers import (
     Buffer,
     Key,
     Lists,
