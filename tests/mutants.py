@@ -19,8 +19,8 @@ from meshwright import Action, Cell, MeshwrightError, Op, Placement, Recompute, 
 from meshwright.ir.action import Entry, Kind, Value
 from meshwright.passes.widen import widen
 from tests.cases import Case, builds, flat, option_sets, schedules
-from tests.whole_numbers_run import verdict
 from tests.random_schedules import random_schedule
+from tests.whole_numbers_run import verdict
 
 SIZES = ((2, 2), (2, 4), (3, 3), (2, 1), (4, 4), (3, 2), (1, 2))
 SYNCS = ("eager", "eager", "lazy", "eager-opt", "ring")

@@ -92,3 +92,12 @@ def test_checkpointing_of_the_model_itself_points_to_the_argument(tmp_path: Path
     model.gradient_checkpointing_enable()
     with pytest.raises(MeshwrightError, match=r"(?s)cannot be sent to local workers.*gradient_checkpointing=True"):
         ours(model, tmp_path, text(), parallel={"pp": 2}).train()
+
+
+@pytest.mark.parametrize("option", ["do_sample", "num_beams", "repetition_penalty"])
+def test_other_ways_of_continuing_are_refused(option: str) -> None:
+    with (
+        session(gpt2(), input_ids=PROMPT, labels=PROMPT) as run,
+        pytest.raises(MeshwrightError, match=f"does not take '{option}'"),
+    ):
+        run.generate(PROMPT, max_new_tokens=2, **{option: 2})

@@ -112,3 +112,43 @@ def test_a_new_tensor_for_a_buffer_is_refused() -> None:
     model = Reassigned()
     with pytest.raises(MeshwrightError, match=r"assigns a new tensor to the buffer average(.|\n)*self\.average\.copy_"):
         mw.parallelize(model, hard.features(4), {"pp": 1}, optimizer=torch.optim.SGD(model.parameters(), lr=RATE))
+
+
+class Pictures(nn.Module):
+    """Bytes are scaled, numbers are taken as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor]:
+        x = x.float() / 255 if x.dtype == torch.uint8 else x
+        return (((self.last(torch.tanh(self.first(x))).squeeze(-1) - labels) ** 2).mean(),)
+
+
+def _still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def test_columns_of_another_dtype_are_captured_again() -> None:
+    torch.manual_seed(0)
+    model, labels = Pictures(), torch.randn(8)
+    raw = {"x": torch.randint(0, 255, (8, 8), dtype=torch.uint8), "labels": labels}
+    scaled = {"x": torch.randn(8, 8), "labels": labels}
+    with mw.parallelize(model, raw, {"pp": 1, "microbatches": 2}, optimizer=_still) as session:
+        for batch in (raw, scaled, raw):
+            wanted = pytest.approx(float(model(**batch)[0].detach()), rel=1e-5)
+            assert session.step(batch).loss == wanted and session.evaluate(batch).loss == wanted
+
+
+def test_what_is_changed_between_steps_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = hard.Base(), hard.features(4)
+    model.alpha = 1.0
+    with mw.parallelize(model, batch, {"pp": 1}, optimizer=_still) as session:
+        session.step(batch)
+        model.alpha = 0.3
+        session.step(batch)
+        assert "Base.alpha was 1.0 when the model was captured and is 0.3 now" in caplog.text
+        model.first.weight.requires_grad_(False)
+        with pytest.raises(MeshwrightError, match=r"first\.weight was frozen after the model was captured"):
+            session.step(batch)

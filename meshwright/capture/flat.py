@@ -93,6 +93,11 @@ class Flat:
         """Nodes by name."""
         return {node.name: node for node in self.nodes}
 
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of every column."""
+        return {node.target: node.size.dtype for node in self.nodes if node.kind is Kind.COLUMN and node.size is not None}
+
     def refusal(self, shapes: Shapes) -> str | None:
         """Why a batch with these shapes of columns cannot run on this graph; None where it can."""
         condition = broken(self.conditions, shapes)

@@ -80,7 +80,7 @@ class Batch:
         self.labelled = target is not None and not target.is_floating_point()
         self.columns = {name: t if t.is_meta else t.to(device) for name, t in columns.items()}
         shaped = (*self.args, *self.kwargs.values(), *self.columns.values())
-        self.form = ((self.size, cuts), *(tuple(t.shape[1:]) for t in shaped))
+        self.form = ((self.size, cuts), *((tuple(t.shape[1:]), t.dtype) for t in shaped))
         """What the shapes of everything that follows depend on; equal on all ranks."""
         self.graph_for: Callable[[int], int] = _first_graph
         """The graph for a number of rows."""

@@ -69,11 +69,12 @@ class Graphs:
     def _find(self, columns: Mapping[str, Tensor], rows: int) -> int:
         """The number of a graph that holds for these sizes; made where there is none."""
         shapes = {name: (rows, *t.shape[1:]) for name, t in columns.items()}
-        reasons = {number: _refusal(layers, shapes) for number, layers in {0: self.layers, **self._layers}.items()}
+        dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in columns.items()}
+        reasons = {number: _refusal(layers, shapes, dtypes) for number, layers in {0: self.layers, **self._layers}.items()}
         for number, why in reasons.items():
             if why is None:
                 return number
-        given = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+        given = ", ".join(f"{name} {'x'.join(map(str, shape))} {dtypes[name]}" for name, shape in shapes.items())
         what = f"the model was captured for batches with {reasons[0]}; a microbatch has {given}"
         if self.layers.again is None or self.versioned:
             raise MeshwrightError(what, fix=f"{_FIX}, or an example batch of the size that is to come")
@@ -82,7 +83,7 @@ class Graphs:
             found = self.layers.again({name: t[:rows] for name, t in columns.items()})
         except MeshwrightError as error:
             raise MeshwrightError(f"{what}. For that it cannot be captured: {error}", fix=_FIX) from error
-        if (why := _refusal(found, shapes)) is not None:
+        if (why := _refusal(found, shapes, dtypes)) is not None:
             raise MeshwrightError(f"{what}. Captured again it would be for {why}", fix=_FIX)
         return self._keep(found, what)
 
@@ -103,5 +104,8 @@ class Graphs:
         return found
 
 
-def _refusal(layers: Layers, shapes: Shapes) -> str | None:
+def _refusal(layers: Layers, shapes: Shapes, dtypes: Mapping[str, str]) -> str | None:
+    for name, dtype in dtypes.items():
+        if layers.dtypes.get(name, dtype) != dtype:
+            return f"{name} as {layers.dtypes[name]}"
     return None if layers.refusal is None else layers.refusal(shapes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -33,6 +33,8 @@ class Layers:
     """Why a captured model cannot run on columns of these shapes: what its trace took for granted about them."""
     again: Callable[[Mapping[str, Tensor]], Layers] | None = None
     """Captures the model once more, for columns of other sizes; the stages have the same parameters."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """What the columns of a captured model are: a forward may ask for it."""
     evaluation: Layers | None = None
     """The layers of another graph for evaluation, where the model does something else there."""
 

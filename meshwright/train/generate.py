@@ -10,8 +10,9 @@ what the model is told of positions is then right by itself, and the stages that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ from meshwright.runtime.batch import Given
 from meshwright.runtime.forward import Forward, Outputs
 
 TOKENS, MASK, DECODER = "input_ids", "attention_mask", "decoder_input_ids"
+
+
+def refuse_options(given: Iterable[str]) -> None:
+    """Refuse what only another way of continuing takes: sampling, beams, penalties."""
+    known = [name for name in signature(generate).parameters if name not in ("forward", "input_ids")]
+    if unknown := [name for name in given if name not in known]:
+        raise MeshwrightError(
+            f"generate does not take {unknown[0]!r}: it continues with the most likely token", fix=f"one of {', '.join(known)}"
+        )
 
 
 def generate(

@@ -61,9 +61,17 @@ def layers_for(
         return found
     flat = flat or flatten(built, example_batch, own_loss=own_loss)
     cut = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
+    if example_batch is None:  # from a graph alone: nothing says how the model would be called again
+        return engine_layers(cut, None)
     again = Again(built, columns_of(built, example_batch, own_loss=own_loss), cut, device)
     found = again.layers(cut)
     return found if evaluated is None else replace(found, evaluation=again.layers(split_like(cut, built, evaluated, device)))
+
+
+def engine_layers(cut: Split, again: Again | None) -> Layers:
+    """A cut model as an engine takes it."""
+    flat = cut.flat
+    return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, again, flat.dtypes)
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,8 @@ class Again:
         return self.layers(split_like(self.first, self.model, flat, self.device))
 
     def layers(self, cut: Split) -> Layers:
-        """A cut model as an engine takes it."""
-        flat = cut.flat
-        return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, replace(self, first=cut))
+        """A cut model with what captures it once more."""
+        return engine_layers(cut, replace(self, first=cut))
 
 
 def refuse_lossless(flat: Flat, example_batch: Any, *, own_loss: bool = False) -> None:

@@ -74,7 +74,13 @@ class Rates:
     @property
     def learning_rate(self) -> float:
         """That of the first group."""
-        return float(self.reference.param_groups[0]["lr"])
+        rate = self.reference.param_groups[0].get("lr")
+        if rate is None:
+            raise MeshwrightError(
+                f"{type(self.reference).__name__} has no learning rate of its own: it makes one from its step and its weights",
+                fix="a learning rate: Adafactor(lr=1e-3, relative_step=False, scale_parameter=False)",
+            )
+        return float(rate)
 
     def follow(self) -> None:
         """Let every unit's optimizer have the numbers of now."""

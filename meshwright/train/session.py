@@ -32,13 +32,14 @@ from meshwright.runtime.trace import Trace
 from meshwright.train.coupled import refuse_coupled
 from meshwright.train.data import Source
 from meshwright.train.export import SHARD_BYTES, export
-from meshwright.train.generate import forced, generate
+from meshwright.train.generate import forced, generate, refuse_options
 from meshwright.train.lists import lists_for
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
 from meshwright.train.saved import Kept
 from meshwright.train.start import Evaluation
 from meshwright.train.state import put_whole, snapshot
+from meshwright.train.unchanged import Unchanged
 from meshwright.train.vocabulary import Vocabulary, refuse_ids
 
 
@@ -113,6 +114,7 @@ class Session:
         self.vocabularies: tuple[Vocabulary, ...] = ()
         self._forward: Forward | None = None
         self.evaluation = Evaluation()
+        self.unchanged = Unchanged(model if layers.columns is not None else None)
 
     def __enter__(self) -> Session:
         return self
@@ -131,6 +133,7 @@ class Session:
     def step(self, batch: Given | Own) -> StepResult:
         """Train on one batch: the whole one, of which each copy takes its rows, or the rows of this copy (`Own`)."""
         self._refuse_ids(batch)
+        self.unchanged.refuse()
         number, rates = self.steps, self.rates
         rates.follow()
         learning_rate = rates.learning_rate
@@ -162,6 +165,7 @@ class Session:
         """The most likely continuation of every row, as the model in one process would give it; see `generate`."""
         self._refuse_ids({"input_ids": input_ids})
         more = {**forced(self.model), **more}
+        refuse_options(more)
         return generate(self.forward, input_ids, max_new_tokens=max_new_tokens, **more)
 
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
