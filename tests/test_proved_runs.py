@@ -212,3 +212,12 @@ def test_lists_for_rows_that_a_batch_has_not_are_refused(pool: Pool) -> None:
     assert trained(pool, schedule, rows=1).passed
     with pytest.raises(MeshwrightError, match="share microbatches of 1 rows, microbatch 0 has 4"):
         trained(pool, schedule, rows=4)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("more", [{}, {"clip": 0.01}], ids=["plain", "clipped"])
+def test_a_holder_that_adds_nothing_to_a_ring_takes_the_mean(pool: Pool, dp: int, more: dict[str, float]) -> None:
+    """One microbatch runs on one of two replicas; the other only receives the sum, and the weight to divide it by."""
+    batch = partial(models.mlp_batch, rows=12, width=6)
+    found = pool.verify(BUILD, batch, schedule="gems", pp=2, dp=dp, microbatches=1, sync="ring", steps=2, **more)
+    assert found.passed and found.replicas_equal, (found.max_relative_error, found.problems)

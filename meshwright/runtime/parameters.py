@@ -118,9 +118,9 @@ class Parameters:
 
     def room(self, value: Value) -> Bundle:
         """Where a running sum is received: a complete one in place of the own."""
-        flats = self.units[value.stage].buffer(value.version).flats
-        into = tuple(flats) if value.kind is Kind.SUM else tuple(torch.empty_like(flat) for flat in flats)
-        return Bundle(into, (False,) * len(into))
+        buffer = self.units[value.stage].buffer(value.version)
+        into = buffer.replaced() if value.kind is Kind.SUM else [torch.empty_like(flat) for flat in buffer.flats]
+        return Bundle(tuple(into), (False,) * len(into))
 
     def handed_on(self, value: Value, *, last: bool) -> Bundle:
         """A unit's sum as it was before its update, or as it is now; the buffer may change while it is on its way."""
