@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright import MeshwrightError, Parallel, Placement, Schedule, check, lower, schedules
+from meshwright import MeshwrightError, Parallel, Placement, Recompute, Schedule, check, lower, schedules
+from meshwright.ir.action import parse
 from meshwright.passes import check as proofs
 from meshwright.passes.check import prove
 from meshwright.runtime.precision import Precision
@@ -67,6 +69,37 @@ def test_a_proof_travels_and_is_not_made_again(monkeypatch: pytest.MonkeyPatch) 
     other = replace(proved, microbatches=2)
     assert other.proof and other.proof != other.digest
     assert prove(replace(other, microbatches=4)).proof == proved.proof
+
+
+MUTABLE = [
+    lambda s: replace(s, period=tuple(map(list, s.period))),
+    lambda s: replace(s, period=list(s.period)),
+    lambda s: replace(s, ties=[(0, 1)]),
+    lambda s: replace(s, ties=([0, 1],)),
+    lambda s: replace(s, turns=([parse("0F0"), parse("1F0")],)),
+    lambda s: replace(s, recompute=[Recompute(0.0), Recompute(0.0)]),
+    lambda s: replace(s, placement=Placement([*s.placement.teams])),
+    lambda s: replace(s, placement=Placement(tuple(tuple(tuple(map(list, t)) for t in copy) for copy in s.placement.teams))),
+    lambda s: replace(s, norm=[True]),
+]
+
+
+@pytest.mark.parametrize("change", MUTABLE)
+def test_what_could_change_after_its_proof_is_not_proved(change: Callable[[Schedule], Schedule]) -> None:
+    """Neither afresh nor with the proof of equal lists that cannot change."""
+    proved = prove(lower(schedules.build("onef1b", workers=2, microbatches=2)))
+    loose = change(proved)
+    assert not check(loose).ok and loose.digest != proved.digest
+    for given in (loose, replace(loose, proof="")):
+        with pytest.raises(MeshwrightError, match="must|are"):
+            prove(given)
+
+
+def test_a_pickle_brings_no_digest_of_its_own() -> None:
+    """A proof is compared with the lists that came, not with what the sender had computed of its own."""
+    proved = prove(lower(schedules.build("onef1b", workers=2, microbatches=2)))
+    vars(proved)["digest"] = "of other lists"
+    assert pickle.loads(pickle.dumps(proved)).digest == replace(proved).digest != proved.digest
 
 
 def test_digests_differ_where_schedules_do() -> None:

@@ -12,12 +12,12 @@ parameters: unit s is what stage s has for itself, unit `stages + i` is the i-th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
 
-from meshwright.ir.action import Action, Entry, Op, Transfer, actions, walk
+from meshwright.ir.action import Action, Cell, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.placement import Placement
 
 Lists = tuple[tuple[Entry, ...], ...]
@@ -63,14 +63,18 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """A text that differs where schedules do: equal on all hosts, and cheap beside a proof."""
+        """A text that differs where schedules do, also in what could be changed later: equal on all hosts, cheap beside a proof."""
         found = sha256(repr(replace(self, prologue=(), period=(), drain=())).encode())
         for segment in (self.prologue, self.period, self.drain):
             for entries in segment:
                 found.update(";".join(map(_plain, entries)).encode())
-                found.update(b"|")
-            found.update(b"||")
+                found.update(b"|" if type(entries) is tuple else repr(type(entries)).encode())
+            found.update(b"||" if type(segment) is tuple else repr(type(segment)).encode())
         return found.hexdigest()
+
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: what a pickle brings computes its lists and its digest itself."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def workers(self) -> int:
@@ -171,6 +175,6 @@ def _plain(entry: Entry) -> str:
     """An entry as numbers, quicker than its text."""
     if type(entry) is Action:
         return " ".join(map(str, entry))
-    if type(entry) is Transfer:
+    if type(entry) is Transfer and type(entry.value) is Value:
         return " ".join(map(str, (entry.sends, *entry.value, entry.peer)))
-    return f"[{','.join(map(_plain, actions(entry)))}]"
+    return f"[{','.join(map(_plain, actions(entry)))}]" if type(entry) is Cell else repr(entry)

@@ -26,9 +26,9 @@ def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> 
         return schedule
     if isinstance(choice, Mode):
         share = 0.0 if choice is Mode.NONE else 1.0
-        chosen = [Recompute(share, choice is Mode.EARLY)] * schedule.stages
+        chosen = (Recompute(share, choice is Mode.EARLY),) * schedule.stages
     elif isinstance(choice, list | tuple) and all(isinstance(how, Recompute) for how in choice):
-        chosen = list(choice)
+        chosen = tuple(choice)
     else:
         raise MeshwrightError(
             f"recompute cannot be {choice!r}", fix=f"{', '.join(Mode)}, or one Recompute(share, early) per stage"
@@ -49,4 +49,4 @@ def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> 
         return tuple(result)
 
     prologue, period, drain = (tuple(map(placed, lists)) for lists in (schedule.prologue, schedule.period, schedule.drain))
-    return replace(schedule, recompute=tuple(chosen), prologue=prologue, period=period, drain=drain)
+    return replace(schedule, recompute=chosen, prologue=prologue, period=period, drain=drain)

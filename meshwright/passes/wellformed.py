@@ -30,6 +30,9 @@ def _counts(schedule: Schedule) -> Iterator[str]:
         found = getattr(schedule, name)
         if type(found) is not int or found < least:
             yield f"{name} must be a whole number of at least {least}, got {found!r}"
+    for name in ("flush", "ring", "norm", "lowered"):
+        if type(found := getattr(schedule, name)) is not bool:
+            yield f"{name} must be True or False, got {found!r:.80}"
 
 
 def _teams(placement: object) -> Iterator[str]:
@@ -102,8 +105,8 @@ def _recompute(schedule: Schedule) -> Iterator[str]:
 
 def recompute_faults(choice: object) -> Iterator[str]:
     """What is wrong with the recompute of stages: each drops a share between nothing and all."""
-    if not isinstance(choice, tuple | list) or not all(isinstance(how, Recompute) for how in choice):
-        yield f"recompute must be one Recompute(share, early) per stage, got {choice!r:.80}"
+    if not isinstance(choice, tuple) or not all(isinstance(how, Recompute) for how in choice):
+        yield f"recompute must be a tuple of one Recompute(share, early) per stage, got {choice!r:.80}"
         return
     for stage, how in enumerate(choice):
         share = how.share
@@ -132,7 +135,7 @@ def _ends(pair: object) -> bool:
 
 
 def _tuples(found: object, depth: int) -> bool:
-    """Is this a tuple (or list) of such, so many levels down? Records and texts are none."""
-    if type(found) not in (tuple, list):
+    """Is this a tuple of such, so many levels down? A list could change after the proof; records and texts are none."""
+    if type(found) is not tuple:
         return False
     return depth == 0 or all(_tuples(each, depth - 1) for each in found)  # type: ignore[attr-defined]
