@@ -246,7 +246,8 @@ def handmade(*rows: str, **more: Any) -> Schedule:
 
 
 def low(*rows: str, **more: Any) -> Schedule:
-    return handmade(*rows, **({"lowered": True} | more))
+    norm = any(word.partition("#")[0] == "N" for row in rows for word in row.split())
+    return handmade(*rows, **({"lowered": True, "norm": norm} | more))
 
 
 def plus(schedule: Schedule, *texts: str) -> Schedule:

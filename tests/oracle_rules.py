@@ -263,7 +263,8 @@ def _rounds(schedule: Schedule, rounds: dict[tuple[Op, int, int, int], int]) -> 
     }
     if schedule.ring:
         every[Op.S] = {(Op.S, *key) for key in _contributions(schedule)}
-    every[Op.N] = {(Op.N, w, WHOLE, k) for w in range(schedule.workers) for k in steps}
+    reduces = schedule.norm or not schedule.lowered
+    every[Op.N] = {(Op.N, w, WHOLE, k) for w in range(schedule.workers) for k in steps if reduces}
     for op, wanted in every.items():
         found = {key for key in rounds if key[0] is op}
         may_lack = not (schedule.norm if op is Op.N else schedule.lowered)

@@ -35,6 +35,7 @@ LAWS: list[tuple[Law, Schedule, int, str | None, list[str]]] = [
     (Law.ONCE, low("0F0 0B0 0S N"), 0, "0U", ["0U is missing on worker 0"]),
     (Law.ONCE, low("0F0 0B0 N 0U"), 0, "0S", ["0S is missing on worker 0"]),
     (Law.ONCE, low("0F0 0B0 0S 0U", norm=True), 0, "N", ["N is missing on worker 0"]),
+    (Law.ONCE, low("0F0 0B0 0S N 0U", norm=False), 0, "N", ["norm=False"]),
     (Law.ONCE, low("0F0 0B0 0S 0S N 0U"), 0, "0S", ["0S comes twice"]),
     (Law.ONCE, low("0F0 0B0 0S N 0U 0U#3"), 0, "0U#3", ["1 rounds"]),
     (Law.ONCE, handmade("0F0 0B0", "0F0@1 0B0@1", placement=Placement.mirrored(2)), 0, None, ["microbatch 0", "replica"]),

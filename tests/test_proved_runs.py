@@ -15,6 +15,9 @@ from meshwright import MeshwrightError, Parallel, Placement, Recompute, Schedule
 from meshwright.ir.action import parse
 from meshwright.passes import check as proofs
 from meshwright.passes.check import prove
+from meshwright.runtime.engine import Engine, Settings
+from meshwright.runtime.layers import Layers
+from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
 from meshwright.train import models
 from meshwright.train.case import Case
@@ -91,7 +94,7 @@ def test_what_could_change_after_its_proof_is_not_proved(change: Callable[[Sched
     loose = change(proved)
     assert not check(loose).ok and loose.digest != proved.digest
     for given in (loose, replace(loose, proof="")):
-        with pytest.raises(MeshwrightError, match="must|are"):
+        with pytest.raises(MeshwrightError, match=r"must|are"):
             prove(given)
 
 
@@ -236,6 +239,37 @@ def test_what_verify_cannot_follow_is_refused(pool: Pool, more: dict[str, object
     batch = partial(models.mlp_batch, rows=12, width=6)
     with pytest.raises(MeshwrightError, match=text):
         pool.verify(BUILD, batch, pp=2, microbatches=2, **more)
+
+
+def opened(schedule: Schedule, microbatches: int, clip: float | None) -> None:
+    """An engine of these settings, closed again."""
+    layers = Layers.of([layer.double() for layer in BUILD()], schedule.stages)
+    Engine(schedule, layers, Settings(momentum, microbatches, rules=Rules(clip=clip))).close()
+
+
+@pytest.mark.parametrize(("found", "fix"), [(1, "2"), (3, "2"), (4, "2"), (0, "2"), (2.0, "2")])
+def test_steps_of_data_that_are_no_whole_rounds_are_refused(pool: Pool, found: int, fix: str) -> None:
+    """The lists would leave out rows of every batch, or take a batch in two updates."""
+    schedule = prove(lower(schedules.build("onef1b", workers=2, microbatches=2)))
+    with pytest.raises(MeshwrightError, match=f"1 rounds of 2 microbatches, a step of data has {found}(?s:.*)microbatches={fix}"):
+        pool.run(opened, schedule, found, None, ranks=2)
+
+
+def test_steps_of_data_that_are_whole_rounds_are_taken(pool: Pool) -> None:
+    schedule = lower(handmade("0F0 0F1 0B0 0B1 0S 0U 0F2#1 0F3#1 0B2#1 0B3#1 0S#1 0U#1", microbatches=2))
+    for found in (2, 4):
+        pool.run(opened, schedule, found, None, ranks=1)
+    with pytest.raises(MeshwrightError, match=r"2 rounds of 2 microbatches, a step of data has 6(?s:.*)microbatches=2 or micro"):
+        pool.run(opened, schedule, 6, None, ranks=1)
+
+
+def test_what_has_a_flush_and_no_norm_does_not_clip(pool: Pool) -> None:
+    """Clipping unit by unit would be another rule than that of one process."""
+    own = lower(handmade("0F0 0F1 0B0 0B1 0U", "1F0 1B0 1F1 1B1 1U", microbatches=2))
+    assert check(own).ok and own.flush and not own.norm
+    pool.run(opened, own, 2, None, ranks=2)
+    with pytest.raises(MeshwrightError, match=r"without its reduction N: .* clip=0\.05"):
+        pool.run(opened, own, 2, 0.05, ranks=2)
 
 
 def test_lists_for_rows_that_a_batch_has_not_are_refused(pool: Pool) -> None:

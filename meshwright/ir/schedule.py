@@ -63,7 +63,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """A text that differs where schedules do, also in what could be changed later: equal on all hosts, cheap beside a proof."""
+        """A text that differs where schedules do, lists from tuples too: equal on all hosts, and cheap beside a proof."""
         found = sha256(repr(replace(self, prologue=(), period=(), drain=())).encode())
         for segment in (self.prologue, self.period, self.drain):
             for entries in segment:

@@ -33,6 +33,11 @@ def rounds(schedule: Schedule) -> Iterator[Violation]:
                     yield Violation(Law.ORDER, worker, index, entry, reason)
                 norm = entry.version if entry.op is Op.N else norm
     yield from _units(schedule, counts)
+    if counts[Op.N] and schedule.lowered and not schedule.norm:
+        worker, _, round_ = next(iter(counts[Op.N]))
+        entry = Action(Op.N, NONE, version=round_)
+        reason = "the schedule has norm=False, and what clips by the norm of all gradients asks for that"
+        yield Violation(Law.ONCE, worker, schedule.lists[worker].index(entry), entry, reason)
     if counts[Op.N] or schedule.norm:
         for worker in range(schedule.workers):
             for round_ in range(schedule.steps):

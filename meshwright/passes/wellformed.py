@@ -138,4 +138,4 @@ def _tuples(found: object, depth: int) -> bool:
     """Is this a tuple of such, so many levels down? A list could change after the proof; records and texts are none."""
     if type(found) is not tuple:
         return False
-    return depth == 0 or all(_tuples(each, depth - 1) for each in found)  # type: ignore[attr-defined]
+    return depth == 0 or all(_tuples(each, depth - 1) for each in found)

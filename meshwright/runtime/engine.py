@@ -24,7 +24,7 @@ from meshwright.runtime.layers import Layers, refuse_hooks, refuse_stray, requir
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.offsets import common_clock
-from meshwright.runtime.parameters import Parameters, Rules
+from meshwright.runtime.parameters import Parameters, Rules, refuse_rules
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.program import channels, program
@@ -90,7 +90,7 @@ class Engine:
             self._watch(trace)
 
     def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
-        """Walk the schedule once with the batches of its steps."""
+        """Walk the schedule once with the batches of its steps: one, or several where its lists hold more microbatches."""
         self._batch = batch
         self.batches.clear()
         if self.scaler is not None and not self.scaler.unit:
@@ -210,8 +210,20 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
         refuse_hooks(layers, why, fix="a schedule with a flush and whole backwards, such as onef1b, or no hook")
     refuse(settings.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(settings.precision.dtype, settings.device)
-    if not schedule.norm and settings.rules.skip_nonfinite:
-        raise MeshwrightError(f"{schedule.name} has no flush: a step cannot be skipped as a whole", fix="skip_nonfinite=False")
+    refuse_rules(settings.rules, schedule)
+    _refuse_microbatches(schedule, settings.microbatches)
+
+
+def _refuse_microbatches(schedule: Schedule, found: int) -> None:
+    """Lists that hold a part of a step of data lose its other rows, and a round over two steps takes rows twice."""
+    count, rounds = schedule.microbatches, schedule.steps
+    if type(found) is not int or found < 1 or found % count or count * rounds % found:
+        fits = [count * k for k in range(1, rounds + 1) if not rounds % k]
+        raise MeshwrightError(
+            f"{schedule.name} has {rounds} rounds of {count} microbatches, a step of data has {found!r}: a step must be whole "
+            f"rounds, and the lists whole steps",
+            fix=" or ".join(f"microbatches={fit}" for fit in sorted({fits[0], fits[-1]})),
+        )
 
 
 def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind, Value
+from meshwright.ir.schedule import Schedule
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.precision import Scaler
 from meshwright.runtime.program import Program, Step
@@ -33,6 +34,22 @@ class Rules:
         """What gradients of this norm are multiplied by; a norm that is no number leaves none in them, as in torch."""
         found = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
         return 1.0 if found > 1.0 else found
+
+
+def refuse_rules(rules: Rules, schedule: Schedule) -> None:
+    """A step with a flush is clipped by the norm of all of it, and skipped as a whole: both need its reduction N."""
+    if schedule.norm:
+        return
+    if rules.skip_nonfinite:
+        raise MeshwrightError(
+            f"{schedule.name} has no reduction N: a step cannot be skipped as a whole", fix="skip_nonfinite=False"
+        )
+    if schedule.flush and rules.clip not in (None, float("inf")):
+        raise MeshwrightError(
+            f"{schedule.name} updates without its reduction N: the norm of all gradients, which clip={rules.clip} is for, "
+            f"is not known there",
+            fix="an N in front of the updates on every worker, lists without updates (lowering adds both), or clip=None",
+        )
 
 
 class Parameters:

@@ -19,7 +19,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Batch, Given, Loss, Objective
 from meshwright.runtime.layers import Layers, require_layers
 from meshwright.runtime.loss_kind import LossKind
-from meshwright.runtime.parameters import Rules
+from meshwright.runtime.parameters import Rules, refuse_rules
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.unit import Optimizer, Scheduler
@@ -160,6 +160,7 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
     schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
     refuse_coupled(lambda pair, _: case.optimizer(pair), [layers.unit(u) for u in range(schedule.units)])
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
+    refuse_rules(case.rules, schedule)
     require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)

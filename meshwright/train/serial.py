@@ -122,7 +122,7 @@ class Serial:
         """Shorten the gradient to the largest norm: all of it together, or unit by unit where there is no flush."""
         if self.rules.clip is None:
             return
-        for params in [self.params] if self.schedule.norm else list(self.units.values()):
+        for params in [self.params] if self.schedule.flush or self.schedule.norm else list(self.units.values()):
             gradients = [p.grad for p in params if p.grad is not None]
             norm = sum(float(torch.linalg.vector_norm(gradient.double()) ** 2) for gradient in gradients) ** 0.5
             for gradient in gradients:
