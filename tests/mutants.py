@@ -88,7 +88,7 @@ def judged(seed: int | str) -> bool:
         return False
     for lowered in _lowered(schedule, Random(f"sync {seed}")):
         wrong = verdict(lowered)
-        assert not wrong, f"mutant {seed}, {schedule.name}: {wrong}\n" + _drawn(schedule) + "\n" + _drawn(lowered)
+        assert not wrong, f"mutant {seed}, {schedule.name}: {wrong}\n" + drawn(schedule) + "\n" + drawn(lowered)
     return True
 
 
@@ -103,11 +103,11 @@ def _lowered(schedule: Schedule, rng: Random) -> list[Schedule]:
     except MeshwrightError:
         return found
     again = check(other)
-    assert again.ok, f"{schedule.name} lowered with {sync}: {again}\n{_drawn(schedule)}"
+    assert again.ok, f"{schedule.name} lowered with {sync}: {again}\n{drawn(schedule)}"
     return [*found, other]
 
 
-def _drawn(schedule: Schedule) -> str:
+def drawn(schedule: Schedule) -> str:
     rows = "\n".join(f"  {worker}: {' '.join(map(str, row))}" for worker, row in enumerate(schedule.lists))
     more = {key: getattr(schedule, key) for key in ("placement", "microbatches", "parts", "ties", "recompute", "turns")}
     return f"{more} flush={schedule.flush} ring={schedule.ring} lowered={schedule.lowered}\n{rows}"
