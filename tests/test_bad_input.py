@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright import MeshwrightError, TrainingArguments
+from meshwright.capture.weights import Weights
 from meshwright.cli.main import app
 
 NAN = float("nan")
@@ -38,6 +41,10 @@ PLANS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "zero_bubble", "options": {"rest": "nan"}}, "option rest cannot be 'nan'"),
     ({"pp": 10**30}, "pp must be a whole number of at least 1 and below"),
     ({"width": [10**20]}, "width names workers per stage"),
+    ({"pp": 2, "width": b"ab"}, "width names workers per stage, got b'ab'"),
+    ({"width": ""}, "width names workers per stage"),
+    ({"pp": 2, "stages": b"a"}, "stages names the modules"),
+    ({"pp": 2, "recompute": b"\x00\x01"}, "recompute is a mode"),
 ]
 
 
@@ -81,7 +88,24 @@ def test_flags_of_a_plan_are_refused_before_anything_is_loaded(flags: tuple[str,
         ({"max_steps": 2.5}, "max_steps must be a whole number"),
         ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size must be a whole number"),
         ({"lr_scheduler_type": "zz"}, "these training arguments cannot be used"),
-        ({"output_dir": 5}, "these training arguments cannot be used"),
+        ({"output_dir": 5}, "output_dir is a text or None, got int 5"),
+        ({"per_device_train_batch_size": 99999999999}, "at least 1 and below 1000000000, got 99999999999"),
+        ({"label_names": 5}, "label_names is a list of texts or None, got int 5"),
+        ({"label_names": [5]}, "label_names is a list of texts"),
+        ({"label_names": "labels"}, "label_names is a list of texts"),
+        ({"optim_args": 5}, "optim_args is a text or None, got int 5"),
+        ({"report_to": 5}, "report_to is None or a text or a list of texts"),
+        ({"bf16": "x"}, "bf16 is True or False, got str 'x'"),
+        ({"gradient_checkpointing": 5}, "gradient_checkpointing is True or False"),
+        ({"gradient_checkpointing_kwargs": 5}, "gradient_checkpointing_kwargs is a mapping"),
+        ({"lr_scheduler_kwargs": [1]}, "lr_scheduler_kwargs is a mapping or a text or None"),
+        ({"include_for_metrics": 5}, "include_for_metrics is a list of texts"),
+        ({"run_name": [1]}, "run_name is a text or None"),
+        ({"label_names": date(2020, 1, 1)}, "label_names is a list of texts"),
+        ({"accelerator_config": "x"}, "these training arguments cannot be used: .*No such file"),
+        ({"accelerator_config": {"zz": 1}}, "these training arguments cannot be used: "),
+        ({"deepspeed": "x.json"}, "deepspeed='x.json' is not supported"),
+        ({"fsdp": ["full_shard"]}, "fsdp=.*is not supported"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else None,
 )
@@ -129,6 +153,78 @@ def test_what_is_given_later_is_looked_at_too(tmp_path: Path) -> None:
     ):
         with pytest.raises(MeshwrightError, match=words):
             call()
+
+
+ROWS = [(torch.zeros(2), torch.zeros(2))] * 8
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"lr_scheduler_kwargs": "[1]"}, r"lr_scheduler_type=.* with lr_scheduler_kwargs='\[1\]' cannot be used: .*mapping"),
+        ({"lr_scheduler_kwargs": {"a": 1}}, "cannot be used: .*unexpected keyword argument 'a'"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}}, "cannot be used: lr_end"),
+        ({"optim_args": "foo"}, "with optim_args='foo' cannot be used"),
+        ({"optim": "galore_adamw"}, "optim=.* cannot be used"),
+        ({"report_to": "zz"}, r"report_to=\['zz'\] cannot be used: zz is not supported"),
+        ({"output_dir": "/dev/null/x"}, "output_dir '/dev/null/x' cannot be written to: Not a directory"),
+        ({"output_dir": "x" * 5000}, "output_dir 'xxx.*' cannot be written to: File name too long"),
+        ({"output_dir": "a\0b"}, "cannot be written to: .*null byte"),
+    ],
+    ids=lambda x: str(x)[:80] if isinstance(x, dict) else None,
+)
+def test_what_arguments_ask_for_is_made_once_before_the_model_is_looked_at(
+    more: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    class Never(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, *_: object) -> Any:
+            raise AssertionError("the arguments come first")
+
+    with pytest.raises(MeshwrightError, match=words):
+        mw.Trainer(Never(), made(tmp_path, **more), train_dataset=ROWS).train()
+
+
+def test_arguments_as_scripts_write_them_still_pass(tmp_path: Path) -> None:
+    """What Hugging Face takes and its fields do not declare to the letter; and arguments that are made from others."""
+    found = made(
+        tmp_path, output_dir=tmp_path, label_names=("labels",), bf16=0, learning_rate=1, save_steps=10, eval_steps=None,
+        lr_scheduler_type="cosine", eval_strategy="no", report_to=["none"], max_grad_norm=None, fsdp="",
+        accelerator_config={"split_batches": False}, lr_scheduler_kwargs='{"num_cycles": 1}', debug="", disable_tqdm=True,
+    )  # fmt: skip
+    again = replace(found, seed=7)
+    assert again.lr_scheduler_kwargs == {"num_cycles": 1} and again.accelerator_config == found.accelerator_config
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["train", "gpt-tiny", "--resume-from-checkpoint", "x" * 5000], "is not there"),
+        (["train", "x" * 5000 + ".toml"], "cannot read the model"),
+        (["train", "gpt-tiny", "--parallel", "x" * 5000], "cannot read the plan"),
+        (["train", "gpt-tiny", "--parallel", "a\0b"], "cannot read the plan"),
+        (["train", "gpt-tiny", "--save-model", "/dev/null/x"], "--save-model '/dev/null/x' cannot be written to"),
+        (["inspect", "x" * 5000 + ".json"], "cannot read the configuration"),
+        (["inspect", "a\0b.toml"], "cannot read the model"),
+        (["show", "x" * 5000], "there is no schedule"),
+        (["check", "x" * 5000 + ".json"], "cannot read"),
+    ],
+    ids=lambda x: " ".join(x)[:60] if isinstance(x, list) else None,
+)
+def test_names_that_no_file_can_have(command: list[str], words: str) -> None:
+    found = CliRunner().invoke(app, command)
+    assert isinstance(found.exception, MeshwrightError) and words in str(found.exception), found.exception
+
+
+def test_a_model_is_not_saved_where_nothing_can_be(tmp_path: Path) -> None:
+    trainer = mw.Trainer(nn.Sequential(nn.Linear(2, 2)), made(tmp_path))
+    with pytest.raises(MeshwrightError, match="cannot be written to"):
+        trainer.save_model("/dev/null/x")
+    with pytest.raises(MeshwrightError, match="there is no xxx"):
+        Weights.at("x" * 5000)
 
 
 CONFIG: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}

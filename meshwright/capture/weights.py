@@ -8,6 +8,7 @@ weights.read("lm_head.weight", slice(0, 8))   or rows of it
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -32,15 +33,15 @@ class Weights(Mapping[str, Tensor]):
     def at(cls, path: str | Path) -> Weights:
         """The weights of a file, of a folder, or of a folder's index."""
         path = Path(path)
-        if path.is_dir():
+        if os.path.isdir(path):  # unlike Path.is_dir() it takes any name
             path = next((path / name for name in (INDEX, ONE) if (path / name).exists()), path)
-        if path.is_dir():
+        if os.path.isdir(path):
             found = sorted(path.glob("*.safetensors"))
             if not found:
                 raise MeshwrightError(f"{path} has no safetensors file", fix="model.save_pretrained(folder)")
             return cls({name: file for file in found for name in _keys(file)})
-        if not path.exists():
-            raise MeshwrightError(f"there is no {path}", fix="a safetensors file, or a folder with one")
+        if not os.path.exists(path):
+            raise MeshwrightError(f"there is no {str(path)[:200]}", fix="a safetensors file, or a folder with one")
         if path.suffix == ".json":
             return cls(_index(path))
         return cls(dict.fromkeys(_keys(path), path))

@@ -149,7 +149,7 @@ def load(
 ) -> Schedule:
     """A schedule from its file, or built by name with the given sizes and options."""
     path = Path(name)
-    if path.suffix in (".json", ".csv") or path.is_file():
+    if path.suffix in (".json", ".csv") or os.path.isfile(path):
         if option or steps is not None:
             raise MeshwrightError(f"{name} is a schedule file: --option and --steps are for schedules by name")
         return load_file(path)
@@ -176,7 +176,7 @@ def read(path: Path) -> str:
     """The text of a file that a user named."""
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise MeshwrightError(f"cannot read {path}: {error}") from error
 
 
@@ -184,7 +184,7 @@ def write(path: Path, text: str) -> None:
     """Write an output that a user asked for."""
     try:
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise MeshwrightError(f"cannot write {path}: {error}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,7 +103,7 @@ def _graph(model: str, rows: int, length: int | None, batch: str | None) -> Mode
     from meshwright.ir.model import model_from_json
 
     path = Path(model)
-    if path.suffix == ".json" and path.exists() and '"kind": "model"' in (text := inputs.read(path)):
+    if path.suffix == ".json" and os.path.exists(path) and '"kind": "model"' in (text := inputs.read(path)):
         return model_from_json(text)
     gc.enable()  # a trace leaves cycles behind
     from meshwright.train.weightless import weightless

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
 from meshwright.schedules import refuse_plan
+from meshwright.train.usable import refuse_folder
 
 if TYPE_CHECKING:
     from meshwright.train.job import Job
@@ -60,6 +62,8 @@ def train(
     trainer = job.trainer()
     if "logging_nan_inf_filter" not in job.arguments:
         trainer.args.logging_nan_inf_filter = False  # a loss that is no number is shown as such
+    if save_model is not None and trainer.is_world_process_zero():
+        refuse_folder("--save-model", save_model)
     output = trainer.train(resume_from_checkpoint=checkpoint)
     if save_model is not None:
         trainer.save_model(str(save_model))
@@ -74,7 +78,7 @@ def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
     from meshwright.train.job import KEYS, Job, flags_to_arguments, read_job
 
     path = Path(model)
-    if path.suffix == ".toml" and path.exists() and _is_job(inputs.read(path)):
+    if path.suffix == ".toml" and os.path.exists(path) and _is_job(inputs.read(path)):
         if beside := [f"--{name}" for name, value in given.items() if value] + flags:
             raise MeshwrightError(f"{model} is a whole job, and {beside[0]} stands beside it", fix=f"write it into {model}")
         return read_job(path)

@@ -128,12 +128,18 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
         return float(size[1]) * _UNITS[size[2].upper()] if size else given
     if isinstance(given, Real) and not isinstance(given, bool) and 1 < float(given) < inf:
         return float(given)
-    if not isinstance(given, Sequence) or not all(_is_share(share) for share in given):
+    if (shares := _listed(given)) is None or not all(_is_share(share) for share in shares):
         raise MeshwrightError(
             f"recompute is a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, got {given!r}",
             fix="recompute='inline', recompute='2GB', or recompute=[0.5, 1]",
         )
-    return tuple(float(share) for share in given)
+    return tuple(float(share) for share in shares)
+
+
+def _listed(given: object) -> tuple[Any, ...] | None:
+    """The members of a list or another sequence; None for texts and bytes, which are one thing each."""
+    single = isinstance(given, str | bytes | bytearray | memoryview)
+    return tuple(given) if isinstance(given, Sequence) and not single else None
 
 
 def _is_share(given: object) -> bool:
@@ -144,8 +150,8 @@ def _stages(given: object) -> tuple[str | int, ...]:
     """Where stages begin; None is wherever it is best."""
     if given is None:
         return ()
-    found = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (None,)
-    if not all(isinstance(at, str | int) and not isinstance(at, bool) for at in found):
+    found = _listed(given)
+    if found is None or not all(isinstance(at, str | int) and not isinstance(at, bool) for at in found):
         raise MeshwrightError(
             f"stages names the modules that stages begin with, got {given!r}", fix='stages=["model.layers.4", "model.layers.8"]'
         )
@@ -156,8 +162,7 @@ def _width(given: object) -> tuple[int, ...]:
     """Workers of each stage; None is one each."""
     if given is None:
         return ()
-    if not isinstance(given, Sequence) or any(
-        isinstance(w, bool) or not isinstance(w, int) or not 0 < w < LARGEST for w in given
-    ):
+    found = _listed(given)
+    if found is None or any(isinstance(w, bool) or not isinstance(w, int) or not 0 < w < LARGEST for w in found):
         raise MeshwrightError(f"width names workers per stage, got {given!r}", fix="width=(4, 2, 1, 1)")
-    return tuple(given)
+    return found

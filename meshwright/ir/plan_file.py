@@ -38,7 +38,7 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise MeshwrightError(
             f"cannot read the plan {path}: {error}", fix="parallel=dict(pp=2), or a JSON or TOML file"
         ) from error

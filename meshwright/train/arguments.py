@@ -7,7 +7,9 @@ by name when arguments are made, not ignored.
 from __future__ import annotations
 
 import os
+import typing
 from dataclasses import dataclass, field
+from functools import cache
 from math import inf, isfinite
 from typing import Any
 
@@ -23,10 +25,12 @@ from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.schedules import refuse_plan
 from meshwright.train.rows import StepRows, plan_for
+from meshwright.train.usable import refuse_kinds, usable
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "torch_compile": (False, "stages run as they are"),
     "deepspeed": (None, "parallel= says how to split"),
+    "fsdp": (None, "parallel=dict(pp=..., dp=...)"),
     "use_liger_kernel": (False, "the model runs as it is"),
     "neftune_noise_alpha": (None, "add the noise in the model"),
     "auto_find_batch_size": (False, "set per_device_train_batch_size"),
@@ -79,10 +83,11 @@ class TrainingArguments(transformers.TrainingArguments):
         if not torch.cuda.is_available():
             self.use_cpu = True
         self._refuse_numbers()
-        try:
+        self._refuse_unsupported()
+        refuse_kinds({name: value for name, value in vars(self).items() if name not in _REFUSED}, _declared())
+        with usable("these training arguments"):
             super().__post_init__()
-        except (ValueError, TypeError, AttributeError) as error:
-            raise MeshwrightError(f"these training arguments cannot be used: {error}") from error
+        self._refuse_unsupported()  # some are set by others
         self._refuse()
         refuse_plan(self.plan)  # contradictions are said here, before anything starts
 
@@ -151,12 +156,12 @@ class TrainingArguments(transformers.TrainingArguments):
     def _none(self, name: str) -> bool:
         return name in _OPTIONAL and getattr(self, name) is None
 
-    def _refuse(self) -> None:
+    def _refuse_unsupported(self) -> None:
         for name, (off, instead) in _REFUSED.items():
             if (found := getattr(self, name)) != off and found:
                 raise MeshwrightError(f"{name}={found!r} is not supported", fix=instead)
-        if self.fsdp:
-            raise MeshwrightError(f"fsdp={self.fsdp!r} is not supported", fix="parallel=dict(pp=..., dp=...)")
+
+    def _refuse(self) -> None:
         degrees = self.parallelism_config
         if degrees is not None:
             axes = {name: n for name in ("cp_size", "sp_size", "tp_size") if (n := getattr(degrees, name, 1)) not in (None, 1)}
@@ -167,6 +172,12 @@ class TrainingArguments(transformers.TrainingArguments):
             raise MeshwrightError(
                 f"train_sampling_strategy={self.train_sampling_strategy!r} is not supported", fix="random or sequential"
             )
+
+
+@cache
+def _declared() -> dict[str, Any]:
+    """The types of all arguments, as their fields declare them."""
+    return typing.get_type_hints(TrainingArguments)
 
 
 def _is_number(value: object) -> bool:

@@ -76,6 +76,15 @@ def refuse_dataset(name: str, dataset: Any, *, several: bool = False, needed: bo
         )
 
 
+def refuse_training(model: nn.Module, dataset: Any) -> None:
+    """Training needs rows, and parameters that are trained."""
+    refuse_dataset("train_dataset", dataset)
+    if dataset is None:
+        raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise MeshwrightError("all parameters of the model are frozen: nothing would be trained", fix="requires_grad_(True)")
+
+
 def refuse_loaders(processes: int, ranks: int) -> None:
     """Local workers read their data themselves."""
     if processes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from meshwright.report.progress import Bar
+from meshwright.train.usable import usable
 
 LOG = "log.jsonl"
 """The file of the log inside output_dir."""
@@ -70,15 +72,27 @@ class ProgressBar(TrainerCallback):
             self.bar = None
 
 
+def reports(names: str | list[str] | None) -> list[type[TrainerCallback]]:
+    """The callbacks of Hugging Face that report to these programs; one that nobody knows is refused."""
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+    with _reporting(names):
+        return get_reporting_integration_callbacks(list(names or ()))
+
+
+def _reporting(names: object) -> AbstractContextManager[None]:
+    return usable(f"report_to={names!r}", fix="report_to='none', or a program whose package is installed")
+
+
 class Watchers:
     """All callbacks of a run. Those of a user may decide by anything, so what rank 0 decides holds for all."""
 
     def __init__(self, own: list[TrainerCallback], report_to: list[str], *, bar: bool, **seen: Any) -> None:
-        from transformers.integrations.integration_utils import get_reporting_integration_callbacks
-
-        reports = [kind() for kind in get_reporting_integration_callbacks(report_to)]
+        kinds = reports(report_to)
+        with _reporting(report_to):
+            made = [kind() for kind in kinds]
         ours = [DefaultFlowCallback(), JsonLines(), *([ProgressBar()] if bar else [])]
-        self.handler = CallbackHandler([*ours, *reports, *own], **seen)
+        self.handler = CallbackHandler([*ours, *made, *own], **seen)
         self.own = bool(own)
         self.control = TrainerControl()
 

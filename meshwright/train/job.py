@@ -105,17 +105,14 @@ def arguments(given: Mapping[str, Any]) -> TrainingArguments:
     for name in sorted(numbers & set(given)):
         if isinstance(given[name], bool) or not isinstance(given[name], int | float):
             raise MeshwrightError(f"the training argument {name} is a number, got {given[name]!r}", fix=f"{name} = 1")
-    try:
-        return TrainingArguments(**given)
-    except (ValueError, TypeError) as error:
-        raise MeshwrightError(f"these training arguments cannot be used: {error}") from error
+    return TrainingArguments(**given)
 
 
 def read_job(path: Path) -> Job:
     """A job from a TOML file."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise MeshwrightError(f"cannot read {path}: {error}") from error
     read = Reader(data, f"the job {path}", kind=None, schema=SCHEMA, keys=KEYS)
     if "schema" not in data:

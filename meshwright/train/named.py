@@ -79,7 +79,7 @@ def model_file(name: str) -> ModelFile:
     try:
         raw = path.read_text() if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()
         data = tomllib.loads(raw)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise MeshwrightError(f"cannot read the model {name}: {error}") from error
     read = Reader(data, f"the model {name}", kind=None, schema=SCHEMA, keys=KEYS)
     config = read("config", _table)

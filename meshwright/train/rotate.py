@@ -73,13 +73,13 @@ def describe(path: Path) -> dict[str, Any]:
 def read_marker(folder: Path) -> dict[str, dict[str, Any]]:
     """The files of a checkpoint; a folder without its marker was never finished."""
     path = folder / MARKER
-    if not path.is_file():
-        why = "is not there" if not folder.is_dir() else f"has no {MARKER}: it was never finished"
-        raise MeshwrightError(f"{folder} {why}", fix="resume from the last good one: resume_from_checkpoint=True")
+    if not os.path.isfile(path):  # unlike Path.is_file() it takes any name
+        why = "is not there" if not os.path.isdir(folder) else f"has no {MARKER}: it was never finished"
+        raise MeshwrightError(f"{str(folder)[:200]} {why}", fix="resume from the last good one: resume_from_checkpoint=True")
     try:
         read = json.loads(path.read_text())
         schema, files = read["schema"], dict(read["files"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise MeshwrightError(f"{path} cannot be read: {error}", fix="resume from another checkpoint") from error
     if schema > SCHEMA:
         raise MeshwrightError(f"{folder} has schema {schema}, this version reads up to {SCHEMA}", fix="a newer meshwright")

@@ -17,6 +17,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.ir.placement import Rows
 from meshwright.ir.plan import Parallel
+from meshwright.ir.reading import LARGEST
 from meshwright.runtime.batch import Given
 from meshwright.runtime.layers import Shapes
 
@@ -43,8 +44,10 @@ class StepRows:
 def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Parallel:
     """The plan with its number of microbatches, or why batch sizes and plan contradict each other."""
     for name, count in (("per_device_train_batch_size", device), ("gradient_accumulation_steps", accumulation)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise MeshwrightError(f"{name} must be a whole number of at least 1, got {count!r}", fix=f"{name}=8")
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < LARGEST:
+            raise MeshwrightError(
+                f"{name} must be a whole number of at least 1 and below {LARGEST}, got {count!r}", fix=f"{name}=8"
+            )
     given = asked.get("microbatches") or 0
     plan = Parallel.of(asked)
     microbatches = plan.microbatches if given else accumulation * ceil(plan.pp / accumulation)

@@ -16,7 +16,7 @@ from meshwright.runtime.batch import Batch, Given, Objective
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.trace import Trace
-from meshwright.train.callbacks import Watchers
+from meshwright.train.callbacks import Watchers, reports
 from meshwright.train.carried import carried, go_on
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data import Position, Source, has_rows
@@ -33,6 +33,7 @@ from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
 from meshwright.train.start import Evaluation, Start, check_start
 from meshwright.train.together import refuse_differences
+from meshwright.train.usable import refuse_folder
 from meshwright.train.vocabulary import vocabularies
 from meshwright.train.whole_loss import ROWS
 
@@ -74,6 +75,17 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     kept = None if trainer.skeleton is not None else carried(session, own_schedule=trainer.optimizers[1] is not None)
     session.close()
     return Outcome(output, loop.state, trainer.callbacks, weights, kept)
+
+
+def refuse_unusable(trainer: Trainer) -> None:
+    """Before anything is captured or started: make once what arguments ask for, and the folder that is written to."""
+    args = trainer.args
+    if trainer.is_world_process_zero():
+        refuse_folder("output_dir", trainer.folder)
+    reports(args.report_to)
+    if trainer.optimizers[0] is None:
+        steps = max(1, args.max_steps)
+        rates_for(trainer.module, args, trainer.optimizers, trainer.optimizer_cls_and_kwargs, steps=steps)
 
 
 def _agreed(trainer: Trainer, course: Course, resume: str | bool | None) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from torch import nn
 from meshwright.train.export import gathered, holdings
 from meshwright.train.session import Session
 from meshwright.train.together import agree
+from meshwright.train.usable import refuse_folder
 
 
 def save_whole(model: nn.Module, folder: Path) -> None:
     """In this process alone: as Hugging Face does, or as safetensors."""
-    folder.mkdir(parents=True, exist_ok=True)
+    refuse_folder("the folder of the model,", folder)
     whole: Any = model
     if hasattr(model, "save_pretrained"):
         whole.save_pretrained(folder)

@@ -26,7 +26,7 @@ from meshwright.capture.materialise import Skeleton, sketch
 from meshwright.capture.packed import flattened_note
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
-from meshwright.train import border
+from meshwright.train import border, run
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.carried import Carried, gathered
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
@@ -101,11 +101,8 @@ class Trainer:
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
         border.refuse_checkpoint(resume_from_checkpoint)
-        border.refuse_dataset("train_dataset", self.train_dataset)
-        if self.train_dataset is None:
-            raise MeshwrightError("there is no train_dataset to train on", fix="Trainer(train_dataset=...)")
-        if not any(p.requires_grad for p in self.module.parameters()):
-            raise MeshwrightError("all parameters of the model are frozen: nothing would be trained", fix="requires_grad_(True)")
+        border.refuse_training(self.module, self.train_dataset)
+        run.refuse_unusable(self)
         if self._trained and not resume_from_checkpoint:
             self._start_again()
         self.capture(self.train_dataset, trains=True)
