@@ -152,3 +152,8 @@ def test_what_is_changed_between_steps_is_named(caplog: pytest.LogCaptureFixture
         model.first.weight.requires_grad_(False)
         with pytest.raises(MeshwrightError, match=r"first\.weight was frozen after the model was captured"):
             session.step(batch)
+
+
+def test_buffers_that_forward_changes_are_known() -> None:
+    assert layers_for(FrozenNorm(), hard.features(4), 1).moved == ()
+    assert layers_for(Feedback(), hard.features(4), 1).moved == ("centre",)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.capture.check.compare import Verdict, compare
+from meshwright.capture.check.compare import compare
+from meshwright.capture.check.verdict import Verdict
 from meshwright.capture.export import flatten
 from meshwright.train.layers import layers_for
 from tests import hard_models as hard

@@ -98,6 +98,11 @@ class Flat:
         """The dtype of every column."""
         return {node.target: node.size.dtype for node in self.nodes if node.kind is Kind.COLUMN and node.size is not None}
 
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """The buffers that it changes."""
+        return tuple(dict.fromkeys(name for node in self.nodes for name in node.changes))
+
     def refusal(self, shapes: Shapes) -> str | None:
         """Why a batch with these shapes of columns cannot run on this graph; None where it can."""
         condition = broken(self.conditions, shapes)

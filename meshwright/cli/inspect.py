@@ -16,7 +16,7 @@ from meshwright.errors import MeshwrightError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from meshwright.capture.check.compare import Verdict
+    from meshwright.capture.check.verdict import Verdict
     from meshwright.ir.model import Crossing, Cuts, ModelGraph
 
 

@@ -35,6 +35,8 @@ class Layers:
     """Captures the model once more, for columns of other sizes; the stages have the same parameters."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
     """What the columns of a captured model are: a forward may ask for it."""
+    moved: tuple[str, ...] = ()
+    """The buffers that a captured model changes in its forward."""
     evaluation: Layers | None = None
     """The layers of another graph for evaluation, where the model does something else there."""
 

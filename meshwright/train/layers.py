@@ -71,7 +71,7 @@ def layers_for(
 def engine_layers(cut: Split, again: Again | None) -> Layers:
     """A cut model as an engine takes it."""
     flat = cut.flat
-    return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, again, flat.dtypes)
+    return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, again, flat.dtypes, flat.moved)
 
 
 @dataclass(frozen=True)

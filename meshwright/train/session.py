@@ -7,6 +7,7 @@ with meshwright.parallelize(model, example, dict(pp=2)) as session:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,8 @@ from meshwright.train.start import Evaluation
 from meshwright.train.state import put_whole, snapshot
 from meshwright.train.unchanged import Unchanged
 from meshwright.train.vocabulary import Vocabulary, refuse_ids
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ class Session:
         if fill is not None:
             held = sorted({stage for _, stage in schedule.placement.held[dist.get_rank() % schedule.workers]})
             fill(layer for stage in held for layer in layers.of_stage(stage))
+        if layers.moved and (copies := parallel.dp * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
+            log.warning(
+                "forward changes the buffer %s, and each of %d copies of the model changes its own by its own rows: "
+                "what depends on it differs from one process",
+                layers.moved[0], copies,
+            )  # fmt: skip
         self.layers, self.parallel, self.rates, self.settings, self.model = layers, parallel, rates, settings, model
         self.engine = Engine(
             schedule,

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.capture.arguments import columns_of
-from meshwright.capture.check.compare import BUDGET_S, Verdict, compare
+from meshwright.capture.check.compare import BUDGET_S, compare
+from meshwright.capture.check.verdict import Verdict
 from meshwright.capture.export import flatten
 from meshwright.capture.flat import Flat
 from meshwright.capture.materialise import Skeleton, tensors_of
@@ -80,6 +81,8 @@ def check_start(start: Start) -> Evaluation:
     verdict, evaluated = checked
     for note in verdict.notes:
         log.info("start check: %s", note)
+    for warning in verdict.warnings:
+        log.warning(warning)
     if verdict.refused is not None:
         raise MeshwrightError(verdict.refused.why, fix=verdict.refused.fix)
     if verdict.training is not None:

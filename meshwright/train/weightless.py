@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.check.compare import Verdict
+from meshwright.capture.check.verdict import Verdict
 from meshwright.capture.export import flatten
 from meshwright.capture.graph import capture
 from meshwright.capture.materialise import sketch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -28,47 +28,11 @@ from meshwright.capture.check.sizes import Example, Wanted, small_examples
 from meshwright.capture.check.stirred import stirred
 from meshwright.capture.check.streams import Draws, python_states, seed_all
 from meshwright.capture.check.untouched import plain_attributes, put_back, untouched
+from meshwright.capture.check.verdict import Difference, Verdict
 from meshwright.capture.flat import Flat
-from meshwright.errors import MeshwrightError
 
 BUDGET_S = 60.0
 """Sizes that would begin later than this are left out, and the log says so."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where captured layers leave the model."""
-
-    distance: Distance
-    example: str
-    training: bool
-    layer: str
-    reason: Reason
-
-    def error(self) -> MeshwrightError:
-        """As users see it."""
-        mode = "training" if self.training else "evaluation"
-        first = f"; the first layer that differs: {self.layer}" if self.layer else ""
-        how = f"{self.distance.what} differs by {self.distance.error:.1e}" if self.distance.error < inf else self.distance.what
-        where = f"{how} in {mode} at {self.example}{first}"
-        return MeshwrightError(
-            f"the captured layers are not the model: {where}\n  likely reason: {self.reason.why}", fix=self.reason.fix
-        )
-
-
-@dataclass
-class Verdict:
-    """What a check found, and what it ran: a line for each size and mode."""
-
-    training: Difference | None = None
-    evaluation: Difference | None = None
-    refused: Reason | None = None
-    """Why the model cannot be captured at all, whatever its numbers."""
-    draws_in_evaluation: bool = False
-    largest: float = 0.0
-    runs: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 @dataclass
@@ -124,6 +88,7 @@ class Check:
             self._ask_again(example, own)
             if self.verdict.refused is not None:
                 return
+            self._ask_without_options(example, own)
         distance, keyed = self._distance(example, own, training=training, backward=backward)
         self.verdict.largest = max(self.verdict.largest, distance.error)
         mode = "training" if training else "evaluation"
@@ -181,6 +146,23 @@ class Check:
         distance = furthest(Seen(own.outputs), Seen(again.outputs), self.tolerance)
         if self.verdict.refused is None and not distance.error <= self.tolerance:
             self.verdict.refused = reasons.of_itself(distance.error)
+
+    def _ask_without_options(self, example: Example, own: Seen) -> None:
+        """Caches are switched off, as Hugging Face's Trainer does: does the model say something else with its own defaults?"""
+        if not self.columns.options:
+            return
+        plain = model_run(self.model, replace(self.columns, options=()), self.flat.outputs)
+        try:
+            seen = self._see(plain, example, training=True)
+        except Exception:  # a model that needs its options is called with them
+            return
+        distance = furthest(Seen(own.outputs), Seen(seen.outputs), self.tolerance)
+        if not distance.error <= self.tolerance:
+            options = ", ".join(f"{name}={value}" for name, value in self.columns.options)
+            self.verdict.warnings.append(
+                f"the model is trained with {options}, and differs by {distance.error:.1e} from what it returns without: "
+                "transformers finds packed sequences only without a cache (config.use_cache = False)"
+            )
 
     def _distance(self, example: Example, own: Seen, *, training: bool, backward: bool) -> tuple[Distance, bool]:
         """How far captured layers are from the model; a second look with a seed for each draw, where the model draws."""
