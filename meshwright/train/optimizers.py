@@ -19,7 +19,7 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 def recipe_for(model: Any, args: Any, chosen: tuple[Any, dict[str, Any]] | None = None) -> Recipe:
     """Two groups, with and without weight decay, and the optimizer that `args.optim` names."""
     with usable(
-        f"optim={args.optim!s} with optim_args={args.optim_args!r}", fix="optim_args='name=value, ...', or another optim"
+        f"optim={args.optim.value!r} with optim_args={args.optim_args!r}", fix="optim_args='name=value, ...', or another optim"
     ):
         kind, options = chosen or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
     if not isinstance(kind, type) or {"params", "model", "optimizer_dict"} & set(options):
@@ -44,7 +44,8 @@ def rates_for(model: nn.Module, args: Any, optimizers: tuple[Any, Any], chosen: 
         rates = Rates(recipe, optimizer)
     if scheduler is not None and optimizer is None:
         raise MeshwrightError("a learning-rate schedule was given without its optimizer", fix="optimizers=(optimizer, scheduler)")
-    asked = f"lr_scheduler_type={args.lr_scheduler_type!s} with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}"
+    kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    asked = f"lr_scheduler_type={kind!r} with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}"
     with usable(asked, fix="keyword arguments of that schedule: lr_scheduler_kwargs={...}"):
         rates.scheduler = scheduler or transformers.get_scheduler(
             args.lr_scheduler_type,
