@@ -261,3 +261,23 @@ def test_the_command_exits_with_two_and_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meshwright.cli.main", "train", "gpt-tiny", "--learning-rate", "nan", "--seed", "-1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "NO_COLOR": "1"})
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr, done.stderr
+
+
+JOB = 'schema = 1\nmodel = "gpt-tiny"\n[arguments]\nmax_steps = 1\nparallel = {pp = 2}\n'
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["gpt-tiny", "--length", "0"], "a row has at least 1 token"),
+        (["gpt-tiny", "--microbatches", "0"], "a step has at least 1 microbatch"),
+        (["job.toml"], "a plan stands in the table"),
+    ],
+)
+def test_zero_is_no_default_and_a_plan_is_no_argument(
+    flags: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    found = CliRunner().invoke(app, ["train", *flags])
+    assert isinstance(found.exception, MeshwrightError) and why in str(found.exception)

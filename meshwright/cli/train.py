@@ -53,6 +53,8 @@ def train(
     gc.enable()  # unlike other verbs this one runs for long
     degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches}
     given = {name: value for name, value in degrees.items() if value is not None}
+    if microbatches is not None and microbatches < 1:
+        raise MeshwrightError(f"a step has at least 1 microbatch, got --microbatches {microbatches}", fix="--microbatches 4")
     if parallel is not None and given:
         raise MeshwrightError(f"--parallel and --{next(iter(given))} both say how to split", fix="one of them")
     plan = asked(parallel) if parallel is not None else given

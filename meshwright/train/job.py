@@ -67,6 +67,10 @@ class Job:
 
     def trainer(self) -> Trainer:
         """The trainer, ready to train; everything that is wrong with the job is said here."""
+        if "parallel" in self.arguments:
+            raise MeshwrightError("a plan stands in the table [parallel] of a job, not among its arguments", fix="[parallel]")
+        if self.length is not None and self.length < 1:
+            raise MeshwrightError(f"a row has at least 1 token, got --length {self.length}", fix="--length 64")
         own_arguments = {name: value for name, value in self.arguments.items() if name != "resume_from_checkpoint"}
         args = arguments({"output_dir": OUTPUT, **own_arguments, "parallel": dict(self.parallel)})
         own = ":" in self.model
