@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from tests.conftest import Pool
 from tests.engine_trials import trial, wrong
 from tests.mutants import drawn
 
-SAMPLE, ALL, BLOCKS = 60, 4000, 8
+SAMPLE, ALL, BLOCKS = 50, 4000, 8
+RINGS = (98, 107)
+"""Rings in which a holder adds nothing."""
 
 
-def judged(pool: Pool, seeds: range) -> int:
+def judged(pool: Pool, seeds: Iterable[int]) -> int:
     """How many of the mutants of these seeds have run, all of them right."""
     count = 0
     for seed in seeds:
@@ -23,7 +27,7 @@ def judged(pool: Pool, seeds: range) -> int:
 
 
 def test_a_few_accepted_mutants_train_as_one_process(pool: Pool) -> None:
-    assert judged(pool, range(SAMPLE)) >= 5
+    assert judged(pool, (*range(SAMPLE), *RINGS)) >= 5 + len(RINGS)
 
 
 @pytest.mark.slow

@@ -231,6 +231,10 @@ def plateau(optimizer: torch.optim.Optimizer) -> object:
     ("more", "text"),
     [
         ({"clip": 0.0}, "norm above 0"),
+        ({"clip": "1"}, "norm above 0, got '1'"),
+        ({"clip": [1]}, "norm above 0"),
+        ({"clip": torch.ones(2)}, "norm above 0"),
+        ({"dtype": ["a"]}, "no tolerance for"),
         ({"scheduler": 3}, "scheduler makes a schedule for an optimizer, got 3"),
         ({"scheduler": plateau}, "ReduceLROnPlateau, which has no step"),
     ],

@@ -27,7 +27,8 @@ class Rules:
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
+        number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
+        if self.clip is not None and not (number and self.clip > 0):
             raise MeshwrightError(f"gradients are clipped to a norm above 0, got {self.clip!r}", fix="clip=1.0, or clip=None")
 
     def scale(self, norm: float) -> float:

@@ -131,7 +131,7 @@ def _no_tensor(what: str, given: object) -> MeshwrightError:
 
 def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
     """The case with its captured graph, the model cut into stages, the proved lists; what a user can mend is said here."""
-    if case.dtype not in TOLERANCE:
+    if not isinstance(case.dtype, str) or case.dtype not in TOLERANCE:
         raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
     if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
         raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
