@@ -96,7 +96,7 @@ def _with_updates(schedule: Schedule) -> Schedule:
         units = [unit for unit in reversed(range(schedule.units)) if worker in schedule.holders[unit]]
         end = [Action(Op.S, unit) for unit in units] + [Action(Op.N, -1)] + [Action(Op.U, unit) for unit in units]
         lists.append((*entries, *end))
-    return replace(schedule, period=tuple(lists), lowered=True)
+    return replace(schedule, period=tuple(lists), lowered=True, norm=True)
 
 
 def _cell(entry: Entry) -> str:
