@@ -66,6 +66,7 @@ class Check:
         with untouched(self.model, self.layers), stirred(self.model):
             held = dict.fromkeys(b for part in (self.model, *self.layers) for b in part.buffers())
             self.kept = [(b, b.detach().clone()) for b in held if not b.is_meta]
+            versions = [(name, p, p._version) for name, p in self.model.named_parameters()]
             for wanted in small_examples(given, self.flat):
                 if time.perf_counter() - begun > self.budget_s:
                     found.notes.append(f"skipped: {wanted.examples[0]} (the check has taken {self.budget_s:g} s)")
@@ -73,6 +74,12 @@ class Check:
                 for training in self.modes:
                     if found.refused is None and (found.training if training else found.evaluation) is None:
                         self._at(wanted, training=training)
+            if written := [name for name, p, version in versions if p._version != version]:
+                raise MeshwrightError(
+                    f"the model's own forward writes into its parameter {written[0]}, in evaluation or at some size: the check at "
+                    "the start has run it, so the weights may have changed",
+                    fix="a forward that leaves parameters alone (for RWKV config.rescale_every = 0), and the model built again",
+                )
         found.seconds = time.perf_counter() - begun
         return found
 

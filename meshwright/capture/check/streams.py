@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from zlib import crc32
@@ -55,17 +54,12 @@ def keep_states() -> Callable[[], None]:
 
 
 class Draws(TorchDispatchMode):
-    """Every draw starts from a seed of its own, so that a draw that nobody uses moves no other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
+    """Every draw starts from the seed of its operation and shape, so that a draw that nobody uses moves no other."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             first = args[0] if args else None
             key = f"{func} {tuple(first.shape) if isinstance(first, Tensor) else first}"
-            torch.manual_seed(crc32(f"{key} {self.seen[key]}".encode()))
-            self.seen[key] += 1
+            torch.manual_seed(crc32(key.encode()))
         return func(*args, **kwargs)
