@@ -30,6 +30,7 @@ from meshwright.capture.check.streams import Draws, python_states, seed_all
 from meshwright.capture.check.untouched import plain_attributes, put_back, untouched
 from meshwright.capture.check.verdict import Difference, Verdict
 from meshwright.capture.flat import Flat
+from meshwright.errors import MeshwrightError
 
 BUDGET_S = 60.0
 """Sizes that would begin later than this are left out, and the log says so."""
@@ -76,8 +77,8 @@ class Check:
                         self._at(wanted, training=training)
             if written := [name for name, p, version in versions if p._version != version]:
                 raise MeshwrightError(
-                    f"the model's own forward writes into its parameter {written[0]}, in evaluation or at some size: the check at "
-                    "the start has run it, so the weights may have changed",
+                    f"the model's own forward writes into its parameter {written[0]}, in evaluation or at some size: the check "
+                    "has run it, so the weights may have changed",
                     fix="a forward that leaves parameters alone (for RWKV config.rescale_every = 0), and the model built again",
                 )
         found.seconds = time.perf_counter() - begun
