@@ -31,19 +31,14 @@ Run = Callable[[Microbatch], tuple[list[Tensor], Callable[[float], None]]]
 
 
 class Draws(TorchDispatchMode):
-    """Seeds every draw by what is drawn and how often that was: a draw whose result nobody uses moves no other one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: dict[str, int] = {}
+    """Seeds every draw by what is drawn: a draw whose result nobody uses moves no other one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             first = args[0] if args else None
             key = f"{func} {tuple(first.shape) if isinstance(first, Tensor) else first!r}"
-            self.count[key] = self.count.get(key, 0) + 1
-            torch.manual_seed(zlib.crc32(f"{key} {self.count[key]}".encode()))
+            torch.manual_seed(zlib.crc32(key.encode()))
         return func(*args, **kwargs)
 
 
