@@ -322,3 +322,33 @@ def test_padded_places_of_an_encoder_are_those_of_evaluation(norm: bool, at_the_
         with torch.set_grad_enabled(training):
             torch.testing.assert_close(through(layers, given)[0], model(**given), rtol=1e-6, atol=0)
     assert "forward" not in vars(model.encoder) and (model.encoder.norm is not None) == norm
+
+
+class Masked(nn.Module):
+    """Masks that torch looks at, to see whether they are causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+        self.alone = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor, window: Tensor) -> Tensor:
+        causal = self.body.generate_square_subsequent_mask(y.shape[1])
+        found = self.alone(self.body(x, y, tgt_mask=causal), mask=window[0])
+        loss: Tensor = self.last(found).square().mean()
+        return loss
+
+
+def test_masks_of_torch_transformers_are_used_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    window = (torch.arange(5)[:, None] - torch.arange(5)[None]).abs() > 1
+    given = {"x": torch.randn(4, 6, 8), "y": torch.randn(4, 5, 8), "window": window.expand(4, 5, 5)}
+    layers = layers_for(model, given, 3)
+    for training in (True, False):
+        for module in (model, *layers.modules):
+            module.train(training)
+        with torch.set_grad_enabled(training):
+            torch.testing.assert_close(through(layers, given)[0], model(**given), rtol=1e-6, atol=0)
+    assert not any("forward" in vars(m) for m in model.modules())

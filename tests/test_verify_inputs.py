@@ -68,6 +68,13 @@ def refused(text: str, parallel: Any = None, **more: Any) -> None:
         verify(**{"build": BUILD, "batch": DATA, "parallel": {"pp": 2} if parallel is None else parallel, **more})
 
 
+def test_what_makes_a_model_and_its_data_are_functions() -> None:
+    refused("build is a function that makes the model, got torch.nn", build=nn.Linear(16, 16))
+    refused("build is a function that makes the model, got int", build=3)
+    refused("batch is a function that makes the data of a step, got dict", batch={"x": torch.zeros(8, 16)})
+    refused("workers are a pool that was started, got 5", workers=5)
+
+
 @pytest.mark.parametrize("recompute", [[2, 3], [nan, 1], [inf, 0], [2, -1], [True, 1], ["1", 0], 0.5, 1, True, {0: 1.0}, {1.0}])
 def test_shares_are_between_0_and_1(recompute: Any) -> None:
     refused("a share of its layers between 0 and 1", {"pp": 2, "recompute": recompute})

@@ -30,9 +30,9 @@ from meshwright.capture.guards import checks_pass
 from meshwright.capture.hollow import standing
 from meshwright.capture.modes import both_modes
 from meshwright.capture.packed import refuse_flash_columns
-from meshwright.capture.padded import padding_zeroed
 from meshwright.capture.ready import require_ready
 from meshwright.capture.refused import nothing_dropped
+from meshwright.capture.torch_transformer import nothing_asked
 from meshwright.capture.transcribe import hint, transcribe
 from meshwright.capture.untraceable import refuse_transforms, unexportable
 from meshwright.errors import MeshwrightError
@@ -104,7 +104,7 @@ def _traceable(model: nn.Module) -> Iterator[dict[str, Call]]:
             certain_draws(),
             checks_pass(),
             ctc_whole(),
-            padding_zeroed(model),
+            nothing_asked(model),
         ):
             stack.enter_context(part)
         yield stack.enter_context(functions_whole())

@@ -176,7 +176,14 @@ def _refuse_capture(case: Case, built: Any, stages: int) -> None:
 
 
 def _refuse_local(case: Case) -> None:
-    """Workers import functions by name; a lambda has none."""
+    """Workers import functions by name; a lambda has none, and neither has a model or a batch."""
+    for what, made in (("build", "the model"), ("batch", "the data of a step")):
+        found = getattr(case, what)
+        if isinstance(found, nn.Module) or not callable(found):
+            raise MeshwrightError(
+                f"{what} is a function that makes {made}, got {_kind(found)}",
+                fix=f"def {what}({'step' if what == 'batch' else ''}): ... at the top level of a module, and {what}={what}",
+            )
     for what in ("build", "batch", "loss", "optimizer", "scheduler"):
         try:
             pickle.dumps(getattr(case, what))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.batch import Given, Loss
@@ -71,6 +72,8 @@ def verify(
         scheduler=scheduler,
         rules=Rules(clip=clip),
     )
+    if workers is not None and not callable(getattr(workers, "run", None)):
+        raise MeshwrightError(f"workers are a pool that was started, got {workers!r}", fix="workers=None starts its own")
     case, layers, schedule = prepare(case)
     pool = workers or Workers(case.parallel.ranks)
     try:

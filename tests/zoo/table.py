@@ -32,10 +32,6 @@ are padded and some labels are ignored.
 
 The page is written by `python -m tests.zoo --write docs/zoo.md`; `tests/test_zoo.py` holds every row current (`make full`), and
 trains some families of each kind on 2 and 4 local workers against the plain model, and by both libraries' trainers.
-
-Known difference: `nn.TransformerEncoder` with a padding mask takes a fast path in evaluation without gradients that puts zeros in
-padded places; captured layers compute them. A model that reads padded places of its encoder evaluates differently by that
-(`enable_nested_tensor=False`, or a mask where they are read).
 """
 
 
