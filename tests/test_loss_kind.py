@@ -73,6 +73,36 @@ def test_a_loss_that_is_neither_mean_nor_sum_is_warned_about(kind: str, caplog: 
     assert ("norm norms over the rows" in text) == (kind == "batch norm")
 
 
+class Places(nn.Module):
+    """A loss over the places that a mask lets through: their mean, or counted by labels."""
+
+    def __init__(self, own_mean: bool) -> None:
+        super().__init__()
+        self.own_mean = own_mean
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> tuple[Tensor]:
+        scores = (self.body(x) * mask[..., None]).flatten(0, 1)
+        if not self.own_mean:
+            return (functional.cross_entropy(scores, labels.flatten()),)
+        losses = functional.cross_entropy(scores, labels.flatten(), reduction="none") * mask.flatten()
+        return (losses.sum() / mask.sum(),)
+
+
+@pytest.mark.parametrize("own_mean", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_masked_mean_is_found_before_anything_is_masked(
+    own_mean: bool, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Places(own_mean)
+    batch = {"x": torch.randn(8, 6, 4), "mask": torch.ones(8, 6, dtype=dtype), "labels": torch.randint(0, 3, (8, 6))}
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        check_start(Start(model, flatten(model, batch), batch, microbatches=2))
+    assert ("rows that 'mask' cuts to different lengths is" in caplog.text) == own_mean
+    assert own_mean or not caplog.text
+
+
 def test_a_sum_is_found_and_what_to_do_is_said(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     assert "loss_kind='sum' in TrainingArguments, parallelize or verify is exact" in told(Loss("sum"), caplog)

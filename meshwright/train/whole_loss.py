@@ -3,12 +3,13 @@
 The loss of a whole example is compared with that of its microbatches, put together as the engine does it, for three uneven
 cuts. A mean over rows or labels agrees, and so does a sum if it is declared as one. Other losses (RMSE, perplexity, contrastive
 losses, masked means, batch norm) change with the number of microbatches, as they do under gradient accumulation anywhere.
+A mean over what a mask lets through shows only where rows have different lengths: a mask of ones is cut short for a second look.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
 
@@ -44,6 +45,8 @@ class WholeLoss:
     mean: float
     sum: float
     bar: float
+    padded: str = ""
+    """The column of ones that was cut short."""
 
     @property
     def kind(self) -> LossKind | None:
@@ -60,9 +63,10 @@ class WholeLoss:
         found = self.kind
         if found is declared:
             return None
+        where = f" that {self.padded!r} cuts to different lengths" if self.padded else ""
         told = (
-            f"the loss of a batch of {ROWS} rows is {self.whole:.6g}, and {self._found[declared]:.6g} from its microbatches "
-            f"as a {declared}: training depends on the number of microbatches, as under gradient accumulation"
+            f"the loss of a batch of {ROWS} rows{where} is {self.whole:.6g}, and {self._found[declared]:.6g} "
+            f"from its microbatches as a {declared}: training depends on the number of microbatches, as under gradient accumulation"
         )
         if found is not None:
             return (
@@ -74,7 +78,10 @@ class WholeLoss:
 def whole_loss(
     model: nn.Module, columns: Columns, flat: Flat, example: Given, objective: Objective, *, training: bool
 ) -> WholeLoss | None:
-    """Compare; None if the model has no loss of its own for this example, or fails on it."""
+    """Compare; None if the model has no loss of its own for this example, or fails on it.
+
+    The example as it is, and where that agrees, with its masks cut short.
+    """
     batch = Batch(example, microbatches=1, names=flat.columns)
     given = dict(batch.columns)
     target = next((name for name in (*TARGETS, "target of the loss") if name not in given), "")
@@ -82,15 +89,41 @@ def whole_loss(
         given[target] = batch.target
     for tokens in (TOKENS, None):
         part = shortened(given, ROWS, tokens)
-        with untouched(model, ()), torch.no_grad():
-            model.train(training)
-            try:
-                found = _put_together(model, columns, part, target, objective)
-            except Exception:  # a size that the model itself refuses says nothing about its loss
-                continue
-        if found is not None and isfinite(found.whole):
-            return found
+        found = _tried(model, columns, part, target, objective, training)
+        if found is not None:
+            masks = [name for name, t in part.items() if name not in (*TARGETS, target) and _is_mask(t)]
+            if found.kind is not objective.kind or not masks:
+                return found
+            ragged = {name: _cut_short(t) if name in masks else t for name, t in part.items()}
+            again = _tried(model, columns, ragged, target, objective, training)
+            return found if again is None else replace(again, padded=masks[0])
     return None
+
+
+def _is_mask(column: Tensor) -> bool:
+    """Is it ones all over, so that it may be a mask that hides nothing yet?"""
+    return column.dim() > 1 and column.shape[1] > 2 and bool((column == 1).all())
+
+
+def _cut_short(ones: Tensor) -> Tensor:
+    """Rows of ones that end at different places, each after at least one."""
+    length = ones.shape[1]
+    lengths = torch.tensor([max(1, length - row * length // ROWS) for row in range(ROWS)], device=ones.device)
+    there = torch.arange(length, device=ones.device) < lengths[:, None]
+    return ones * there.reshape(*there.shape, *[1] * (ones.dim() - 2)).to(ones.dtype)
+
+
+def _tried(
+    model: nn.Module, columns: Columns, given: Mapping[str, Tensor], target: str, objective: Objective, training: bool
+) -> WholeLoss | None:
+    """The comparison; None if the model refuses this example, which says nothing about its loss."""
+    with untouched(model, ()), torch.no_grad():
+        model.train(training)
+        try:
+            found = _put_together(model, columns, given, target, objective)
+        except Exception:
+            return None
+    return found if found is not None and isfinite(found.whole) else None
 
 
 def _put_together(
