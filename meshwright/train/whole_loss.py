@@ -66,7 +66,7 @@ class WholeLoss:
         where = f" that {self.padded!r} cuts to different lengths" if self.padded else ""
         told = (
             f"the loss of a batch of {ROWS} rows{where} is {self.whole:.6g}, and {self._found[declared]:.6g} "
-            f"from its microbatches as a {declared}: training depends on the number of microbatches, as under gradient accumulation"
+            f"from its microbatches as a {declared}: training depends on their number, as under gradient accumulation"
         )
         if found is not None:
             return (
