@@ -292,3 +292,13 @@ def test_a_holder_that_adds_nothing_to_a_ring_takes_the_mean(pool: Pool, dp: int
     batch = partial(models.mlp_batch, rows=12, width=6)
     found = pool.verify(BUILD, batch, schedule="gems", pp=2, dp=dp, microbatches=1, sync="ring", steps=2, **more)
     assert found.passed and found.replicas_equal, (found.max_relative_error, found.problems)
+
+
+@pytest.mark.parametrize("transport", ["torch", "shared"])
+def test_two_sums_of_one_unit_may_be_under_way_at_once(pool: Pool, transport: str) -> None:
+    """A worker that adds nothing to the next round may start its sum before it takes up the last one."""
+    lists = "0F0 0B0 0S 0S#1 0U 0U#1", "0S 0U 0F1#1 0B1#1 0S#1 0U#1"
+    schedule = lower(handmade(*lists, placement=Placement(((((0,), (1,)),),))))
+    assert check(schedule).ok and schedule.steps == 2
+    found = trained(pool, schedule, transport=transport)
+    assert found.passed, found

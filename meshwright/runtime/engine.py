@@ -168,7 +168,7 @@ class Engine:
 
     def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
         """What adds up a unit's gradients: for two that can see each other's memory no collective is needed."""
-        if len(ranks) == 2 and isinstance(self.transport, SharedTransport) and self.schedule.flush:
+        if len(ranks) == 2 and isinstance(self.transport, SharedTransport) and _one_sum_at_a_time(self.schedule, unit):
             (peer,) = set(ranks) - {self.mesh.rank}
             return Pair(flats, self.mesh.rank, peer, f"{self.transport.run_id}-{unit}")
         return Collective(self.groups[ranks])
@@ -240,3 +240,15 @@ def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> N
                 f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
                 fix="the same model, example batch, plan, settings and versions of torch on all ranks",
             )
+
+
+def _one_sum_at_a_time(schedule: Schedule, unit: int) -> bool:
+    """Does every worker take up the sum of a unit's gradients before it starts the next one? A pair has room for one."""
+    for actions in schedule.lists if schedule.flush else ():
+        under_way = False
+        for action in walk(actions):
+            if action.stage == unit and action.op is Op.S and under_way:
+                return False
+            if action.stage == unit and action.op in (Op.S, Op.N, Op.U):
+                under_way = action.op is Op.S
+    return schedule.flush
