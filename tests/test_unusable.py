@@ -62,6 +62,9 @@ def test_repeats_of_nothing_take_no_memory(period: list[str]) -> None:
         ("onef1b", {"workers": 100_000_000, "microbatches": 4}),
         ("onef1b", {"workers": 4, "microbatches": 1_000_000_000}),
         ("pipedream", {"workers": 2, "microbatches": 1, "steps": 100_000_000}),
+        ("interleaved", {"workers": 4, "microbatches": 8, "chunks": 100_000_000}),
+        ("hanayo", {"workers": 4, "microbatches": 8, "waves": 10**30}),
+        ("cyclic", {"workers": 4, "microbatches": 8, "stages": 10**9}),
     ],
 )
 def test_sizes_beyond_memory_are_refused_at_once(name: str, sizes: dict[str, int]) -> None:

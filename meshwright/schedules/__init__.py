@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite, nan
+from math import isfinite, nan, prod
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -82,12 +82,15 @@ def build(
     for what, count in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=4")
-    if (size := 2 * workers * microbatches * steps) > LARGEST:
-        raise MeshwrightError(
-            f"{workers} workers, {microbatches} microbatches and {steps} steps make {size} actions, at most {LARGEST} are built",
-            fix="fewer steps or microbatches: one period stands for training of any length",
-        )
     values = converted(name, chosen)
+    parts = prod(value for key, value in values.items() if key in ("chunks", "waves", "stages") and isinstance(value, int))
+    if (size := 2 * workers * microbatches * steps * max(parts, 1)) > LARGEST:
+        options = "".join(f", {key}={value}" for key, value in values.items())
+        raise MeshwrightError(
+            f"{workers} workers, {microbatches} microbatches and {steps} steps{options} make {size} actions, "
+            f"at most {LARGEST} are built",
+            fix="fewer steps, stages or microbatches: one period stands for training of any length",
+        )
     takes = parameters(name)
     given = {"steps": steps, "costs": costs, "cluster": cluster}
     extra: dict[str, object] = {key: value for key, value in given.items() if key in takes}
