@@ -71,12 +71,29 @@ def test_forced_tokens_are_those_of_generate(tokens: dict[str, int]) -> None:
         found = run.generate(
             PROMPT, max_new_tokens=4, decoder_start_token_id=2, eos_token_id=2, pad_token_id=1, attention_mask=RIGHT
         )
-        again = run.generate(PROMPT, max_new_tokens=4, decoder_start_token_id=2, forced_eos_token_id=11, attention_mask=RIGHT)
+        again = run.generate(PROMPT, max_new_tokens=4, eos_token_id=(), forced_eos_token_id=11, attention_mask=RIGHT)
     wanted = model.eval().generate(
         PROMPT, attention_mask=RIGHT, max_new_tokens=4, do_sample=False, num_beams=1, decoder_start_token_id=2, eos_token_id=2
     )
     assert torch.equal(found, wanted)
     assert (again[:, -1] == 11).all(), "what is given wins"
+
+
+def test_tokens_that_end_rows_are_those_of_the_model() -> None:
+    """What stands in generation_config is what `model.generate` takes: an end, padding, a start of the decoder."""
+    model = gpt2().eval()
+    free = model.generate(PROMPT, max_new_tokens=6, do_sample=False, eos_token_id=39, pad_token_id=0)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = [int(free[0, PROMPT.shape[1] + 2]), 38], 37
+    wanted = model.generate(PROMPT, max_new_tokens=6, do_sample=False)
+    with session(model, input_ids=PROMPT, labels=PROMPT) as run:
+        assert torch.equal(run.generate(PROMPT, max_new_tokens=6), wanted)
+        assert run.generate(PROMPT, max_new_tokens=6, eos_token_id=()).shape == (len(PROMPT), PROMPT.shape[1] + 6)
+    assert (wanted[0, PROMPT.shape[1] + 3 :] == 37).all() or wanted.shape[1] < free.shape[1], "the first row ends early"
+    pair = bart(forced_eos_token_id=None).eval()
+    pair.generation_config.forced_eos_token_id = None
+    with session(pair, input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), labels=PROMPT[:, 1:]) as run:
+        found = run.generate(PROMPT, max_new_tokens=4)
+    assert torch.equal(found, pair.generate(PROMPT, max_new_tokens=4, do_sample=False, num_beams=1))
 
 
 def test_what_is_not_greedy_is_refused_by_name() -> None:

@@ -95,8 +95,8 @@ _GREEDY: dict[str, tuple[Any, ...]] = {
 """What a generation_config may say that changes the most likely tokens, and the values besides None that do not."""
 
 
-def forced(model: Any) -> dict[str, Any]:
-    """The tokens that a model's generation_config forces; what it asks for and is not done here is refused by name."""
+def configured(model: Any) -> dict[str, Any]:
+    """The special tokens of a model's generation_config; what it asks for and is not done here is refused by name."""
     config = getattr(model, "generation_config", None)
     for name, plain in _GREEDY.items():
         value = getattr(config, name, None)
@@ -105,7 +105,10 @@ def forced(model: Any) -> dict[str, Any]:
                 f"the model's generation_config has {name}={value!r}, and only plain greedy tokens are generated",
                 fix=f"model.generation_config.{name} = None",
             )
-    found = {name: getattr(config, name, None) for name in ("forced_bos_token_id", "forced_eos_token_id")}
+    names = ["eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id"]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        names.append("decoder_start_token_id")
+    found = {name: getattr(config, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -33,7 +33,7 @@ from meshwright.runtime.trace import Trace
 from meshwright.train.coupled import refuse_coupled
 from meshwright.train.data import Source
 from meshwright.train.export import SHARD_BYTES, export
-from meshwright.train.generate import forced, generate, refuse_options
+from meshwright.train.generate import configured, generate, refuse_options
 from meshwright.train.lists import lists_for
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
@@ -171,9 +171,12 @@ class Session:
         return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
-        """The most likely continuation of every row, as the model in one process would give it; see `generate`."""
+        """The most likely continuation of every row, as the model in one process would give it; see `generate`.
+
+        Special tokens that are not given are those of the model's generation_config; `eos_token_id=()` is none.
+        """
         self._refuse_ids({"input_ids": input_ids})
-        more = {**forced(self.model), **more}
+        more = {**configured(self.model), **{name: value for name, value in more.items() if value is not None}}
         refuse_options(more)
         return generate(self.forward, input_ids, max_new_tokens=max_new_tokens, **more)
 
