@@ -219,3 +219,16 @@ def test_placed_syncs_of_replicas_lower_to_a_ring_too() -> None:
     assert check(lowered).ok and not verdict(lowered)
     assert {str(e) for row in lowered.lists for e in row if isinstance(e, Action) and e.op is Op.S} == {"0S", "1S"}
     assert parse("0S") in lowered.lists[0]
+
+
+@pytest.mark.parametrize(
+    ("lists", "more"),
+    [
+        (("0F0 0B0 0U 0F1 0B1 0U#1", "0F0 0B0 0U 0F1#1 0B1#1 0U#1"), {"placement": Placement(((((0, 1),),),))}),
+        (("0F0.0 0F0.1 0F1.0 0B0.0 0B0.1 0U 0F1#1.1 0B1.0 0B1#1.1 0U#1",), {"parts": 2}),
+    ],
+    ids=["team", "halves"],
+)
+def test_all_rows_of_a_microbatch_read_one_version_of_a_stage(lists: tuple[str, ...], more: dict[str, Any]) -> None:
+    found = check(handmade(*lists, flush=False, **more))
+    assert found.law == "version" and "other rows of microbatch 1 read 0 there" in found.reason

@@ -177,11 +177,12 @@ def _why_not(before: str, action: Action, early: bool) -> str:
 
 
 def _complete(schedule: Schedule) -> Iterator[Violation]:
-    """Every microbatch of every round runs on one replica, on all stages, on every worker of its team."""
+    """Every microbatch of every round runs on one replica, on all stages, on every worker of its team, at one version a stage."""
     placement = schedule.placement
     halves = range(schedule.parts) if schedule.parts > 1 else (NONE,)
     seen: set[tuple[int, int, int, int, int]] = set()
     replica_of: dict[int, int] = {}
+    version_of: dict[tuple[int, int], int] = {}
     for worker, entries in enumerate(schedule.lists):
         for index, entry in enumerate(entries):
             for action in actions(entry):
@@ -190,6 +191,9 @@ def _complete(schedule: Schedule) -> Iterator[Violation]:
                 if replica_of.setdefault(action.mb, action.replica) != action.replica:
                     reason = f"microbatch {action.mb} runs on replica {replica_of[action.mb]} already"
                     yield Violation(Law.ONCE, worker, index, entry, reason)
+                if (first := version_of.setdefault((action.stage, action.mb), action.version)) != action.version:
+                    reason = f"reads version {action.version}, and other rows of microbatch {action.mb} read {first} there"
+                    yield Violation(Law.VERSION, worker, index, entry, reason)
                 for part in (action.part,) if action.part != NONE or schedule.parts == 1 else halves:
                     seen.add((worker, action.stage, action.replica, action.mb, part))
     for mb in range(schedule.steps * schedule.microbatches):
