@@ -20,6 +20,7 @@ from meshwright.capture.arguments import Columns
 from meshwright.capture.check.sizes import TOKENS, shortened
 from meshwright.capture.check.streams import seed_all
 from meshwright.capture.check.untouched import put_back, untouched
+from meshwright.capture.check.weights import weights_kept
 from meshwright.capture.export import results
 from meshwright.capture.flat import Flat
 from meshwright.capture.operations import is_one_of
@@ -117,7 +118,7 @@ def _tried(
     model: nn.Module, columns: Columns, given: Mapping[str, Tensor], target: str, objective: Objective, training: bool
 ) -> WholeLoss | None:
     """The comparison; None if the model refuses this example, which says nothing about its loss."""
-    with untouched(model, ()), torch.no_grad():
+    with untouched(model, ()), weights_kept(model), torch.no_grad():
         model.train(training)
         try:
             found = _put_together(model, columns, given, target, objective)

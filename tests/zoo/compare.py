@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.capture.check.weights import weights_kept
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Objective
 from meshwright.runtime.layers import Layers, columns_of
@@ -206,11 +207,12 @@ def difference(mine: Result, own: Result) -> tuple[float, str]:
 
 @contextlib.contextmanager
 def mode(model: nn.Module, *, train: bool) -> Iterator[None]:
-    """Training or evaluation; buffers are afterwards what they were."""
+    """Training or evaluation; buffers, and weights that evaluation writes into, are afterwards what they were."""
     kept = {name: b.detach().clone() for name, b in model.named_buffers()}
     model.train(train)
     try:
-        yield
+        with contextlib.nullcontext() if train else weights_kept(model):
+            yield
     finally:
         with torch.no_grad():
             for name, b in model.named_buffers():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.arguments import Columns
 from meshwright.capture.check.marks import ZERO, Mark, apart, mark
+from meshwright.capture.check.weights import weights_kept
 from meshwright.capture.export import results
 
 FLOOR = 1e-3
@@ -51,11 +52,18 @@ class Distance(NamedTuple):
     error: float
 
 
-def model_run(model: nn.Module, columns: Columns, names: Sequence[str]) -> Run:
-    """Runs the model itself; `names` are the outputs that capture has kept."""
+def model_run(model: nn.Module, columns: Columns, names: Sequence[str], written: set[str] | None = None) -> Run:
+    """Runs the model itself; `names` are the outputs that capture has kept.
+
+    Parameters that it writes into in evaluation have their values back afterwards; their names are added to `written`.
+    """
 
     def run(given: Mapping[str, Tensor]) -> Ran:
-        found = results(columns.call(model, {name: t.clone() for name, t in given.items()}))
+        context: AbstractContextManager[dict[str, Tensor]] = nullcontext({}) if model.training else weights_kept(model)
+        with context as kept:
+            found = results(columns.call(model, {name: t.clone() for name, t in given.items()}))
+        if written is not None:
+            written.update(kept)
         outputs = {name: found[name] for name in names if name in found}
         return Ran(outputs, lambda: _backward(next(iter(outputs.values()))))
 

@@ -1,0 +1,57 @@
+"""A model that writes into its own weights in evaluation (RWKV scales them there) has them back after the check has run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # as in streams.py
+
+
+@contextmanager
+def weights_kept(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Weights, and attributes that say what was done to them, are put back at the end; gives the old values of those written."""
+    seen = _Writes(model)
+    held = {module: dict(vars(module)) for module in model.modules()}
+    try:
+        with seen:
+            yield seen.kept
+    finally:
+        if seen.kept:
+            for name, values in seen.kept.items():
+                seen.parameters[name].data.copy_(values)  # unseen by autograd: a backward may still come
+            for module, before in held.items():
+                vars(module).update(before)
+
+
+class _Writes(TorchDispatchMode):
+    """Keeps a copy of each parameter that is about to be written into."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.parameters = dict(model.named_parameters())
+        self.names: dict[int, str] = {_place(p): name for name, p in self.parameters.items() if not p.is_meta}
+        self.kept: dict[str, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._keep(args[place] if place < len(args) else kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _keep(self, written: Any) -> None:
+        for tensor in written if isinstance(written, list | tuple) else (written,):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_meta:
+                name = self.names.get(_place(tensor))
+                if name is not None and name not in self.kept:
+                    self.kept[name] = self.parameters[name].detach().clone()
+
+
+def _place(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; views of it begin at the same place."""
+    return tensor.untyped_storage().data_ptr()
