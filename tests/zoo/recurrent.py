@@ -62,15 +62,6 @@ FAMILIES = (
     ),
     scan("lfm2", "Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8, kind=RECURRENT),
     scan("rwkv", "Rwkv", kind=RECURRENT, context_length=64, attention_hidden_size=32, batch=unmasked),
-    scan(
-        "rwkv, never rescaled",
-        "Rwkv",
-        kind=RECURRENT,
-        context_length=64,
-        attention_hidden_size=32,
-        rescale_every=0,
-        batch=unmasked,
-    ),
     scan("xlstm", "xLSTM", kind=RECURRENT, num_blocks=2, num_heads=2, chunk_size=4, embedding_dim=32),
     scan(
         "recurrent gemma",

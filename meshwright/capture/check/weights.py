@@ -53,5 +53,8 @@ class _Writes(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; views of it begin at the same place."""
-    return tensor.untyped_storage().data_ptr()
+    """Where a tensor's memory begins; views of it begin at the same place, and tensors of a trace have none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return -1
