@@ -23,7 +23,9 @@ from meshwright import MeshwrightError
 from meshwright.capture.check.compare import compare
 from meshwright.capture.check.verdict import Verdict
 from meshwright.capture.export import flatten
+from meshwright.runtime.precision import Precision
 from meshwright.train.layers import layers_for
+from meshwright.train.start import Start, check_start, verdict_of
 from tests import hard_models as hard
 from tests.conftest import Pool
 
@@ -329,3 +331,27 @@ def test_values_that_start_alike_hide_nothing(kind: type[nn.Module]) -> None:
         found = session.evaluate(batches[0]).loss
     reference.eval()
     assert found == pytest.approx(float(reference(**batches[0])[0].detach()), rel=1e-5)
+
+
+class _AsksDtype(hard.Base):
+    """Does something else in half precision, which a trace in single precision does not see."""
+
+    def body(self, x: Tensor) -> Tensor:
+        found = super().body(x)
+        return found * 2 if found.dtype == torch.bfloat16 else found
+
+
+@pytest.mark.parametrize("model", [hard.Base, _AsksDtype])
+def test_what_autocast_changes_is_found_where_layers_run_under_it(model: type[hard.Base]) -> None:
+    torch.manual_seed(0)
+    made, batch = model(), hard.features(8)
+    flat = flatten(made, batch)
+    assert check_start(Start(made, flat, batch)).refused is None, "in single precision both are right"
+    bf16 = Start(made, flat, batch, precision=Precision.of("bf16"))
+    checked = verdict_of(bf16)
+    assert checked is not None and any(run.startswith("training under bfloat16") for run in checked[0].runs)
+    if model is _AsksDtype:
+        with pytest.raises(MeshwrightError, match=r"(?s)the captured layers are not the model.*only under autocast to bfloat16"):
+            check_start(bf16)
+    else:
+        check_start(bf16)

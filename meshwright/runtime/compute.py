@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from operator import or_
 
 import torch
 from torch import Tensor
 
-from meshwright.ir.action import COMPUTE, NONE, Kind, Value
+from meshwright.ir.action import COMPUTE, NONE, Kind, Op, Value
 from meshwright.ir.carried import Load, carried
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch, Cut
@@ -16,7 +17,7 @@ from meshwright.runtime.device import stream
 from meshwright.runtime.edges import Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.graphs import Graphs
-from meshwright.runtime.parameters import Parameters
+from meshwright.runtime.parameters import Parameters, noting
 from meshwright.runtime.pieces import Pieces, by_range, cut, joined, require_rows, size_of
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
@@ -152,6 +153,7 @@ class Compute:
         written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.aims else None
         gather, scatter, count, other = self._gather, self._scatter, self.parameters.counter(step), self._other
+        leaves_of, op = self.parameters.leaves, step.action.op
 
         def backward() -> None:
             record: Record | None = slots[kept]
@@ -164,13 +166,17 @@ class Compute:
             at = other(step, record.cut) if record.cut.graph else stage
             if inline:
                 at.recompute(record)
+            first = None if op in at.reached else leaves_of(step)
             if aim is not None:
                 aim(step)
-            found = at.backward(record, gradients, weights=weights)
+            if first is None:
+                found = at.backward(record, gradients, weights=weights)
+            else:
+                found, at.reached[op] = noting(first, lambda _: at.backward(record, gradients, weights=weights))
             if written:
                 scatter(written, Bundle(found, (False,) * len(found)), (record.cut.rows,))
             if weights:
-                count(record.cut.counts)
+                count(record.cut.counts, at.reached[op])
             else:
                 slots[rest] = record
 
@@ -183,11 +189,17 @@ class Compute:
 
         def finish() -> None:
             record: Record | None = self.store.pop(slot)
+            at = stage if record is None or not record.cut.graph else self._other(step, record.cut)
+            first = None if record is None or Op.W in at.reached else self.parameters.leaves(step)
             if aim is not None:  # another round may have had the leaves since I
                 aim(step)
             if record is not None:
-                (self._other(step, record.cut) if record.cut.graph else stage).finish(record)
-                count(record.cut.counts)
+                if first is None:
+                    at.finish(record)
+                else:
+                    _, late = noting(first, partial(at.finish, record))
+                    at.reached[Op.W] = tuple(map(or_, at.reached[Op.I], late))
+                count(record.cut.counts, at.reached[Op.W])
 
         return finish
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,27 @@ def refuse_rules(rules: Rules, schedule: Schedule) -> None:
             f"is not known there",
             fix="an N in front of the updates on every worker, lists without updates (lowering adds both), or clip=None",
         )
+
+
+Found = TypeVar("Found")
+
+Reached = tuple[int, ...]
+"""For each unit of a stage a bit per parameter: does a backward of the stage reach it?"""
+
+
+def noting(leaves: Sequence[Sequence[Tensor]], backward: Callable[[set[int]], Found]) -> tuple[Found, Reached]:
+    """Run a backward, and see which leaves it reaches; in one graph they are always the same.
+
+    It is given a set for the ids of those that it adds gradients to without autograd.
+    """
+    seen: set[int] = set()
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: seen.add(id(p))) for of_unit in leaves for p in of_unit]
+    try:
+        found = backward(seen)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found, tuple(sum(1 << i for i, p in enumerate(of_unit) if id(p) in seen) for of_unit in leaves)
 
 
 class Parameters:
@@ -108,17 +130,23 @@ class Parameters:
         for value in step.drops if self.versioned else ():
             self.units[value.stage].drop(value.version)
 
-    def counter(self, step: Step) -> Callable[[float], None]:
+    def counter(self, step: Step) -> Callable[[float, Reached], None]:
         """Notes what a step has added to the gradients of a stage's units; a tie counts with its first stage alone."""
         units, round_ = self._counted[step.action.stage], step.round
 
-        def count(weight: float) -> None:
-            for unit, first in units:
+        def count(weight: float, reached: Reached) -> None:
+            for (unit, first), mine in zip(units, reached, strict=True):
                 buffer = unit.buffers.get(round_) or unit.buffer(round_)
+                buffer.reached |= mine
                 if first:
                     buffer.weight += weight
 
         return count
+
+    def leaves(self, step: Step) -> list[Sequence[Tensor]]:
+        """What a backward adds gradients to, for each unit of its stage; asked before `aim`, which may drop a version."""
+        read = {value.stage: value.version for value in map(self.program.values.__getitem__, step.reads[Kind.PARAM])}
+        return [self.units[n].at(read.get(n, 0)) for n in self.schedule.units_of[step.action.stage]]
 
     def sync(self, step: Step, partial: Sequence[Tensor]) -> None:
         """Start a collective, or add what the ring has so far."""

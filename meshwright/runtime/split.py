@@ -34,8 +34,11 @@ Call = Callable[[Slot, Any, Tensor], Tensor | None]
 
 
 @torch.no_grad()
-def run(rest: Rest) -> None:
-    """W: add what is owed to `.grad`, in place where there is one; each job is dropped once done, so the rest ends empty."""
+def run(rest: Rest, reached: set[int] | None = None) -> None:
+    """W: add what is owed to `.grad`, in place where there is one; each job is dropped once done, so the rest ends empty.
+
+    The ids of the parameters that get something are added to `reached`.
+    """
     uses = Counter(id(target) for _, targets in rest for target in targets)
     sums: dict[int, Tensor] = {}
     rest.reverse()
@@ -46,6 +49,8 @@ def run(rest: Rest) -> None:
                 continue
             # A weight used twice is summed first and added to .grad once: autograd's order, hence its bits.
             key = id(target)
+            if reached is not None:
+                reached.add(key)
             total = sums.pop(key).add_(grad) if key in sums else grad
             uses[key] -= 1
             if uses[key]:

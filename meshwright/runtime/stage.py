@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Op
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
@@ -121,6 +122,8 @@ class Stage:
         self.mixed = self.precision.mixed
         self.salts = [devices.salt(self.first_layer + index) for index in range(len(self.layers))]
         self.draw_from = devices.seeder(self.device)
+        self.reached: dict[Op, tuple[int, ...]] = {}
+        """For B, I and W, once they have run, which parameters of each unit they reach."""
 
     def forward(self, record: Record) -> Bundle:
         """Run the layers and keep what the backward will need."""
@@ -178,10 +181,10 @@ class Stage:
         record.outputs = record.middle = record.head = ()
         return _gradients(record.inputs)
 
-    def finish(self, record: Record) -> None:
-        """The gradients of the weights that a split backward has put off."""
+    def finish(self, record: Record, reached: set[int] | None = None) -> None:
+        """The gradients of the weights that a split backward has put off; the ids of those weights are added to `reached`."""
         if record.rest is not None:
-            run(record.rest)
+            run(record.rest, reached)
             record.rest = None
 
     def _start(self, loss: Tensor, times: float) -> Tensor | None:

@@ -2,11 +2,12 @@
 
 Gradients live in flat buffers, one per round and dtype; a parameter's gradient is a view. Before a buffer is added to
 others the weight of what is in it (rows or tokens) is written into its last element, so that one division after the sum
-gives the global mean:
+gives the global mean, and before that which parameters a backward has reached:
 
-    [ gradient of p0 | gradient of p1 | ... | weight ]
+    [ gradient of p0 | gradient of p1 | ... | reached p0 | reached p1 | ... | weight ]
 
-Once divided, the weight stands there with a minus: a sum that is handed on after its update is the mean already.
+Once divided, the weight stands there with a minus: a sum that is handed on after its update is the mean already. A parameter
+that no backward of any holder has reached has no gradient, as in torch: its optimizer leaves it alone, weight decay too.
 
 A schedule with a flush has one version and updates in place. Without one, forwards run on leaves that share the storage
 of their version; an update moves the parameters to new storage where the old version is still wanted.
@@ -65,6 +66,8 @@ class Buffer:
     flats: list[Tensor]
     views: list[Tensor]
     weight: float = 0.0
+    reached: int = 0
+    """One bit per parameter: has a backward of this rank reached it?"""
     sealed: bool = False
     sums: list[Sum] = field(default_factory=list)
 
@@ -78,7 +81,8 @@ class Buffer:
         flats, views = [], {}
         for dtype in (*dtypes, carrier):
             mine = [(i, p) for i, p in enumerate(params) if p.dtype is dtype]
-            flat = torch.zeros(sum(p.numel() for _, p in mine) + (dtype is carrier), dtype=dtype, device=device)
+            more = len(params) + 1 if dtype is carrier else 0
+            flat = torch.zeros(sum(p.numel() for _, p in mine) + more, dtype=dtype, device=device)
             start = 0
             for i, p in mine:
                 views[i] = flat[start : start + p.numel()].view(p.shape)
@@ -92,8 +96,13 @@ class Buffer:
         self.sums.extend(adder.start(self.flats))
 
     def seal(self) -> None:
-        """Write the weight of what is here into its place: from now on it is what stands there."""
-        self.flats[-1][-1] = self.weight
+        """Write the weight of what is here, and what was reached, into their places: from now on they are what stands there."""
+        last, count = self.flats[-1], len(self.views)
+        if self.reached == (1 << count) - 1:
+            last[-1 - count : -1] = 1.0
+        else:
+            last[-1 - count : -1] = torch.tensor([float(self.reached >> i & 1) for i in range(count)])
+        last[-1] = self.weight
         self.sealed = True
 
     def replaced(self) -> list[Tensor]:
@@ -115,11 +124,21 @@ class Buffer:
             if self.sealed:
                 self.flats[-1][-1] = -total
 
+    def absent(self) -> list[int]:
+        """The parameters that have no gradient: nobody has reached them, and nothing is in their places."""
+        count = len(self.views)
+        if not self.sealed:
+            missing = [i for i in range(count) if not self.reached >> i & 1] if self.reached != (1 << count) - 1 else []
+        else:
+            reached = self.flats[-1][-1 - count : -1]
+            missing = [] if not count or reached.min().item() else [i for i, found in enumerate(reached.tolist()) if not found]
+        return [i for i in missing if not self.views[i].any()]
+
     def clear(self) -> None:
         """Ready for the next round."""
         for flat in self.flats:
             flat.zero_()
-        self.weight, self.sealed = 0.0, False
+        self.weight, self.reached, self.sealed = 0.0, 0, False
 
 
 class Unit:
@@ -162,8 +181,12 @@ class Unit:
 
     def aim(self, version: int, round_: int) -> None:
         """Let gradients of a version's leaves, or of the parameters where there is one version, go to the buffer of a round."""
-        for at, view in zip(self.leaves[version] if self.versioned else self.params, self.buffer(round_).views, strict=True):
+        for at, view in zip(self.at(version), self.buffer(round_).views, strict=True):
             at.grad = view
+
+    def at(self, version: int) -> Sequence[Tensor]:
+        """The leaves that forwards of a version read."""
+        return self.leaves[version] if self.versioned else self.params
 
     def sync(self, round_: int) -> None:
         """Start to add up over all who hold this unit."""
@@ -195,7 +218,12 @@ class Unit:
             if scale != 1.0:
                 for view in buffer.views:
                     view.mul_(scale)
+            absent = buffer.absent()
+            for i in absent:
+                self.params[i].grad = None
             self.optimizer.step()
+            for i in absent:
+                self.params[i].grad = buffer.views[i]
         if self.scheduler is not None and scale is not None:
             self.scheduler.step()
         if self.versioned:

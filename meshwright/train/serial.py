@@ -102,7 +102,9 @@ class Serial:
         sums = {(step, copy): [0.0, 0.0] for step in range(steps) for copy in range(self.copies)}
         for round_ in range(steps * self.microbatches // self.schedule.microbatches):
             self._gradients(batch, round_, sums)
-            trace.gradients.append({self.layers.names[p]: p.grad.clone() for p in self.params if p.grad is not None})
+            trace.gradients.append(
+                {self.layers.names[p]: torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.params}
+            )
             if self._is_taken(trace, round_):
                 self._clip()
                 for optimizer in optimizers:
@@ -164,7 +166,7 @@ class Serial:
         refuse_stray(self.layers, self.params)
         factor = self.scaler.factor if self.scaler else 1.0
         for p in self.params:
-            p.grad = total[p] / ((weight or 1.0) * factor) if p in total else torch.zeros_like(p)
+            p.grad = total[p] / ((weight or 1.0) * factor) if p in total else None
 
     def _batch(self, given: Given, copy: int) -> Batch:
         names = self.layers.columns
