@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from meshwright import MeshwrightError, verify
 from meshwright.capture.export import flatten
 from meshwright.train.layers import is_captured, layers_for, through
+from meshwright.train.start import Start, check_start
+from tests import hard_models as hard
 
 
 class Straight(torch.autograd.Function):
@@ -223,3 +225,37 @@ def _rows(step: int) -> dict[str, Tensor]:
 def test_own_backwards_on_workers() -> None:
     certificate = verify(_straight_model, _rows, parallel={"pp": 2, "schedule": "zbv", "microbatches": 2}, steps=1)
     assert certificate.passed
+
+
+class _Adds(torch.autograd.Function):
+    """Passes a value on, and gives a second one the gradient 1 whatever the loss is multiplied by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, extra: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones((), dtype=gradients[0].dtype)
+
+
+class _Auxiliary(hard.Base):
+    """An auxiliary loss that no number shows, as some mixtures of experts have it."""
+
+    def body(self, x: Tensor) -> Tensor:
+        found = super().body(x)
+        called: Tensor = _Adds.apply(found, found.square().mean())  # type: ignore[no-untyped-call]
+        return called
+
+
+def test_a_backward_that_does_not_grow_with_the_loss_is_refused() -> None:
+    torch.manual_seed(0)
+    batch = hard.features(8)
+    clipped = hard.Base()
+    clipped.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    for model in (_Auxiliary(), clipped):
+        with pytest.raises(MeshwrightError, match=r"(?s)backward is not linear.*the gradient of.*max_grad_norm"):
+            check_start(Start(model, flatten(model, batch), batch))
+    halved = hard.Base()
+    halved.head.weight.register_hook(lambda gradient: gradient / 2)
+    check_start(Start(halved, flatten(halved, batch), batch))

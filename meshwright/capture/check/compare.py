@@ -31,6 +31,9 @@ from meshwright.capture.check.untouched import plain_attributes, put_back, untou
 from meshwright.capture.check.verdict import Difference, Verdict
 from meshwright.capture.flat import Flat
 
+LOUDER = 4096.0
+"""What a loss is multiplied by to see whether its gradients are too; a power of two rounds nothing."""
+
 BUDGET_S = 60.0
 """Sizes that would begin later than this are left out, and the log says so."""
 
@@ -89,6 +92,7 @@ class Check:
         self.first = self.first or example
         if backward:
             self._ask_again(example, own)
+            self._ask_louder(example, own)
             if self.verdict.refused is not None:
                 return
             self._ask_without_options(example, own)
@@ -149,6 +153,15 @@ class Check:
         distance = furthest(Seen(own.outputs), Seen(again.outputs), self.tolerance)
         if self.verdict.refused is None and not distance.error <= self.tolerance:
             self.verdict.refused = reasons.of_itself(distance.error)
+
+    def _ask_louder(self, example: Example, own: Seen) -> None:
+        """Gradients of a larger loss: are they larger by as much? A backward that adds or clips by value is no gradient."""
+        if self.verdict.refused is None:
+            self._begin(training=True)
+            louder = see(self.own, example.columns, self.model, backward=True, scale=LOUDER)
+            distance = furthest(Seen({}, own.gradients), Seen({}, louder.gradients), self.tolerance)
+            if not distance.error <= self.tolerance:
+                self.verdict.refused = reasons.of_scale(distance.what, distance.error)
 
     def _ask_without_options(self, example: Example, own: Seen) -> None:
         """Caches are switched off, as Hugging Face's Trainer does: does the model say something else with its own defaults?"""

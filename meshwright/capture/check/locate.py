@@ -72,7 +72,7 @@ def first_difference(
     begin()
     hooks = [m.register_forward_hook(_shown(ours, name)) for name, m in model.named_modules() if name]
     try:
-        own(given).backward()
+        own(given).backward(1.0)
     finally:
         for hook in hooks:
             hook.remove()

@@ -29,7 +29,8 @@ class Ran(NamedTuple):
     """What a forward returned, by name, and how its backward is run."""
 
     outputs: dict[str, Tensor]
-    backward: Callable[[], None]
+    backward: Callable[[float], None]
+    """Given what the loss is multiplied by."""
 
 
 Run = Callable[[Mapping[str, Tensor]], Ran]
@@ -65,7 +66,7 @@ def model_run(model: nn.Module, columns: Columns, names: Sequence[str], written:
         if written is not None:
             written.update(kept)
         outputs = {name: found[name] for name in names if name in found}
-        return Ran(outputs, lambda: _backward(next(iter(outputs.values()))))
+        return Ran(outputs, lambda scale: _backward(next(iter(outputs.values())), scale))
 
     return run
 
@@ -83,13 +84,25 @@ def layers_run(layers: Sequence[nn.Module], starts: Sequence[int], names: Sequen
                 mine: tuple[str, ...] = layer.batch_columns  # type: ignore[assignment]
                 values = layer(*values, made_again=made_again, **{name: given[name].clone() for name in mine})
             ends.append((leaves, values))
-        return Ran(dict(zip(names, values, strict=True)), lambda: _backward_by_stages(ends))
+        return Ran(dict(zip(names, values, strict=True)), lambda scale: _backward_by_stages(ends, scale))
 
     return run
 
 
-def see(run: Run, given: Mapping[str, Tensor], model: nn.Module, *, backward: bool, grad: bool = True, under: Any = None) -> Seen:
-    """Run, and mark what came out; `grad` says whether a graph is recorded, `under` is a context for the forward."""
+def see(
+    run: Run,
+    given: Mapping[str, Tensor],
+    model: nn.Module,
+    *,
+    backward: bool,
+    grad: bool = True,
+    under: Any = None,
+    scale: float = 1.0,
+) -> Seen:
+    """Run, and mark what came out; `grad` says whether a graph is recorded, `under` is a context for the forward.
+
+    Gradients are those of the loss times `scale`, divided by it.
+    """
     found = Seen()
     parameters = {p: name for name, p in model.named_parameters() if p.requires_grad}
     context: AbstractContextManager[Any] = under or nullcontext()
@@ -98,7 +111,7 @@ def see(run: Run, given: Mapping[str, Tensor], model: nn.Module, *, backward: bo
         name = parameters[parameter]  # type: ignore[index]
         if parameter.grad is not None:
             gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            found.gradients[name] = found.gradients.get(name, ZERO) + mark(gradient)
+            found.gradients[name] = found.gradients.get(name, ZERO) + mark(gradient / scale if scale != 1.0 else gradient)
             parameter.grad = None
 
     hooks = [p.register_post_accumulate_grad_hook(arrived) for p in parameters] if backward else []
@@ -111,7 +124,7 @@ def see(run: Run, given: Mapping[str, Tensor], model: nn.Module, *, backward: bo
             found.outputs = {name: mark(t) for name, t in outputs.items()}
             found.finite = all(bool(torch.isfinite(t).all()) for t in list(outputs.values())[:1] if t.is_floating_point())
             if backward:
-                back()
+                back(scale)
     finally:
         for hook in hooks:
             hook.remove()
@@ -147,13 +160,14 @@ def one_number(output: Tensor) -> Tensor:
     return (real * wave.to(real.dtype if real.dtype is torch.float64 else torch.float32)).mean()
 
 
-def _backward(output: Tensor) -> None:
+def _backward(output: Tensor, scale: float = 1.0) -> None:
     if output.requires_grad:
-        one_number(output).backward()  # type: ignore[no-untyped-call]
+        loss = one_number(output)
+        loss.backward(None if scale == 1.0 else torch.full_like(loss, scale))  # type: ignore[no-untyped-call]
 
 
-def _backward_by_stages(ends: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]) -> None:
-    _backward(ends[-1][1][0])
+def _backward_by_stages(ends: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], scale: float) -> None:
+    _backward(ends[-1][1][0], scale)
     for (_, outputs), (leaves, _) in reversed(list(pairwise(ends))):
         pairs = [(t, leaf.grad) for t, leaf in zip(outputs, leaves, strict=True) if t.requires_grad and leaf.grad is not None]
         if pairs:
