@@ -281,3 +281,33 @@ def test_zero_is_no_default_and_a_plan_is_no_argument(
     Path("job.toml").write_text(JOB)
     found = CliRunner().invoke(app, ["train", *flags])
     assert isinstance(found.exception, MeshwrightError) and why in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"model": 5}, "a model is a module, a list of layers or a sketch, got 5"),
+        ({"model": [5]}, "a model is a module, a list of layers or a sketch"),
+        ({"model": []}, "a model is a module, a list of layers or a sketch"),
+        ({"optimizer": 5}, "optimizer is a torch.optim.Optimizer or a function that makes one, got 5"),
+        ({"optimizer": "adam"}, "optimizer is a torch.optim.Optimizer or a function that makes one, got 'adam'"),
+        ({"scheduler": 5}, "scheduler is a learning-rate schedule or a function that makes one, got 5"),
+        ({"loss": 5}, "loss is a function of output and target, got 5"),
+        ({"seed": "x"}, "a seed is a whole number of at least 0 and below 2"),
+    ],
+    ids=str,
+)
+def test_what_parallelize_cannot_use_is_named(given: dict[str, Any], text: str) -> None:
+    batch = (torch.zeros(4, 3), torch.zeros(4, 3))
+    with pytest.raises(MeshwrightError, match=text):
+        mw.parallelize(**{"model": [torch.nn.Linear(3, 3)], "example_batch": batch, **given})
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_takes_batches_alone(captured: bool) -> None:
+    layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+    batch = (torch.zeros(4, 3), torch.zeros(4, 3))
+    with mw.parallelize(torch.nn.Sequential(*layers) if captured else layers, batch) as session:
+        for wrong in (None, 5, "text", object()):
+            with pytest.raises(MeshwrightError, match="a batch is a tuple or a mapping of tensors"):
+                session.step(wrong)  # type: ignore[arg-type]

@@ -113,6 +113,29 @@ def test_means_are_quiet(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     assert told(Loss(kind), caplog) == ""
 
 
+class Autoencoder(nn.Module):
+    """Draws in training and in evaluation, as many write it."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.reduction = reduction
+        self.encoder, self.decoder = nn.Linear(6, 8), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        mean, spread = self.encoder(x).chunk(2, 1)
+        drawn = mean + torch.randn_like(spread) * (spread / 2).exp()
+        return (functional.mse_loss(self.decoder(drawn), x, reduction=self.reduction),)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_sum_is_found_where_evaluation_draws(reduction: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, batch = Autoencoder(reduction), {"x": torch.randn(8, 6)}
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        check_start(Start(model, flatten(model, batch), batch, microbatches=4))
+    assert ("loss_kind='sum'" in caplog.text) == (reduction == "sum"), caplog.text
+
+
 def test_one_microbatch_is_the_whole_batch(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = Loss("rmse"), hard.features(8)
     with caplog.at_level(logging.WARNING, logger="meshwright"):

@@ -151,6 +151,8 @@ TEXTS = [
     ("L['given']['ids'].size()[1] == 12 or L['given']['ids'].size()[1] == 14", (4, 14), (4, 13)),
     ("Max(4, L['given']['ids'].size()[1]) == L['given']['ids'].size()[1]", (4, 4), (4, 3)),
     ("-L['given']['ids'].size()[1] < -5", (4, 6), (4, 5)),
+    ("round(0.4 * torch.sym_float(L['given']['ids'].size()[1])) == 5", (4, 13), (4, 14)),
+    ("math.sqrt(L['given']['ids'].size()[1]) < 4.0", (4, 15), (4, 16)),
     ("strange(L['given']['ids'].size()[1])", (4, 12), (4, 11)),
     ("L['given']['ids'].stride()[0] == 12", (4, 12), (5, 12)),
 ]
@@ -170,3 +172,9 @@ def test_relations_between_rows_are_no_condition_on_rows() -> None:
     assert about_rows(parsed(["L['given']['ids'].size()[0] % 2 == 0"], EXAMPLE), EXAMPLE) is not None
     least = parsed(["L['given']['ids'].size()[0] - 1 >= 2"], EXAMPLE)
     assert about_rows(least, EXAMPLE) is None and broken(least, {"ids": (2, 12)}) is not None
+
+
+def test_a_condition_that_is_not_understood_closes_the_sizes_that_it_names_alone() -> None:
+    found = parsed(["strange(L['given']['ids'].size()[1])"], EXAMPLE)
+    assert [str(condition) for condition in found] == ["ids.shape[1] == 12"]
+    assert about_rows(found, EXAMPLE) is None, "rows are not blamed for a length"

@@ -54,6 +54,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "trunc": math.trunc,
     "ToFloat": float,
     "IntTrueDiv": operator.truediv,
+    "sym_float": float,
+    "sym_int": int,
+    "sym_max": max,
+    "sym_min": min,
+    "round": round,
+    "pow": pow,
+    "sqrt": math.sqrt,
+    "log": math.log,
+    "log2": math.log2,
+    "exp": math.exp,
 }
 _SYMBOLS = dict(_OPERATORS.values())
 
@@ -109,7 +119,7 @@ def fixed(name: str, dim: int, size: int) -> Condition:
 
 
 def parsed(texts: Iterable[str], example: Shapes) -> tuple[Condition, ...]:
-    """Conditions from torch's text; where one is not understood, the sizes of its columns must be as in the example."""
+    """Conditions from torch's text; where one is not understood, the sizes that it names must be as in the example."""
     found: dict[Condition, None] = {}
     for text in texts:
         try:
@@ -120,9 +130,24 @@ def parsed(texts: Iterable[str], example: Shapes) -> tuple[Condition, ...]:
         if known and condition.sizes:
             found[condition] = None
         elif not known:
-            named = [name for name in example if f"'{name}'" in text]
-            found |= {fixed(name, dim, size): None for name in named for dim, size in enumerate(example[name])}
+            found |= {fixed(size.name, size.dim, example[size.name][size.dim]): None for size in _named(text, example)}
     return tuple(found)
+
+
+def _named(text: str, example: Shapes) -> list[Column]:
+    """The sizes that a text names; all sizes of its columns where even they are not understood."""
+    try:
+        nodes = [node for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Subscript)]
+    except SyntaxError:
+        nodes = []
+    found: list[Column] = []
+    for node in nodes:
+        try:
+            found.append(_tree(node))
+        except _UnknownError:  # the column itself, in front of its size
+            continue
+    known = [size for size in found if size.name in example and size.dim < len(example[size.name])]
+    return known or [Column(name, dim) for name, shape in example.items() if f"'{name}'" in text for dim in range(len(shape))]
 
 
 def broken(conditions: Iterable[Condition], shapes: Shapes) -> Condition | None:

@@ -255,8 +255,9 @@ class Objective:
             return output, count
         if target is None:
             raise MeshwrightError(
-                f"the last stage gives {tuple(output.shape)} and the batch has no target to compare it with",
-                fix="return a scalar loss from the model, or batch(step) -> (inputs, target)",
+                f"the first of what the last stage returns is {tuple(output.shape)}, no loss, and the batch has no target to "
+                "compare it with",
+                fix="a model that returns its loss first (loss, logits), or batch(step) -> (inputs, target)",
             )
         if self.kind is LossKind.SUM:
             raise MeshwrightError('loss_kind="sum" needs a loss: the usual one is a mean', fix="a model that returns its loss")

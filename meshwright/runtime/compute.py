@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from operator import or_
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from meshwright.runtime.device import stream
 from meshwright.runtime.edges import Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.graphs import Graphs
-from meshwright.runtime.parameters import Parameters, noting
+from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.pieces import Pieces, by_range, cut, joined, require_rows, size_of
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
@@ -99,10 +98,7 @@ class Compute:
 
     def _first(self, mine: Cut, batch: Batch) -> Record:
         """The record of a first stage."""
-        inputs, named = batch.inputs(mine.rows)
-        record = Record(mine, inputs)
-        record.named = named
-        return record
+        return Record(mine, *batch.inputs(mine.rows))
 
     def _complete(self, record: Record, step: Step, stage: Stage, batch: Batch) -> None:
         """What some stages take beside their inputs."""
@@ -152,8 +148,8 @@ class Compute:
         kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
         written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.aims else None
-        gather, scatter, count, other = self._gather, self._scatter, self.parameters.counter(step), self._other
-        leaves_of, op = self.parameters.leaves, step.action.op
+        gather, scatter, other, op = self._gather, self._scatter, self._other, step.action.op
+        leaves_of, count = self.parameters.leaves, self.parameters.counter(step)
 
         def backward() -> None:
             record: Record | None = slots[kept]
@@ -169,10 +165,7 @@ class Compute:
             first = None if op in at.reached else leaves_of(step)
             if aim is not None:
                 aim(step)
-            if first is None:
-                found = at.backward(record, gradients, weights=weights)
-            else:
-                found, at.reached[op] = noting(first, lambda _: at.backward(record, gradients, weights=weights))
+            found = at.backward(record, gradients, weights=weights, first=first)
             if written:
                 scatter(written, Bundle(found, (False,) * len(found)), (record.cut.rows,))
             if weights:
@@ -194,11 +187,7 @@ class Compute:
             if aim is not None:  # another round may have had the leaves since I
                 aim(step)
             if record is not None:
-                if first is None:
-                    at.finish(record)
-                else:
-                    _, late = noting(first, partial(at.finish, record))
-                    at.reached[Op.W] = tuple(map(or_, at.reached[Op.I], late))
+                at.finish(record, first)
                 count(record.cut.counts, at.reached[Op.W])
 
         return finish
@@ -222,8 +211,8 @@ class Compute:
 
     def sync(self, step: Step) -> Do:
         """Add up a unit's gradients, by a collective or along a ring."""
-        partial_ = step.reads.get(Kind.PARTIAL)
-        return lambda: self.parameters.sync(step, self.store.pop(partial_[0]).tensors if partial_ else ())
+        slots = step.reads.get(Kind.PARTIAL)
+        return lambda: self.parameters.sync(step, self.store.pop(slots[0]).tensors if slots else ())
 
     def norm(self, step: Step) -> Do:
         """The global reduction of a step."""
@@ -265,12 +254,11 @@ class Compute:
 
     def incoming(self, step: Step) -> Callable[[], Bundle] | None:
         """Room for a sum; other messages say what they are."""
-        value = step.value
-        assert value is not None
-        load = self._ways[value.kind].load
+        assert step.value is not None
+        load = self._ways[step.value.kind].load
         if load is Load.TOKEN:
             return lambda: Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
-        return partial(self.parameters.room, value) if load is Load.BUFFER else None
+        return partial(self.parameters.room, step.value) if load is Load.BUFFER else None
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""

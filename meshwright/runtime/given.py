@@ -16,8 +16,16 @@ from meshwright.ir.columns import TARGETS
 Given = Mapping[str, Tensor] | Sequence[Tensor]
 
 
+def _refuse_other(given: object) -> None:
+    if not isinstance(given, Tensor | Mapping | Sequence) or isinstance(given, str | bytes):
+        raise MeshwrightError(
+            f"a batch is a tuple or a mapping of tensors, got {type(given).__name__}", fix='{"input_ids": ids, "labels": labels}'
+        )
+
+
 def sort_out(given: Given) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None]:
     """Positional inputs, named inputs, target."""
+    _refuse_other(given)
     if isinstance(given, Tensor):
         return (given,), {}, None
     if isinstance(given, Mapping):
@@ -34,6 +42,7 @@ def name_columns(
     given: Given, names: tuple[str, ...]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
     """The columns of a captured model, and the target that it leaves."""
+    _refuse_other(given)
     if isinstance(given, Mapping):
         if missing := [name for name in names if name not in given]:
             raise MeshwrightError(

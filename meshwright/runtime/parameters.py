@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.precision import Scaler
 from meshwright.runtime.program import Program, Step
+from meshwright.runtime.reached import Leaves, Reached
 from meshwright.runtime.stage import Bundle, Weights
 from meshwright.runtime.unit import Unit
 
@@ -52,27 +52,6 @@ def refuse_rules(rules: Rules, schedule: Schedule) -> None:
             f"is not known there",
             fix="an N in front of the updates on every worker, lists without updates (lowering adds both), or clip=None",
         )
-
-
-Found = TypeVar("Found")
-
-Reached = tuple[int, ...]
-"""For each unit of a stage a bit per parameter: does a backward of the stage reach it?"""
-
-
-def noting(leaves: Sequence[Sequence[Tensor]], backward: Callable[[set[int]], Found]) -> tuple[Found, Reached]:
-    """Run a backward, and see which leaves it reaches; in one graph they are always the same.
-
-    It is given a set for the ids of those that it adds gradients to without autograd.
-    """
-    seen: set[int] = set()
-    hooks = [p.register_post_accumulate_grad_hook(lambda p: seen.add(id(p))) for of_unit in leaves for p in of_unit]
-    try:
-        found = backward(seen)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found, tuple(sum(1 << i for i, p in enumerate(of_unit) if id(p) in seen) for of_unit in leaves)
 
 
 class Parameters:
@@ -143,7 +122,7 @@ class Parameters:
 
         return count
 
-    def leaves(self, step: Step) -> list[Sequence[Tensor]]:
+    def leaves(self, step: Step) -> Leaves:
         """What a backward adds gradients to, for each unit of its stage; asked before `aim`, which may drop a version."""
         read = {value.stage: value.version for value in map(self.program.values.__getitem__, step.reads[Kind.PARAM])}
         return [self.units[n].at(read.get(n, 0)) for n in self.schedule.units_of[step.action.stage]]

@@ -11,27 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import Parameter as Argument
-from inspect import signature
+from functools import partial
 from itertools import compress
 from math import ceil
-from operator import attrgetter
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op
-from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.batch import Cut, Objective
 from meshwright.runtime.layers import columns_of
 from meshwright.runtime.moving import Moving, Place, changed_late
 from meshwright.runtime.precision import Precision, Scaler
+from meshwright.runtime.reached import Leaves, Reached, noting
 from meshwright.runtime.split import Deferred, Rest, run
+from meshwright.runtime.takes import Takes, takes_target, tensors_of
 
 _NOTHING: Mapping[Any, Any] = {}
 _takes_gradient = attrgetter("requires_grad")
@@ -53,7 +52,6 @@ class Record:
     The last stage writes `times`: the loss that it returns, so many times, is the sum over the rows.
     """
 
-    named: Mapping[str, Tensor] = _NOTHING
     target: Tensor | None = None
     weights: Weights | None = None
     columns: Mapping[str, Tensor] = _NOTHING
@@ -65,27 +63,8 @@ class Record:
     rest: Rest | None = None
     moved: Mapping[Place, Tensor] = _NOTHING
 
-    def __init__(self, cut: Cut, inputs: tuple[Tensor, ...]) -> None:
-        self.cut, self.inputs = cut, inputs
-
-
-class Takes(NamedTuple):
-    """What a layer says it takes beside the values that cross to it; `shares`: what other layers of its stage have made."""
-
-    columns: tuple[str, ...]
-    inplace: bool
-    shares: bool
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> Takes | None:
-        """Asked once, for a module answers slowly for what it does not have; None where it takes nothing beside."""
-        found = cls(columns_of(layer), bool(getattr(layer, "inplace", False)), bool(getattr(layer, "takes_made_again", False)))
-        return found if found.columns or found.shares else None
-
-    def from_batch(self, record: Record) -> dict[str, Tensor]:
-        """Columns of the batch by name; a layer that changes tensors in place gets copies."""
-        found = {name: record.columns[name] for name in self.columns}
-        return {name: t.clone() for name, t in found.items()} if self.inplace else found
+    def __init__(self, cut: Cut, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor] = _NOTHING) -> None:
+        self.cut, self.inputs, self.named = cut, inputs, named
 
 
 @dataclass
@@ -122,7 +101,7 @@ class Stage:
         self.mixed = self.precision.mixed
         self.salts = [devices.salt(self.first_layer + index) for index in range(len(self.layers))]
         self.draw_from = devices.seeder(self.device)
-        self.reached: dict[Op, tuple[int, ...]] = {}
+        self.reached: dict[Op, Reached] = {}
         """For B, I and W, once they have run, which parameters of each unit they reach."""
 
     def forward(self, record: Record) -> Bundle:
@@ -163,8 +142,17 @@ class Stage:
         else:
             record.head = head
 
-    def backward(self, record: Record, gradients: Sequence[Tensor | None], *, weights: bool = True) -> tuple[Tensor, ...]:
-        """The gradients of the inputs; those of the weights are added up, or put off until `finish`."""
+    def backward(
+        self, record: Record, gradients: Sequence[Tensor | None], *, weights: bool = True, first: Leaves | None = None
+    ) -> tuple[Tensor, ...]:
+        """The gradients of the inputs; those of the weights are added up, or put off until `finish`.
+
+        The `first` backward of its kind notes which leaves it reaches.
+        """
+        if first is not None:
+            op = Op.B if weights else Op.I
+            found, self.reached[op] = noting(first, lambda _: self.backward(record, gradients, weights=weights))
+            return found
         putting_off = None if weights else self.deferred
         if putting_off is not None:
             putting_off.begin()
@@ -181,11 +169,14 @@ class Stage:
         record.outputs = record.middle = record.head = ()
         return _gradients(record.inputs)
 
-    def finish(self, record: Record, reached: set[int] | None = None) -> None:
-        """The gradients of the weights that a split backward has put off; the ids of those weights are added to `reached`."""
-        if record.rest is not None:
-            run(record.rest, reached)
-            record.rest = None
+    def finish(self, record: Record, first: Leaves | None = None) -> None:
+        """The gradients of the weights that a split backward has put off; what it reaches is added to what its I has."""
+        if first is not None:
+            _, late = noting(first, partial(run, record.rest or []))
+            self.reached[Op.W] = tuple(map(or_, self.reached[Op.I], late))
+        elif record.rest is not None:
+            run(record.rest)
+        record.rest = None
 
     def _start(self, loss: Tensor, times: float) -> Tensor | None:
         """What the backward of a loss begins with, for the gradient of the sum."""
@@ -207,7 +198,7 @@ class Stage:
         for index in which:
             takes = self.takes[index]
             if takes is not None:
-                named = {**named, **takes.from_batch(record)}
+                named = {**named, **takes.from_batch(record.columns)}
                 if takes.shares:
                     named["made_again"] = again
             if index == end and target is not None and self.takes_target(len(values)):
@@ -267,32 +258,6 @@ def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
             gradient = tensor.grad
             found.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
     return tuple(found)
-
-
-def tensors_of(output: Any, layer: int) -> tuple[Tensor, ...]:
-    """What a layer returned, as the next one takes it."""
-    if isinstance(output, Tensor):
-        return (output,)
-    if isinstance(loss := getattr(output, "loss", None), Tensor):
-        return (loss,)
-    if isinstance(output, tuple | list) and output and all(isinstance(t, Tensor) for t in output):
-        return tuple(output)
-    raise MeshwrightError(
-        f"layer {layer} returned {type(output).__name__}; what crosses stages is a tensor or a tuple of tensors",
-        fix="return tensors, or put this layer and the next into one",
-    )
-
-
-def takes_target(layer: nn.Module) -> Callable[[int], bool]:
-    """Does a last layer compute the loss itself? Asked with how many values it is given.
-
-    It does where its next argument is named as targets are, or where it needs one more than is given.
-    """
-    forward: Callable[..., Any] = layer.forward
-    arguments = [a for a in signature(forward).parameters.values() if a.kind is Argument.POSITIONAL_OR_KEYWORD]
-    needed = sum(a.default is Argument.empty for a in arguments)
-    names = [a.name for a in arguments]
-    return lambda given: (names[given : given + 1] != [] and names[given] in TARGETS) or needed == given + 1
 
 
 def _learns(tensor: Tensor) -> bool:

@@ -24,6 +24,7 @@ from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.unit import Optimizer, Scheduler
 from meshwright.schedules import refuse_plan
+from meshwright.train.asked import refuse_loss, refuse_seed
 from meshwright.train.coupled import refuse_closure, refuse_coupled, wants_more
 from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
@@ -33,9 +34,6 @@ from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes."""
-
-SEEDS = 1 << 63
-"""A seed is below this: more does not fit into torch's generators."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,8 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
         raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
     if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
         raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
-    if isinstance(case.seed, bool) or not isinstance(case.seed, int) or not 0 <= case.seed < SEEDS:
-        raise MeshwrightError(f"a seed is a whole number of at least 0 and below 2**63, got {case.seed!r}", fix="seed=0")
-    if case.loss is not None and not callable(case.loss):
-        raise MeshwrightError(f"loss is a function of output and target, got {case.loss!r}", fix="loss=mse_loss")
+    refuse_seed(case.seed)
+    refuse_loss(case.loss)
     refuse_plan(case.parallel)
     refuse_crowd(case.parallel.ranks)
     _refuse_local(case)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.capture.export import flatten
+from meshwright.capture.flat import Flat
 from meshwright.capture.materialise import Skeleton
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
@@ -30,6 +31,7 @@ from meshwright.runtime.launch import attach
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.schedules import refuse_plan
+from meshwright.train.asked import refuse_loss, refuse_model, refuse_optimizer, refuse_seed
 from meshwright.train.collate import tensors
 from meshwright.train.layers import is_captured, layers_for
 from meshwright.train.lists import stages_of
@@ -70,6 +72,10 @@ def parallelize(
     parallel = Parallel.of(asked(plan))
     refuse_plan(parallel)
     refuse_world(parallel)
+    refuse_model(model)
+    refuse_optimizer(optimizer, scheduler)
+    refuse_loss(loss)
+    refuse_seed(seed)
     if not launched() and not dist.is_initialized() and parallel.ranks > 1:
         raise MeshwrightError(
             f"the plan needs {parallel.ranks} ranks and this is one process",
@@ -82,10 +88,7 @@ def parallelize(
     kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
     if skeleton is not None:
         ground(skeleton, weights)
-    flat, evaluation = None, Evaluation()
-    if is_captured(model):
-        flat = flatten(model, example, own_loss=loss is not None)
-        refuse_ids(vocabularies(flat), example, flat.columns)
+    flat, evaluation = _captured(model, example, loss), Evaluation()
     if flat is not None and check_capture:  # by every rank for itself, before it talks to others
         start = Start(skeleton or model, flat, example, stages_of(parallel), parallel.stages or None, loss, None, kind)
         cuts = parallel.microbatches * parallel.dp
@@ -109,6 +112,15 @@ def parallelize(
             skeleton.forget()
         session.closing = closing.pop_all()
     return session
+
+
+def _captured(model: Any, example: Given, loss: Loss | None) -> Flat | None:
+    """The graph of a model; None for a list of layers, which is taken as it is."""
+    if not is_captured(model):
+        return None
+    flat = flatten(model, example, own_loss=loss is not None)
+    refuse_ids(vocabularies(flat), example, flat.columns)
+    return flat
 
 
 def _rates(model: Any, optimizer: Any, scheduler: Any) -> Rates:

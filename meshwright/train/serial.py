@@ -24,7 +24,7 @@ from meshwright.runtime.layers import Layers, columns_of, refuse_hooks, refuse_s
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
-from meshwright.runtime.stage import takes_target, tensors_of
+from meshwright.runtime.takes import takes_target, tensors_of
 from meshwright.runtime.unit import Optimizer, Scheduler
 
 

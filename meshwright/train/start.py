@@ -108,7 +108,7 @@ def verdict_of(start: Start) -> tuple[Verdict, Flat | None] | None:
     dtype = start.precision.dtype if start.precision is not None else None
     budget = BUDGET_S if count <= LARGE else 0.0
     verdict = compare(model, cut.modules, cut.starts, start.flat, start.example, own_loss=own_loss, dtype=dtype, budget_s=budget)
-    if verdict.refused is None and verdict.training is None and start.microbatches > 1 and not verdict.draws_in_evaluation:
+    if verdict.refused is None and verdict.training is None and start.microbatches > 1:
         _look_at_loss(start, model, Objective(start.loss, weigh=cut.weigh, count=start.count, kind=start.loss_kind))
     return verdict, _evaluated(start, model, verdict)
 

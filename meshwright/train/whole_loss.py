@@ -9,6 +9,7 @@ A mean over what a mask lets through shows only where rows have different length
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.arguments import Columns
 from meshwright.capture.check.sizes import TOKENS, shortened
-from meshwright.capture.check.streams import seed_all
+from meshwright.capture.check.streams import Alike, seed_all
 from meshwright.capture.check.untouched import put_back, untouched
 from meshwright.capture.check.weights import weights_kept
 from meshwright.capture.export import results
@@ -118,7 +119,7 @@ def _tried(
     model: nn.Module, columns: Columns, given: Mapping[str, Tensor], target: str, objective: Objective, training: bool
 ) -> WholeLoss | None:
     """The comparison; None if the model refuses this example, which says nothing about its loss."""
-    with untouched(model, ()), weights_kept(model), torch.no_grad():
+    with untouched(model, ()), weights_kept(model), torch.no_grad(), nullcontext() if training else Alike():
         model.train(training)
         try:
             found = _put_together(model, columns, given, target, objective)
