@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from meshwright import MeshwrightError, verify
 from meshwright.capture.conditions import about_rows, broken, parsed
 from meshwright.capture.export import flatten
+from meshwright.train.layers import layers_for, through
 
 EXAMPLE = {"ids": (4, 12), "labels": (4, 12)}
 
@@ -178,3 +179,29 @@ def test_a_condition_that_is_not_understood_closes_the_sizes_that_it_names_alone
     found = parsed(["strange(L['given']['ids'].size()[1])"], EXAMPLE)
     assert [str(condition) for condition in found] == ["ids.shape[1] == 12"]
     assert about_rows(found, EXAMPLE) is None, "rows are not blamed for a length"
+
+
+class Beside(nn.Module):
+    """Pictures are repeated for the texts that they belong to, for which torch asks whether there is one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picture, self.text, self.last = nn.Linear(6, 8), nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, picture: Tensor, labels: Tensor) -> tuple[Tensor]:
+        seen = self.picture(picture).repeat(ids.shape[0] // picture.shape[0], 1, 1)
+        return (F.cross_entropy(self.last(self.text(ids) + seen.mean(1, keepdim=True)).flatten(0, 1), labels.flatten()),)
+
+
+def test_one_row_is_captured_for_itself_where_the_graph_is_for_more() -> None:
+    torch.manual_seed(0)
+    model, ids = Beside(), torch.randint(0, 16, (4, 5))
+    batch = {"ids": ids, "picture": torch.randn(4, 3, 6), "labels": ids}
+    layers = layers_for(model, batch, 2)
+    one = {name: t[:1] for name, t in batch.items()}
+    shapes = {name: tuple(t.shape) for name, t in one.items()}
+    assert layers.refusal is not None and layers.again is not None and layers.refusal(shapes) is not None
+    layers = layers.again(one)
+    assert layers.refusal is not None and layers.refusal(shapes) is None
+    assert layers.refusal({name: (2, *shape[1:]) for name, shape in shapes.items()}) is not None
+    torch.testing.assert_close(through(layers, one)[0], model(**one)[0])

@@ -355,3 +355,27 @@ def test_what_autocast_changes_is_found_where_layers_run_under_it(model: type[ha
             check_start(bf16)
     else:
         check_start(bf16)
+
+
+class _SeldomDraws(hard.Base):
+    """Draws in training alone, between choices that are hardly ever close enough for it to matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chooser = nn.Linear(hard.WIDTH, 4)
+
+    def body(self, x: Tensor) -> Tensor:
+        found = super().body(x)
+        scores = self.chooser(found) * 1e6
+        if self.training:
+            scores = scores + torch.rand_like(scores)
+        return found * (1 + scores.argmax(-1, keepdim=True))
+
+
+def test_a_training_graph_that_draws_is_not_used_for_an_evaluation_that_does_not() -> None:
+    """No example shows the difference; the draws do."""
+    torch.manual_seed(0)
+    model, batch = _SeldomDraws(), hard.features(8)
+    found = check_start(Start(model, flatten(model, batch), batch))
+    assert found.refused is None and found.graph is not None
+    assert found.graph.training is False and not found.graph.random

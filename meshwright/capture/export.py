@@ -64,13 +64,15 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False, training:
     return trace(model, columns, columns.given(example), training=training)
 
 
-def trace(model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, training: bool = True) -> Flat:
-    """The same from columns by name."""
+def trace(
+    model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, training: bool = True, one_row: bool = False
+) -> Flat:
+    """The same from columns by name. With `one_row` the graph is for the one row of the example, and for no other number."""
     require_ready([model])
     outputs: list[str] = []
     plain = _Plain(model, columns, lambda names: outputs.__setitem__(slice(None), names))
     refuse_flash_columns(example)
-    given = {name: _two_rows(t).detach().clone() for name, t in example.items()}
+    given = {name: _two_rows(t, one_row).detach().clone() for name, t in example.items()}
     refuse_uneven(given)
     modes = {module: module.training for module in model.modules()}
     try:
@@ -85,9 +87,11 @@ def trace(model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, 
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known = parameters | {name for name, _ in model.named_buffers(remove_duplicate=False)}
     flat = transcribe(graph, tuple(outputs), tuple(given), known, calls)
-    flat = replace(flat, conditions=_conditions(program, given, lengths), training=training)
+    conditions = tuple(fixed(name, 0, 1) for name in given if one_row) + _conditions(program, given, lengths)
+    flat = replace(flat, conditions=tuple(dict.fromkeys(conditions)), training=training)
     _refuse_changed(flat, parameters, known)
-    _refuse_rows(flat, given)
+    if not one_row:
+        _refuse_rows(flat, given)
     return flat
 
 
@@ -156,12 +160,12 @@ def _refuse_changed(flat: Flat, parameters: Collection[str], known: Collection[s
             )
 
 
-def _two_rows(tensor: Tensor) -> Tensor:
-    """One row would be taken for a size that never changes; what is on meta has its place taken, as the model's weights have."""
+def _two_rows(tensor: Tensor, one_row: bool = False) -> Tensor:
+    """One row would be taken for a size that never changes, which `one_row` is for. A column on meta has its place taken."""
     if not tensor.dim():
         raise MeshwrightError("a column of the batch is a single number", fix="tensors with one row per sample")
     tensor = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
-    return torch.cat([tensor, tensor]) if tensor.shape[0] == 1 else tensor
+    return torch.cat([tensor, tensor]) if tensor.shape[0] == 1 and not one_row else tensor
 
 
 def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> tuple[Any, bool]:

@@ -18,6 +18,8 @@ from meshwright.capture.operations import VIEWS, is_one_of
 _NORMS = ("aten.batch_norm", "aten.instance_norm")
 """Composite operations that update running statistics; their schemas do not say so."""
 
+_DROPOUTS = ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
+
 FRESH = "aten.lift_fresh_copy"
 
 
@@ -51,6 +53,12 @@ class Memory:
             self._held.append(value.untyped_storage())
             self._numbers[id(value.untyped_storage())] = (len(self._held) - 1,)
             self._states.pop(id(value.untyped_storage()), None)
+        elif is_one_of(str(node.target), _DROPOUTS) and node.args[1] == 0 and isinstance(value, Tensor):
+            # Without anything to drop torch returns the very tensor that it was given; the trace has another one.
+            source = _value(node.args[0]).untyped_storage()
+            self._held.append(value.untyped_storage())
+            self._numbers[id(value.untyped_storage())] = self._of(source)
+            self._states[id(value.untyped_storage())] = self._states.setdefault(id(source), [])
         elif is_one_of(str(node.target), VIEWS) and isinstance(value, Tensor):
             sources = node.args[:2] if is_one_of(str(node.target), (MODE,)) else node.args[:1]
             given = [number for source in sources for number in self.of(_value(source))]

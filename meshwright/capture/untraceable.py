@@ -81,7 +81,7 @@ def _absent(model: nn.Module, given: Sequence[str]) -> list[str]:
 def _words(model: nn.Module, error: Exception) -> tuple[str, str]:
     """What a forward does that a trace cannot follow, and what to do; no words where only torch has some."""
     text = str(error)
-    if "fake tensor in the exported program constant" in text:
+    if "fake tensor in the exported program constant" in text or isinstance(error, StopIteration):
         return (
             "its forward uses the .data of a tensor, or keeps a tensor from one call to the next",
             ".detach() in place of .data; register_buffer for what is kept",

@@ -34,10 +34,11 @@ def rounds(schedule: Schedule) -> Iterator[Violation]:
                 norm = entry.version if entry.op is Op.N else norm
     yield from _units(schedule, counts)
     if counts[Op.N] and schedule.lowered and not schedule.norm:
-        worker, _, round_ = next(iter(counts[Op.N]))
-        entry = Action(Op.N, NONE, version=round_)
+        worker = next(iter(counts[Op.N]))[0]
+        given = schedule.lists[worker]
+        index = next(at for at, entry in enumerate(given) if isinstance(entry, Action) and entry.op is Op.N)
         reason = "the schedule has norm=False, and what clips by the norm of all gradients asks for that"
-        yield Violation(Law.ONCE, worker, schedule.lists[worker].index(entry), entry, reason)
+        yield Violation(Law.ONCE, worker, index, given[index], reason)
     if counts[Op.N] or schedule.norm:
         for worker in range(schedule.workers):
             for round_ in range(schedule.steps):

@@ -84,7 +84,11 @@ class Again:
     device: torch.device | None
 
     def __call__(self, given: Mapping[str, Tensor]) -> Layers:
-        flat = trace(self.model, self.columns, given, training=self.first.flat.training)
+        training = self.first.flat.training
+        flat = trace(self.model, self.columns, given, training=training)
+        shapes = {name: tuple(t.shape) for name, t in given.items()}
+        if flat.refusal(shapes) is not None and any(shape[0] == 1 for shape in shapes.values()):
+            flat = trace(self.model, self.columns, given, training=training, one_row=True)
         return self.layers(split_like(self.first, self.model, flat, self.device))
 
     def layers(self, cut: Split) -> Layers:

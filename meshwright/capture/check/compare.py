@@ -26,7 +26,7 @@ from meshwright.capture.check.reasons import Reason
 from meshwright.capture.check.runs import Distance, Run, Seen, furthest, layers_run, model_run, see
 from meshwright.capture.check.sizes import Example, Wanted, small_examples
 from meshwright.capture.check.stirred import stirred
-from meshwright.capture.check.streams import Draws, python_states, seed_all
+from meshwright.capture.check.streams import Counted, Draws, python_states, seed_all
 from meshwright.capture.check.untouched import plain_attributes, put_back, untouched
 from meshwright.capture.check.verdict import Difference, Verdict
 from meshwright.capture.flat import Flat
@@ -196,12 +196,22 @@ class Check:
             if furthest(Seen(own.outputs), Seen(other.outputs), self.tolerance).error > self.tolerance:
                 self.verdict.draws_in_evaluation = True
                 self.verdict.notes.append("the model draws random numbers in evaluation")
-        if distance.error <= self.tolerance:
+        if not training and example is self.first and (more := self._drawn(self.captured) - self._drawn(self.own)) > 0:
+            return Distance("the number of draws", float(more)), False
+        if distance.error <= self.tolerance or (not training and not self.verdict.draws_in_evaluation):
             return distance, False
         keyed = furthest(
             self._see(self.own, example, keyed=True, **how), self._see(self.captured, example, keyed=True, **how), self.tolerance
         )
         return (keyed, True) if keyed.error <= self.tolerance else (distance, False)
+
+    def _drawn(self, run: Run) -> int:
+        """How often something is drawn in evaluation: a training graph may do so where the model does not, and seldom show it."""
+        assert self.first is not None
+        self._begin(training=False)
+        with Counted() as counted:
+            see(run, self.first.columns, self.model, backward=False, grad=False)
+        return counted.draws
 
     def _under_autocast(self, example: Example) -> None:
         """The first size once more in the precision that layers will compute in, at the tolerance of that."""

@@ -75,3 +75,15 @@ class Alike(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(found, Tensor) and found.is_floating_point():
             found.fill_(self.VALUE)
         return found
+
+
+class Counted(TorchDispatchMode):
+    """Counts the draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
