@@ -31,6 +31,7 @@ from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.schedules import refuse_plan
 from meshwright.train.collate import tensors
+from meshwright.train.hooks import refuse_lost
 from meshwright.train.layers import is_captured, layers_for
 from meshwright.train.lists import stages_of
 from meshwright.train.own import ground, materialise
@@ -78,6 +79,8 @@ def parallelize(
     skeleton, model = (model, model.model) if isinstance(model, Skeleton) else (None, model)
     if weights is not None and skeleton is None:
         raise MeshwrightError("weights are read into a model that has none", fix="parallelize(meshwright.sketch(build), ...)")
+    if skeleton is not None:
+        refuse_lost(model, parallel.ranks, sketched=True)
     rates = _rates(model, optimizer, scheduler)
     kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
     if skeleton is not None:
