@@ -26,6 +26,11 @@ def forward_hooks(module: Any) -> bool:
     return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks"))
 
 
+def gradient_hooks(tensor: Any) -> bool:
+    """Does a tensor have hooks on its gradient? Reason: torch has no public question. Fallback: no hook is seen."""
+    return any(getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Did a trace end because it was asked for a value? Reason: torch's errors for it have no public names and no common base.
 

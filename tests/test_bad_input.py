@@ -45,6 +45,20 @@ PLANS: list[tuple[dict[str, Any], str]] = [
     ({"width": ""}, "width names workers per stage"),
     ({"pp": 2, "stages": b"a"}, "stages names the modules"),
     ({"pp": 2, "recompute": b"\x00\x01"}, "recompute is a mode"),
+    ({"recompute": 10**400}, "recompute is a mode, a budget in bytes.* got a number that is too large"),
+    ({"recompute": -(10**400)}, "recompute is a mode, a budget in bytes.* got a number that is too large"),
+    ({"recompute": [10**400]}, "recompute is a mode, a budget in bytes"),
+    ({"recompute": "9" * 400 + "GB"}, "recompute is a mode, a budget in bytes"),
+    ({"stages": [10**400]}, "stages names the modules"),
+]
+
+VAST: list[tuple[dict[str, Any], str]] = [  # Python writes no number of so many digits
+    ({"pp": 10**5000}, "pp must be .* got a number that is too large"),
+    ({"schedule": 10**5000}, "schedule is a name, got a number that is too large"),
+    ({"width": [10**5000]}, "width names workers per stage, got a list with a number that is too large"),
+    ({"recompute": [10**5000]}, "recompute is a mode, .* got a list with a number that is too large"),
+    ({"options": {"chunks": 10**5000}}, "option chunks must be below"),
+    ({"schedule": "chimera", "options": {"pairs": [10**5000]}}, "option pairs cannot be a list with"),
 ]
 
 
@@ -61,6 +75,26 @@ def test_a_plan_that_cannot_be_is_refused_when_it_is_made(plan: dict[str, Any], 
         mw.parallelize(nn.Sequential(nn.Linear(2, 2)), (torch.zeros(2, 2), torch.zeros(2, 2)), plan)
     with pytest.raises(MeshwrightError, match=words):
         mw.verify(never, never, plan)
+
+
+@pytest.mark.parametrize(("plan", "words"), VAST, ids=range(len(VAST)))
+def test_numbers_that_python_does_not_write_are_refused(plan: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(MeshwrightError, match=words):
+        made(tmp_path, parallel=plan)
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize("form", ["plan.json", "plan.toml", "job.toml", "model.toml"])
+def test_numbers_of_many_digits_in_files_are_refused(form: str, digits: int, tmp_path: Path) -> None:
+    path, number = tmp_path / form, "9" * digits
+    table = f"schema = 1\n[parallel]\nrecompute = {number}\n" if "plan" in form else f"rows = {number}\n"
+    path.write_text(f'{{"schema": 1, "parallel": {{"recompute": {number}}}}}' if path.suffix == ".json" else table)
+    if "plan" in form:
+        with pytest.raises(MeshwrightError):
+            made(tmp_path, parallel=str(path))
+    else:
+        found = CliRunner().invoke(app, ["train" if "job" in form else "inspect", str(path)])
+        assert isinstance(found.exception, MeshwrightError), found.exception
 
 
 @pytest.mark.parametrize(

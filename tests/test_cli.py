@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from meshwright import Cluster, Link, StageCost, cluster_to_json, costs_to_json, schedules
+from meshwright import Cluster, Link, MeshwrightError, StageCost, cluster_to_json, costs_to_json, schedules
+from meshwright.cli import inputs
+from meshwright.cli.main import app
 
 
 def meshwright(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -272,3 +275,39 @@ def test_training_that_ends_in_no_number_says_so(tmp_path: Path) -> None:
     assert re.search(r"loss \d\.\d+ -> nan", done.stdout)
     losses = [json.loads(line).get("loss") for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert losses[0] > 0 and losses[1:3] == ["nan", "nan"]
+
+
+NOWHERE = "/nonexistent/x.json"
+
+
+@pytest.mark.parametrize(
+    ("words", "work"),
+    [
+        (["verify", "mlp", "-o", NOWHERE], "meshwright.train.verify.verify"),
+        (["inspect", "gpt-tiny", "-o", NOWHERE], "meshwright.cli.inspect._graph"),
+        (["show", "onef1b", "-o", NOWHERE], "meshwright.cli.inputs.load"),
+        (["simulate", "onef1b", "--emulate", "wall", "--trace", NOWHERE], "meshwright.cli.emulate.Wish.run"),
+    ],
+    ids=lambda found: found[0] if isinstance(found, list) else "",
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    words: list[str], work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the work comes after")
+
+    monkeypatch.setattr(work, never)
+    found = CliRunner().invoke(app, words)
+    assert isinstance(found.exception, MeshwrightError) and f"cannot write {NOWHERE}" in str(found.exception)
+
+
+def test_the_look_at_an_output_leaves_it_as_it_is(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("before")
+    inputs.refuse_output(kept)
+    inputs.refuse_output(new)
+    assert kept.read_text() == "before" and not new.exists()
+    with pytest.raises(MeshwrightError, match="cannot write"):
+        inputs.refuse_output(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    inputs.refuse_output(tmp_path / "pipe")  # and does not wait for its reader

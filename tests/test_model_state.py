@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config
 
 import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.capture.export import flatten
 from meshwright.train.layers import layers_for
+from meshwright.train.unchanged import Unchanged
 from tests import hard_models as hard
 
 RATE = 0.1
@@ -152,6 +159,86 @@ def test_what_is_changed_between_steps_is_named(caplog: pytest.LogCaptureFixture
         model.first.weight.requires_grad_(False)
         with pytest.raises(MeshwrightError, match=r"first\.weight was frozen after the model was captured"):
             session.step(batch)
+
+
+@dataclass
+class Weights:
+    kl: float = 0.1
+    parts: list[float] = field(default_factory=lambda: [1.0, 2.0])
+
+
+@dataclass(slots=True)
+class Slots:
+    kl: float = 0.1
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "namespace": (lambda m: setattr(m.cfg, "beta", 0.5), "Base.cfg.beta was 0.0 when the model was captured and is 0.5 now"),
+    "deeper": (lambda m: setattr(m.cfg.inner, "kl", 0.2), "Base.cfg.inner.kl was 0.1 .* and is 0.2 now"),
+    "dict": (lambda m: m.table.update(beta=0.5), r"Base.table\['beta'\] was 0.0 .* and is 0.5 now"),
+    "private": (lambda m: m._table.update(beta=0.5), r"Base._table\['beta'\] was 0.0 .* and is 0.5 now"),
+    "new key": (lambda m: m.table.update(gamma=0.5), "Base.table was a dict of 3 .* and is a dict of 4 now"),
+    "list": (lambda m: m.cfg.inner.parts.__setitem__(1, 3.0), r"Base.cfg.inner.parts\[1\] was 2.0 .* and is 3.0 now"),
+    "longer": (lambda m: m.cfg.inner.parts.append(3.0), "Base.cfg.inner.parts was a list of 2 .* and is a list of 3 now"),
+    "object": (lambda m: setattr(m, "cfg", SimpleNamespace(beta=1.0)), "Base.cfg.beta was 0.0 .* and is 1.0 now"),
+    "tuple": (lambda m: setattr(m, "sizes", (1, 3)), r"Base.sizes was \(1, 2\) .* and is \(1, 3\) now"),
+    "in a tuple": (lambda m: setattr(m.pair[0], "kl", 0.2), r"Base.pair\[0\].kl was 0.1 .* and is 0.2 now"),
+    "slots": (lambda m: setattr(m.slots, "kl", 0.2), "Base.slots.kl was 0.1 .* and is 0.2 now"),
+    "config": (lambda m: setattr(m.config, "vocab_size", 7), "Base.config.vocab_size was 50257 .* and is 7 now"),
+    "buffer": (lambda m: setattr(m, "scale", torch.ones(1)), "Base.scale was a tensor .* and is another tensor now"),
+    "tensor": (lambda m: setattr(m, "mask", torch.ones(1)), "Base.mask was a tensor .* and is another tensor now"),
+    "number to tensor": (lambda m: setattr(m.cfg, "beta", torch.ones(1)), "Base.cfg.beta was 0.0 .* and is a tensor now"),
+}
+
+
+def _with_values() -> Any:
+    model: Any = hard.Base()
+    model.cfg = SimpleNamespace(beta=0.0, inner=Weights(), model=model, nan=float("nan"))
+    model.table = {"beta": 0.0, "again": model.cfg, "far": list(range(5000))}
+    model._table = {"beta": 0.0}
+    model.sizes, model.pair, model.config = (1, 2), (Weights(), 1), GPT2Config()
+    model.mask, model.slots = torch.zeros(1), Slots()
+    model.register_buffer("scale", torch.zeros(1))
+    return model
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_values_inside_containers_are_watched(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = _with_values()
+    unchanged, (change, words) = Unchanged(model), CHANGES[kind]
+    for module in (model, model.eval(), model.train()):
+        module.scale.add_(1)  # in place: followed, as all modes are
+        unchanged.refuse()
+    assert not caplog.text
+    change(model)
+    unchanged.refuse()
+    unchanged.refuse()
+    assert len(caplog.messages) == 1 and re.search(words, caplog.text)
+
+
+def test_a_value_that_changes_at_every_step_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    model = _with_values()
+    unchanged = Unchanged(model)
+    for step in range(40):
+        model.cfg.beta = step + 0.5
+        if step == 5:
+            model.cfg.inner.kl = 0.7
+        unchanged.refuse()
+    assert [message.split()[0] for message in caplog.messages] == ["Base.cfg.beta", "Base.cfg.inner.kl"]
+    model.first.weight.requires_grad_(False)
+    model.cfg.beta = 0.0
+    with pytest.raises(MeshwrightError, match=r"first\.weight was frozen"):
+        unchanged.refuse()
+
+
+def test_an_annealed_config_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = hard.Base(), hard.features(4)
+    model.cfg = given = SimpleNamespace(beta=0.0)  # type: ignore[assignment]
+    with mw.parallelize(model, batch, {"pp": 1}, optimizer=_still) as session:
+        session.step(batch)
+        given.beta = 0.5
+        session.step(batch)
+    assert "Base.cfg.beta was 0.0 when the model was captured and is 0.5 now" in caplog.text
 
 
 def test_buffers_that_forward_changes_are_known() -> None:

@@ -78,6 +78,7 @@ def wished(
 ) -> Wish | None:
     """The emulation that the flags ask for, if any; flags of one that is not asked for are refused."""
     if timing is not None:
+        inputs.refuse_output(trace)
         return Wish(timing, repeat or 5, "auto" if transport is None else transport, 60.0 if limit is None else limit, trace)
     if trace is not None:
         raise MeshwrightError("--trace is what an emulation measured", fix="--emulate wall")

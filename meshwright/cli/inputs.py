@@ -180,6 +180,22 @@ def read(path: Path) -> str:
         raise MeshwrightError(f"cannot read {path}: {error}") from error
 
 
+def refuse_output(path: Path | None) -> None:
+    """Raise if a file cannot be written, before the work that it is for; what it holds by now stays as it is."""
+    if path is None:
+        return
+    try:
+        is_new = not path.exists()
+        if not is_new and not path.is_file() and not path.is_dir():
+            return  # a pipe or a device: to open it would take its reader away
+        with path.open("a"):
+            pass
+        if is_new:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        raise MeshwrightError(f"cannot write {path}: {error}", fix="a file in a folder that exists") from error
+
+
 def write(path: Path, text: str) -> None:
     """Write an output that a user asked for."""
     try:

@@ -46,6 +46,7 @@ def inspect(
     """
     from meshwright.ir.model import model_to_json  # here, so that the quick verbs need not load it
 
+    inputs.refuse_output(output)
     graph = _graph(model, rows, length, batch)
     cuts = graph.cuts(stages, at=cut or None)
     if output is not None:

@@ -46,6 +46,7 @@ def show(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=inputs.OUTPUT)] = None,
 ) -> None:
     """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file."""
+    inputs.refuse_output(output)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, file=costs)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
     if lowered and format in (Format.JSON, Format.CSV):

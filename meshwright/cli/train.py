@@ -94,7 +94,7 @@ def _is_job(text: str) -> bool:
 
     try:
         return "config" not in tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # of tomllib, or of a number with too many digits
         raise MeshwrightError(f"this is not TOML: {error}") from error
 
 

@@ -72,17 +72,18 @@ def verify(
     )
     refuse_plan(parallel)
     refuse_crowd(parallel.ranks)
+    path = output or (None if as_json else Path("certificate.json"))
+    inputs.refuse_output(path)
     build, data = _model(model, batch, parallel)
     from meshwright.train.verify import verify as compare
 
     certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed, precision=precision)
-    _report(certificate, output, as_json=as_json)
+    _report(certificate, path, as_json=as_json)
     raise typer.Exit(0 if certificate.passed else 3)
 
 
-def _report(certificate: Certificate, output: Path | None, *, as_json: bool) -> None:
+def _report(certificate: Certificate, path: Path | None, *, as_json: bool) -> None:
     """Write the certificate, and print it or what it says."""
-    path = output or (None if as_json else Path("certificate.json"))
     if path is not None:
         inputs.write(path, certificate.to_json() + "\n")
     if as_json:

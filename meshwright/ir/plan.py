@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from math import inf
+from math import inf, nan
 from numbers import Real
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.reading import LARGEST
+from meshwright.ir.reading import LARGEST, shown
 
 LOCAL_RANKS = 256
 """More processes than this are not started on one host."""
@@ -59,12 +59,12 @@ class Parallel:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or not least <= count < LARGEST:
                 raise MeshwrightError(
-                    f"{name} must be a whole number of at least {max(least, 1)} and below {LARGEST}, got {count!r}",
+                    f"{name} must be a whole number of at least {max(least, 1)} and below {LARGEST}, got {shown(count)}",
                     fix=f"{name}=4",
                 )
         for name, example in (("schedule", "onef1b"), ("sync", "eager"), ("transport", "auto")):
             if not isinstance(word := getattr(self, name), str):
-                raise MeshwrightError(f"{name} is a name, got {word!r}", fix=f'{name}="{example}"')
+                raise MeshwrightError(f"{name} is a name, got {shown(word)}", fix=f'{name}="{example}"')
         parse_name(self.transport)
         object.__setattr__(self, "microbatches", self.microbatches or self.pp)
         object.__setattr__(self, "options", _options(self.options))
@@ -80,7 +80,7 @@ class Parallel:
         if isinstance(given, Parallel):
             return given
         if not isinstance(given, Mapping):
-            raise MeshwrightError(f"parallel is a Parallel or a mapping, got {given!r}", fix="parallel=dict(pp=2)")
+            raise MeshwrightError(f"parallel is a Parallel or a mapping, got {shown(given)}", fix="parallel=dict(pp=2)")
         known = [f.name for f in fields(cls)]
         if unknown := sorted(map(str, set(given) - set(known))):
             raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))}", fix=", ".join(known))
@@ -115,7 +115,10 @@ def _options(given: object) -> dict[str, object]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise MeshwrightError(f"options are a mapping from names to values, got {given!r}", fix="options={'chunks': 2}")
+        raise MeshwrightError(f"options are a mapping from names to values, got {shown(given)}", fix="options={'chunks': 2}")
+    for name, value in given.items():
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise MeshwrightError(f"option {name} must be below {LARGEST}, got {shown(value)}", fix=f"options={{'{name}': 2}}")
     return dict(given)
 
 
@@ -125,12 +128,16 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
         return None
     if isinstance(given, str):
         size = _SIZE.fullmatch(given.strip())
-        return float(size[1]) * _UNITS[size[2].upper()] if size else given
-    if isinstance(given, Real) and not isinstance(given, bool) and 1 < float(given) < inf:
-        return float(given)
+        if size is None:
+            return given
+        if (budget := float(size[1]) * _UNITS[size[2].upper()]) < inf:
+            return budget
+    elif 1 < (budget := _number(given)) < inf:
+        return budget
     if (shares := _listed(given)) is None or not all(_is_share(share) for share in shares):
         raise MeshwrightError(
-            f"recompute is a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, got {given!r}",
+            "recompute is a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, "
+            f"got {shown(given)}",
             fix="recompute='inline', recompute='2GB', or recompute=[0.5, 1]",
         )
     return tuple(float(share) for share in shares)
@@ -143,7 +150,17 @@ def _listed(given: object) -> tuple[Any, ...] | None:
 
 
 def _is_share(given: object) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool) and 0 <= float(given) <= 1
+    return 0 <= _number(given) <= 1
+
+
+def _number(given: object) -> float:
+    """A number as a float: infinity where it is too large for one, NaN where it is no number."""
+    if not isinstance(given, Real) or isinstance(given, bool):
+        return nan
+    try:
+        return float(given)
+    except OverflowError:
+        return inf
 
 
 def _stages(given: object) -> tuple[str | int, ...]:
@@ -151,11 +168,16 @@ def _stages(given: object) -> tuple[str | int, ...]:
     if given is None:
         return ()
     found = _listed(given)
-    if found is None or not all(isinstance(at, str | int) and not isinstance(at, bool) for at in found):
+    if found is None or not all(_is_place(at) for at in found):
         raise MeshwrightError(
-            f"stages names the modules that stages begin with, got {given!r}", fix='stages=["model.layers.4", "model.layers.8"]'
+            f"stages names the modules that stages begin with, got {shown(given)}",
+            fix='stages=["model.layers.4", "model.layers.8"]',
         )
     return found
+
+
+def _is_place(given: object) -> bool:
+    return isinstance(given, str) or (isinstance(given, int) and not isinstance(given, bool) and abs(given) < LARGEST)
 
 
 def _width(given: object) -> tuple[int, ...]:
@@ -164,5 +186,5 @@ def _width(given: object) -> tuple[int, ...]:
         return ()
     found = _listed(given)
     if found is None or any(isinstance(w, bool) or not isinstance(w, int) or not 0 < w < LARGEST for w in found):
-        raise MeshwrightError(f"width names workers per stage, got {given!r}", fix="width=(4, 2, 1, 1)")
+        raise MeshwrightError(f"width names workers per stage, got {shown(given)}", fix="width=(4, 2, 1, 1)")
     return found

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
-from meshwright.ir.reading import Reader, parsed
+from meshwright.ir.reading import Reader, parsed, shown
 
 SCHEMA = 1
 WHAT = "a plan file"
@@ -47,7 +47,7 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
         try:
             found = _table(tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # of tomllib, or of a number with too many digits
             raise MeshwrightError(f"{path} is not TOML: {error}") from error
     else:
         found = _table(parsed(text, WHAT))
@@ -84,5 +84,5 @@ def _table(data: Any) -> dict[str, Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise MeshwrightError(f"{value!r} is no table")
+        raise MeshwrightError(f"{shown(value)} is no table")
     return value

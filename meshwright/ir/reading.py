@@ -45,9 +45,11 @@ class Reader:
         if "schema" in data or kind is not None:
             found = data.get("schema")
             if type(found) is not int or found < 1:
-                raise MeshwrightError(f"{what} has schema {_shown(found)}, which is no schema number", fix=f'"schema": {schema}')
+                raise MeshwrightError(f"{what} has schema {shown(found)}, which is no schema number", fix=f'"schema": {schema}')
             if found > schema:
-                raise MeshwrightError(f"{what} has schema {found!r}, this version reads up to {schema}", fix="update meshwright")
+                raise MeshwrightError(
+                    f"{what} has schema {shown(found)}, this version reads up to {schema}", fix="update meshwright"
+                )
         if unknown := sorted(map(str, set(data) - keys)):
             raise MeshwrightError(f"{what} has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(sorted(keys))}")
 
@@ -72,14 +74,14 @@ class Reader:
 def number(value: Any) -> float:
     """A finite number of at least zero."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e300 or not isfinite(value):
-        raise MeshwrightError(f"{_shown(value)} is not a number of at least 0")
+        raise MeshwrightError(f"{shown(value)} is not a number of at least 0")
     return float(value)
 
 
 def count(value: Any) -> int:
     """A whole number of at least zero."""
     if type(value) is not int or not 0 <= value < LARGEST:
-        raise MeshwrightError(f"{_shown(value)} is not a count")
+        raise MeshwrightError(f"{shown(value)} is not a count")
     return value
 
 
@@ -93,26 +95,29 @@ def positive(value: Any) -> int:
 def flag(value: Any) -> bool:
     """True or false."""
     if not isinstance(value, bool):
-        raise MeshwrightError(f"{_shown(value)} is neither true nor false")
+        raise MeshwrightError(f"{shown(value)} is neither true nor false")
     return value
 
 
 def text(value: Any) -> str:
     """A text."""
     if not isinstance(value, str):
-        raise MeshwrightError(f"{_shown(value)} is not a text")
+        raise MeshwrightError(f"{shown(value)} is not a text")
     return value
 
 
 def rows(value: Any) -> list[Any]:
     """A list."""
     if not isinstance(value, list):
-        raise MeshwrightError(f"{_shown(value)} is not a list")
+        raise MeshwrightError(f"{shown(value)} is not a list")
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value in an error text, however large it is."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
         return "a number that is too large"
-    return repr(value)[:80]
+    try:
+        return repr(value)[:80]
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return f"a {type(value).__name__} with a number that is too large"

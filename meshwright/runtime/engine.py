@@ -20,7 +20,7 @@ from meshwright.runtime.compute import Compute
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.graphs import Graphs
-from meshwright.runtime.layers import Layers, refuse_hooks, refuse_stray, require_layers
+from meshwright.runtime.layers import Layers, refuse_hooks, refuse_stray, refuse_tied_hooks, require_layers
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.offsets import common_clock
@@ -63,7 +63,9 @@ class Engine:
     """One rank of a run. Every rank makes it with equal arguments, inside an initialised process group."""
 
     def __init__(self, schedule: Schedule, layers: Layers, settings: Settings, trace: Trace | None = None) -> None:
+        self._is_whole = schedule.flush and all(a.op is not Op.I for entries in schedule.lists for a in walk(entries))
         _refuse(schedule, layers, settings)
+        _refuse_hooks(schedule, layers, whole=self._is_whole)
         _refuse_unequal(schedule, layers, settings)
         self.schedule, self.layers, self.settings = schedule, layers, settings
         self.objective = Objective(settings.loss, weigh=layers.weigh, count=settings.count, kind=settings.loss_kind)
@@ -91,6 +93,7 @@ class Engine:
 
     def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
         """Walk the schedule once with the batches of its steps: one, or several where its lists hold more microbatches."""
+        _refuse_hooks(self.schedule, self.layers, whole=self._is_whole)
         self._batch = batch
         self.batches.clear()
         if self.scaler is not None and not self.scaler.unit:
@@ -205,13 +208,18 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
     if not schedule.lowered:
         raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
     refuse_unproved(schedule)
-    if not schedule.flush or any(action.op is Op.I for entries in schedule.lists for action in walk(entries)):
-        why = f"{schedule.name} computes on versions of the parameters, or their gradients apart from those of inputs"
-        refuse_hooks(layers, why, fix="a schedule with a flush and whole backwards, such as onef1b, or no hook")
     refuse(settings.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(settings.precision.dtype, settings.device)
     refuse_rules(settings.rules, schedule)
     _refuse_microbatches(schedule, settings.microbatches)
+
+
+def _refuse_hooks(schedule: Schedule, layers: Layers, *, whole: bool) -> None:
+    """Gradient hooks that this schedule would not call, or not with a whole gradient; looked at before every walk too."""
+    if not whole:
+        why = f"{schedule.name} computes on versions of the parameters, or their gradients apart from those of inputs"
+        refuse_hooks(layers, why, fix="a schedule with a flush and whole backwards, such as onef1b, or no hook")
+    refuse_tied_hooks(layers)
 
 
 def _refuse_microbatches(schedule: Schedule, found: int) -> None:

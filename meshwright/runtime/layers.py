@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.batch import Weigh
+from meshwright.torch_internals import gradient_hooks
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of every column of a batch."""
@@ -124,10 +125,22 @@ def require_layers(layers: Sequence[nn.Module], share: float, stage: int) -> Non
 
 
 def refuse_hooks(layers: Layers, why: str, *, fix: str) -> None:
-    """Gradient hooks of parameters, where they would not be called; torch has no public way to ask for them."""
+    """Gradient hooks of parameters, where they would not be called."""
     for parameter, name in layers.names.items():
-        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if gradient_hooks(parameter):
             raise MeshwrightError(f"{name} has a gradient hook, which would not be called: {why}", fix=fix)
+
+
+def refuse_tied_hooks(layers: Layers) -> None:
+    """Gradient hooks of parameters that several stages share: each stage has a part of the gradient, a hook wants all of it."""
+    for parameter, stages in layers.users.items():
+        if len(stages) > 1 and gradient_hooks(parameter):
+            shared = " and ".join(map(str, stages))
+            raise MeshwrightError(
+                f"{layers.names[parameter]} has a gradient hook, and is shared by stages {shared}: each would call the hook with "
+                "its own part of the gradient",
+                fix="pp=1, weights that are not tied, or an optimizer whose step() does what the hook does",
+            )
 
 
 def refuse_stray(layers: Layers, parameters: Iterable[nn.Parameter]) -> None:

@@ -20,6 +20,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import LARGEST
 from meshwright.ir.plan import Parallel
 from meshwright.ir.profile import StageCost
+from meshwright.ir.reading import shown
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.lower import named
 from meshwright.passes.recompute import Mode
@@ -127,7 +128,9 @@ def _converted(name: str, parameter: inspect.Parameter, value: object) -> object
             return converted
     if value is None and type(None) in _members(kind):
         return None
-    raise MeshwrightError(f"{name}: option {parameter.name} cannot be {value!r}", fix=f"{parameter.name}={_shown(parameter)}")
+    raise MeshwrightError(
+        f"{name}: option {parameter.name} cannot be {shown(value)}", fix=f"{parameter.name}={_shown(parameter)}"
+    )
 
 
 def _members(kind: object) -> tuple[object, ...]:
@@ -156,5 +159,5 @@ def _shown(parameter: inspect.Parameter) -> str:
     kind = parameter.annotation
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(str(a) for a in typing.get_args(kind))
-    shown = {bool: "true|false", int: "<whole number>", float: "<number>"}
-    return next((text for member, text in shown.items() if member in _members(kind)), "<text>")
+    texts = {bool: "true|false", int: "<whole number>", float: "<number>"}
+    return next((text for member, text in texts.items() if member in _members(kind)), "<text>")

@@ -30,6 +30,7 @@ from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
 from meshwright.train.start import Start, check_start
+from meshwright.train.staying import stay_in_evaluation
 from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
@@ -68,6 +69,8 @@ class Case:
         for module in built if isinstance(built, LISTS) else [built]:
             if isinstance(module, nn.Module):
                 module.to(getattr(torch, self.dtype))
+        if isinstance(built, nn.Module):
+            stay_in_evaluation(built)
         return built
 
     def layers(self, stages: int, built: Any = None) -> Layers:

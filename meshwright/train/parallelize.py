@@ -33,6 +33,7 @@ from meshwright.runtime.precision import Precision
 from meshwright.schedules import refuse_plan
 from meshwright.train.asked import refuse_loss, refuse_model, refuse_optimizer, refuse_seed
 from meshwright.train.collate import tensors
+from meshwright.train.hooks import refuse_lost
 from meshwright.train.layers import is_captured, layers_for
 from meshwright.train.lists import stages_of
 from meshwright.train.own import ground, materialise
@@ -41,6 +42,7 @@ from meshwright.train.rates import Rates, Recipe
 from meshwright.train.saved import kept_for
 from meshwright.train.session import Session, SessionSettings
 from meshwright.train.start import Evaluation, Start, check_start
+from meshwright.train.staying import stay_in_evaluation
 from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -67,7 +69,8 @@ def parallelize(
     `optimizer` is one of the model's parameters, or what makes one; `scheduler` one of that optimizer, or what makes one.
     Of a model without weights (`meshwright.sketch`) each rank fills its own stages: as its seed says, or from `weights`, a
     safetensors file or folder, here or in the sketch. `loss_kind="sum"` says that the loss is a sum over rows or labels;
-    `check_capture=False` leaves out the comparison of captured layers with the model.
+    `check_capture=False` leaves out the comparison of captured layers with the model. Submodules that are in evaluation while
+    the model is in training stay there until the session is closed.
     """
     parallel = Parallel.of(asked(plan))
     refuse_plan(parallel)
@@ -84,17 +87,19 @@ def parallelize(
     skeleton, model = (model, model.model) if isinstance(model, Skeleton) else (None, model)
     if weights is not None and skeleton is None:
         raise MeshwrightError("weights are read into a model that has none", fix="parallelize(meshwright.sketch(build), ...)")
+    if skeleton is not None:
+        refuse_lost(model, parallel.ranks, sketched=True)
     rates = _rates(model, optimizer, scheduler)
     kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
     if skeleton is not None:
         ground(skeleton, weights)
-    flat, evaluation = _captured(model, example, loss), Evaluation()
-    if flat is not None and check_capture:  # by every rank for itself, before it talks to others
-        start = Start(skeleton or model, flat, example, stages_of(parallel), parallel.stages or None, loss, None, kind)
-        cuts = parallel.microbatches * parallel.dp
-        evaluation = check_start(replace(start, microbatches=cuts, precision=chosen, weights=weights))
-    closing = ExitStack()
-    with closing:
+    with ExitStack() as closing:
+        closing.callback(stay_in_evaluation(model))
+        flat, evaluation = _captured(model, example, loss), Evaluation()
+        if flat is not None and check_capture:  # by every rank for itself, before it talks to others
+            start = Start(skeleton or model, flat, example, stages_of(parallel), parallel.stages or None, loss, None, kind)
+            cuts = parallel.microbatches * parallel.dp
+            evaluation = check_start(replace(start, microbatches=cuts, precision=chosen, weights=weights))
         if not dist.is_initialized():
             closing.enter_context(attach(device=device) if launched() else one_process())
         where = device_for(device == "cpu")
@@ -106,8 +111,7 @@ def parallelize(
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         fill = None if skeleton is None else partial(materialise, skeleton, layers, weights)
         session = Session(layers, parallel, rates, settings, model=module, kept=kept, fill=fill)
-        session.evaluation = evaluation
-        session.vocabularies = vocabularies(flat)
+        session.evaluation, session.vocabularies = evaluation, vocabularies(flat)
         if skeleton is not None:
             skeleton.forget()
         session.closing = closing.pop_all()

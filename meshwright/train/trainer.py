@@ -31,6 +31,7 @@ from meshwright.train.arguments import TrainingArguments
 from meshwright.train.carried import Carried, gathered
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
+from meshwright.train.hooks import refuse_lost
 from meshwright.train.layers import is_captured, refuse_lossless
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.loop import Judged, Outcome
@@ -188,6 +189,8 @@ class Trainer:
         stages_of(plan)
         if plan.ranks > 1 and not launched():
             border.refuse_checkpointing(self.model)
+        if trains:
+            refuse_lost(self.module, plan.ranks, sketched=self.skeleton is not None)
         if self.weights is not None and not launched():
             refuse_others(self.weights, self._stamp)
         source = self.source(dataset)

@@ -1,7 +1,8 @@
 """What a user changes on a model after it was captured: its layers go on as they were, so it is named.
 
-a parameter that is frozen or freed, added or replaced      refused: another model would be trained
-a number of a module (`model.alpha = 0.3`)                  a warning, once: captured layers keep the value of the capture
+a parameter that is frozen or freed, added or replaced          refused: another model would be trained
+a number of a module, or in a config, dict or list of it        a warning, once: captured layers keep the value of the capture
+a buffer, or another tensor, replaced by another tensor         the same; one that is changed in place is followed
 """
 
 from __future__ import annotations
@@ -9,12 +10,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from meshwright.capture.check.untouched import plain_attributes
 from meshwright.errors import MeshwrightError
+from meshwright.train.attached import Attached, Nested
 
 log = logging.getLogger(__name__)
+
+TOLD = 20
+"""So many names at most: an object that counts for itself is no reason for a long log."""
+
+
+REST = 16
+"""Where a value is another at every step, the others are looked at this often: the look is as long as a small step."""
 
 
 class Unchanged:
@@ -23,14 +31,17 @@ class Unchanged:
     def __init__(self, model: Any) -> None:
         self.model = model if isinstance(model, nn.Module) else None
         self.parameters = self._parameters()
-        self.attributes = {} if self.model is None else plain_attributes(self.model)
+        self.trained = [] if self.model is None else list(self.model.parameters())
+        self.frozen = [p.requires_grad for p in self.trained]
+        self.attached = Attached() if self.model is None else Attached.of(self.model)
+        self.first, self.told, self.rest = self.attached.values, set[str](), 0
 
     def _parameters(self) -> dict[str, tuple[int, bool]]:
         return {} if self.model is None else {name: (id(p), p.requires_grad) for name, p in self.model.named_parameters()}
 
     def refuse(self) -> None:
-        """Raise on parameters that are others, warn about numbers that are."""
-        if self.model is None:
+        """Raise on parameters that are others, warn about values that are."""
+        if self.model is None or (self.attached.same() and [p.requires_grad for p in self.trained] == self.frozen):
             return
         now = self._parameters()
         if now != self.parameters:
@@ -41,10 +52,28 @@ class Unchanged:
                 f"{name} was {what} after the model was captured: its layers would train on as before",
                 fix="a new session, or a new Trainer, with the model as it is now",
             )
-        for name, value in plain_attributes(self.model).items():
-            if name in self.attributes and self.attributes[name] is not value and self.attributes[name] != value:
+        self.rest -= 1
+        if self.rest > 0:
+            return
+        self.attached, self.rest = Attached.of(self.model), REST if self.told else 0
+        for name, value in self.attached.values.items():
+            if name in self.first and name not in self.told and len(self.told) < TOLD and not _equal(self.first[name], value):
+                self.told.add(name)
                 log.warning(
-                    "%s was %r when the model was captured and is %r now: captured layers go on with the first",
-                    name, self.attributes[name], value,
+                    "%s was %s when the model was captured and is %s now: captured layers go on with the first",
+                    name, _shown(self.first[name]), _shown(value, other=isinstance(self.first[name], Tensor)),
                 )  # fmt: skip
-                self.attributes[name] = value
+
+
+def _equal(before: Any, after: Any) -> bool:
+    """Are they the same tensor, equal numbers, or both containers, whose values have names of their own?"""
+    if isinstance(before, Tensor) or isinstance(after, Tensor):
+        return before is after
+    return bool(before is after or before == after or (before != before and after != after))
+
+
+def _shown(value: Any, *, other: bool = False) -> str:
+    """A value in a warning."""
+    if isinstance(value, Tensor):
+        return "another tensor" if other else "a tensor"
+    return str(value) if isinstance(value, Nested) else repr(value)[:80]
