@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright import Action, MeshwrightError, Op, Placement, Schedule, Transfer, check, lower, schedule_from_json, schedules
-from meshwright.ir.action import Kind, parse
+from meshwright.ir.action import NONE, Kind, parse
 from meshwright.ir.carried import carried
 from meshwright.ir.groups import groups
 from meshwright.ir.order import Flow, rendezvous
@@ -232,3 +232,11 @@ def test_placed_syncs_of_replicas_lower_to_a_ring_too() -> None:
 def test_all_rows_of_a_microbatch_read_one_version_of_a_stage(lists: tuple[str, ...], more: dict[str, Any]) -> None:
     found = check(handmade(*lists, flush=False, **more))
     assert found.law == "version" and "other rows of microbatch 1 read 0 there" in found.reason
+
+
+@pytest.mark.parametrize("odd", [Action(Op.N, 0), Action(Op.N, NONE, replica=1), Action(Op.N, NONE, mb=2)], ids=str)
+def test_a_reduction_with_more_than_a_round_is_judged_too(odd: Action) -> None:
+    plain = low("0F0 0B0 0S N 0U", norm=False)
+    lists = tuple(tuple(odd if entry == Action(Op.N, NONE) else entry for entry in row) for row in plain.period)
+    found = check(replace(plain, period=lists))
+    assert not found.ok and found.reason
