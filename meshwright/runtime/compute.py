@@ -19,6 +19,7 @@ from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.pieces import Pieces, by_range, cut, joined, require_rows, size_of
 from meshwright.runtime.program import Program, Step
+from meshwright.runtime.reached import everything
 from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
 from meshwright.runtime.tally import Tally
 
@@ -48,8 +49,7 @@ class Compute:
 
     def begin(self, first_step: int) -> None:
         """A walk starts at a step of the data."""
-        self.first_step = first_step
-        self.tallies = {}
+        self.first_step, self.tallies = first_step, {}
         self.parameters.begin(first_step)
 
     def end(self) -> None:
@@ -169,7 +169,7 @@ class Compute:
             if written:
                 scatter(written, Bundle(found, (False,) * len(found)), (record.cut.rows,))
             if weights:
-                count(record.cut.counts, at.reached[op])
+                count(record.cut.counts, at.reached.get(op) or everything(first or ()))
             else:
                 slots[rest] = record
 
@@ -188,7 +188,7 @@ class Compute:
                 aim(step)
             if record is not None:
                 at.finish(record, first)
-                count(record.cut.counts, at.reached[Op.W])
+                count(record.cut.counts, at.reached.get(Op.W) or everything(first or ()))
 
         return finish
 

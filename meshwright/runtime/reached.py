@@ -32,3 +32,8 @@ def noting(leaves: Leaves, backward: Callable[[set[int]], Found]) -> tuple[Found
         for hook in hooks:
             hook.remove()
     return found, tuple(sum(1 << i for i, p in enumerate(of_unit) if id(p) in seen) for of_unit in leaves)
+
+
+def everything(leaves: Leaves) -> Reached:
+    """All of them: a backward of rows that do not count leaves zeros."""
+    return tuple((1 << len(of_unit)) - 1 for of_unit in leaves)

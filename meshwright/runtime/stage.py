@@ -147,12 +147,15 @@ class Stage:
     ) -> tuple[Tensor, ...]:
         """The gradients of the inputs; those of the weights are added up, or put off until `finish`.
 
-        The `first` backward of its kind notes which leaves it reaches.
+        The `first` backward of its kind notes which leaves it reaches, unless no row counts and nothing is to be seen.
         """
-        if first is not None:
-            op = Op.B if weights else Op.I
-            found, self.reached[op] = noting(first, lambda _: self.backward(record, gradients, weights=weights))
-            return found
+        if first is None or (self.is_last and not record.cut.items):
+            return self._backward(record, gradients, weights)
+        op = Op.B if weights else Op.I
+        found, self.reached[op] = noting(first, lambda _: self._backward(record, gradients, weights))
+        return found
+
+    def _backward(self, record: Record, gradients: Sequence[Tensor | None], weights: bool) -> tuple[Tensor, ...]:
         putting_off = None if weights else self.deferred
         if putting_off is not None:
             putting_off.begin()
@@ -171,7 +174,7 @@ class Stage:
 
     def finish(self, record: Record, first: Leaves | None = None) -> None:
         """The gradients of the weights that a split backward has put off; what it reaches is added to what its I has."""
-        if first is not None:
+        if first is not None and Op.I in self.reached:
             _, late = noting(first, partial(run, record.rest or []))
             self.reached[Op.W] = tuple(map(or_, self.reached[Op.I], late))
         elif record.rest is not None:

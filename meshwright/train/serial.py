@@ -92,6 +92,8 @@ class Serial:
         self.params = [p for params in self.units.values() for p in params]
         self.reads = {} if self.schedule.flush else versions_read(self.schedule)
         self.takes_target = takes_target(self.layers.modules[-1])
+        self.reached: set[nn.Parameter] = set()
+        """Parameters that have had a gradient; in a step in which nothing counts theirs is zero."""
         self.history: list[Weights] = [{p: p.detach().clone() for p in self.params}]
 
     def run(self, batch: Callable[[int], Given], steps: int) -> Trace:
@@ -165,8 +167,10 @@ class Serial:
                 total[p] = total[p] + gradient if p in total else gradient
         refuse_stray(self.layers, self.params)
         factor = self.scaler.factor if self.scaler else 1.0
+        self.reached |= total.keys()
         for p in self.params:
-            p.grad = total[p] / ((weight or 1.0) * factor) if p in total else None
+            nothing = torch.zeros_like(p) if not weight and (p in self.reached or not self.reached) else None
+            p.grad = total[p] / ((weight or 1.0) * factor) if p in total else nothing
 
     def _batch(self, given: Given, copy: int) -> Batch:
         names = self.layers.columns
