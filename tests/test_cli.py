@@ -155,6 +155,42 @@ def test_compare_passes_the_cap_on_to_those_that_keep_to_one() -> None:
     assert not any("memory" in row["schedule"] for row in below), "no schedule runs with less than one activation"
 
 
+def compared(*arguments: str) -> dict[str, dict[str, object]]:
+    done = meshwright("compare", *arguments, "--json")
+    assert done.returncode in (0, 3), done.stderr
+    return {row["schedule"]: row for row in json.loads(done.stdout)["rows"]}
+
+
+def test_compare_never_takes_a_recompute_for_free(tmp_path: Path) -> None:
+    assert compared()["shifted"]["step_s"] == compared("--recompute", "1")["shifted"]["step_s"] == 38
+    assert compared()["shifted"]["recompute_priced_as_forward"] and not compared()["onef1b"]["recompute_priced_as_forward"]
+    assert not compared("--recompute", "0.5")["shifted"]["recompute_priced_as_forward"]
+    file = tmp_path / "costs.json"
+    file.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 4))
+    found = compared("--costs", str(file), "--memory", "20")
+    assert found["shifted"]["step_s"] == 38 and found["onef1b"]["step_s"] == 33
+    assert " r " in meshwright("compare").stdout and "no price is given" in meshwright("compare").stdout
+
+
+def test_compare_shows_bytes_units_stale_weights_and_what_they_mean(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    row = StageCost(1.0, 1.0, 1.0, activation_bytes=10e9, parameter_bytes=1e9)
+    file.write_text(costs_to_json([row] * 4))
+    done = meshwright("compare", "--costs", str(file), "--memory", "45GB")
+    header, *lines = done.stdout.splitlines()
+    assert header.split() == ["schedule", "step", "s", "bubble", "parameters", "activations", "GB", "fits"]
+    shown = {line.split()[0]: line.split() for line in lines if line}
+    assert shown["onef1b"] == ["onef1b", "33", "27.27%", "1", "4", "42", "yes"]
+    assert shown["gpipe"][-2:] == ["82", "no"] and shown["pipedream"][:2] == ["pipedream", "*"]
+    assert "in seconds" in done.stdout and "1e9 bytes" in done.stdout and "stale weights" in done.stdout
+    stale = {name.split()[0] for name, r in compared("-n", "4").items() if r["stale"]}
+    assert stale == {"pipedream", "pipedream_2bw", "cyclic"}
+    plain = meshwright("compare")
+    assert "GB" not in plain.stdout.splitlines()[0] and "in the unit of --forward" in plain.stdout
+    refused = meshwright("compare", "--memory", "80GB")
+    assert refused.returncode == 2 and "--costs" in refused.stderr
+
+
 def test_compare_shows_every_schedule_sorted() -> None:
     done = meshwright("compare", "--workers", "4", "--microbatches", "4", "--memory", "4", "--json")
     rows = json.loads(done.stdout)["rows"]

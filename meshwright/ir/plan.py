@@ -110,6 +110,12 @@ def refuse_crowd(ranks: int) -> None:
         )
 
 
+def bytes_in(text: str) -> float | None:
+    """A size such as 2GB or 512 MiB in bytes; None where the text is no size with a unit."""
+    size = _SIZE.fullmatch(text.strip())
+    return float(size[1]) * _UNITS[size[2].upper()] if size else None
+
+
 def _options(given: object) -> dict[str, object]:
     """Options by name; None are none."""
     if given is None:
@@ -124,8 +130,8 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
     if given is None:
         return None
     if isinstance(given, str):
-        size = _SIZE.fullmatch(given.strip())
-        return float(size[1]) * _UNITS[size[2].upper()] if size else given
+        size = bytes_in(given)
+        return given if size is None else size
     if isinstance(given, Real) and not isinstance(given, bool) and 1 < float(given) < inf:
         return float(given)
     if (shares := _listed(given)) is None or not all(_is_share(share) for share in shares):
