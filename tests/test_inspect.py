@@ -40,6 +40,43 @@ def test_a_configuration_is_cut_without_weights(tmp_path: Path) -> None:
     assert json.loads(again.stdout) == found
 
 
+def test_one_row_is_reported_as_one() -> None:
+    one, two = (
+        json.loads(meshwright("inspect", "gpt-tiny", "--json", "--length", "10", "--rows", rows).stdout)["stages"]
+        for rows in "12"
+    )
+    assert one[0]["boundary"][0]["shape"] == [1, 10, 48] and two[0]["boundary"][0]["shape"] == [2, 10, 48]
+    for a, b in zip(one, two, strict=True):
+        assert (
+            2 * a["flops"] == pytest.approx(b["flops"], rel=1e-3)
+            and a["parameters"] == b["parameters"]
+            and a["layers"] == b["layers"]
+        )
+        assert b["saved_bytes"] / 2 <= a["saved_bytes"] < 0.7 * b["saved_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("gpt-tiny", "--length", "65"), "gpt-tiny takes 64 tokens per row, not 65"),
+        (("gpt-tiny", "--check", "--length", "65"), "gpt-tiny takes 64 tokens per row, not 65"),
+        (("vit-small", "--length", "9"), "vit-small takes pictures"),
+        (("tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--rows", "3"), "says how many rows"),
+    ],
+)
+def test_sizes_that_cannot_be_had_are_refused(arguments: tuple[str, ...], what: str) -> None:
+    done = meshwright("inspect", *arguments)
+    assert done.returncode == 2 and what in done.stderr, done.stderr
+
+
+def test_a_model_without_positions_takes_any_length_and_a_file_takes_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = meshwright("inspect", "config.json", "--length", "80", "--json", "-o", "layers.json", cwd=tmp_path)
+    assert done.returncode == 0 and [2, 80, 16] in [v["shape"] for v in json.loads(done.stdout)["stages"][0]["boundary"]]
+    done = meshwright("inspect", "layers.json", "--rows", "3", cwd=tmp_path)
+    assert done.returncode == 2 and "layers for one size" in done.stderr
+
+
 def test_an_own_module_by_name() -> None:
     done = meshwright("inspect", "tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--cut", "layers.5")
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,9 @@ def inspect(
         ),
     ],
     stages: Annotated[int, typer.Option("--stages", "-s", help="How many stages to cut it into.")] = 2,
-    rows: Annotated[int, typer.Option(help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)] = 2,
+    rows: Annotated[
+        int | None, typer.Option(show_default="2", help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row of the example.", rich_help_panel=inputs.SIZES)] = None,
     batch: Annotated[str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")] = None,
     cut: Annotated[
@@ -61,12 +63,12 @@ def inspect(
         raise typer.Exit(3)
 
 
-def _checked(model: str, stages: int, rows: int, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
+def _checked(model: str, stages: int, rows: int | None, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
     from meshwright.train.weightless import checked
 
     if Path(model).suffix == ".json" and '"kind": "model"' in inputs.read(Path(model)):
         raise MeshwrightError(f"{model} has the layers of a model, not the model", fix="--check with the model itself")
-    found = checked(model, stages, rows=rows, length=length, batch=batch, cuts=cut)
+    found = checked(model, stages, rows=rows or 2, length=length, batch=batch, cuts=cut)
     if found is None:
         raise MeshwrightError("the model is too large to be checked here", fix="a smaller configuration of the same family")
     return found
@@ -99,11 +101,13 @@ def _print_check(verdict: Verdict) -> None:
         typer.echo(f"check: captured layers equal the model in {len(verdict.runs)} runs, {verdict.seconds:.1f} s")
 
 
-def _graph(model: str, rows: int, length: int | None, batch: str | None) -> ModelGraph:
+def _graph(model: str, rows: int | None, length: int | None, batch: str | None) -> ModelGraph:
     from meshwright.ir.model import model_from_json
 
     path = Path(model)
     if path.suffix == ".json" and os.path.exists(path) and '"kind": "model"' in (text := inputs.read(path)):
+        if rows is not None or length is not None or batch is not None:
+            raise MeshwrightError(f"{model} has layers for one size of batch, --rows, --length and --batch do not change it")
         return model_from_json(text)
     gc.enable()  # a trace leaves cycles behind
     from meshwright.train.weightless import weightless

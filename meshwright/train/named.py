@@ -53,10 +53,12 @@ class ModelFile:
         return model
 
     @property
-    def length(self) -> int:
-        """How many positions the model has, 64 where it does not say."""
+    def positions(self) -> int | None:
+        """How many positions the model has; None where its configuration does not say."""
         names = ("n_positions", "max_position_embeddings")
-        found = next((self.config[name] for name in names if self.config.get(name) is not None), 64)
+        found = next((self.config[name] for name in names if self.config.get(name) is not None), None)
+        if found is None:
+            return None
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             raise MeshwrightError(f"the configuration says {found!r} positions", fix="a whole number of at least 1")
         return found
