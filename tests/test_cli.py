@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import Cluster, Link, StageCost, cluster_to_json, costs_to_json, schedules
+from meshwright import Cluster, Link, StageCost, Timeline, cluster_to_json, costs_to_json, schedules
 
 
 def meshwright(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -189,6 +189,47 @@ def test_compare_shows_bytes_units_stale_weights_and_what_they_mean(tmp_path: Pa
     assert "GB" not in plain.stdout.splitlines()[0] and "in the unit of --forward" in plain.stdout
     refused = meshwright("compare", "--memory", "80GB")
     assert refused.returncode == 2 and "--costs" in refused.stderr
+
+
+def test_compare_takes_schedule_files(tmp_path: Path) -> None:
+    names = ("onef1b", "pipedream", "pipedream_2bw")
+    for name in names:
+        assert meshwright("show", name, "-n", "8", "--format", "json", "-o", str(tmp_path / f"{name}.json")).returncode == 0
+    found = compared(*(str(tmp_path / f"{name}.json") for name in names))
+    for name in names:
+        own, known = found[str(tmp_path / f"{name}.json")], found[name]
+        assert {**own, "schedule": name} == known, name
+    done = meshwright("compare", str(tmp_path / "onef1b.json"), "-w", "2")
+    assert done.returncode == 2 and "try: -w 4 -n 8" in done.stderr
+    assert meshwright("compare", "nowhere.json").returncode == 2
+
+
+def test_show_simulate_and_compare_take_the_same_costs_clusters_and_forms(tmp_path: Path) -> None:
+    costs, cluster = tmp_path / "costs.json", tmp_path / "cluster.json"
+    costs.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, output_bytes=10.0)] * 4))
+    cluster.write_text(cluster_to_json(Cluster(Link(0.25, 100.0))))
+    for flags in (
+        ("--forward", "2", "--backward", "3", "--split", "2:1", "--recompute", "1", "--send", "0.5", "--sync-cost", "2"),
+        ("--costs", str(costs), "--bandwidth", "100", "--duplex", "half"),
+        ("--costs", str(costs), "--cluster", str(cluster), "--overlap", "0.5"),
+    ):
+        shown, predicted = (
+            json.loads(meshwright(verb, "dualpipe", "-n", "8", *flags, "--json").stdout) for verb in ("show", "simulate")
+        )
+        assert shown == predicted
+        assert compared("-n", "8", *flags)["dualpipe"]["step_s"] == predicted["makespan_s"]
+    for form in ("text", "json", "csv", "perfetto"):
+        for verb in ("show", "simulate", "compare"):
+            file = tmp_path / f"{verb}.{form}"
+            names = () if verb == "compare" else ("onef1b",)
+            done = meshwright(verb, *names, "--format", form, "-o", str(file))
+            assert done.stdout == "" and (done.returncode == 0 or (verb, form) == ("compare", "perfetto")), done.stderr
+            if form in ("json", "perfetto") and done.returncode == 0:
+                json.loads(file.read_text())
+    assert Timeline.from_json((tmp_path / "simulate.json").read_text()).makespan_s == 21
+    assert (tmp_path / "compare.csv").read_text().startswith("schedule,step_s,") and "fits" not in (
+        tmp_path / "compare.text"
+    ).read_text()
 
 
 def test_compare_shows_every_schedule_sorted() -> None:

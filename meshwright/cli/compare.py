@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshwright import schedules
 from meshwright.cli import inputs
+from meshwright.cli.inputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
 from meshwright.ir.cluster import Duplex
@@ -39,6 +43,9 @@ class Row:
 
 
 def compare(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Schedule files (.json, .csv) to compare with them.")
+    ] = None,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 8,
     forward: inputs.Forward = 1.0,
@@ -49,7 +56,9 @@ def compare(
     sync_cost: inputs.SyncCost = 0.0,
     bandwidth: inputs.Bandwidth = float("inf"),
     duplex: inputs.DuplexChoice = Duplex.FULL,
+    overlap: inputs.Overlap = 0.0,
     costs: inputs.Costs = None,
+    cluster: inputs.ClusterFile = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -58,27 +67,36 @@ def compare(
             rich_help_panel=inputs.SIZES,
         ),
     ] = None,
+    format: inputs.FormatChoice = Format.TEXT,
     as_json: inputs.Json = False,
+    output: inputs.Output = None,
 ) -> None:
     """All schedules at equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits.
 
     Exit code 3: nothing fits.
     """
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs)
+    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
+    if format is Format.PERFETTO:
+        raise MeshwrightError("a comparison has no trace", fix="--format text, json or csv; simulate draws one schedule")
     cap = None if memory is None else _cap(memory, flags)
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # sizes and costs that no schedule can take
     flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(inputs.read(flags.file))
     rows = [
-        row(name, options, workers, microbatches, flags, cap)
+        row(name, options, workers, microbatches, Given(flags, overlap, cap))
         for name in schedules.names()
         for options in option_sets(name, None if flags.file else cap)
     ]
+    own = {str(path): _own(path, workers, microbatches) for path in files or ()}
+    rows += [row_of(name, built, Given(flags, overlap, cap)) for name, built in own.items()]
     _refuse_misfit(rows, flags, workers)
     rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
-    if as_json:
-        typer.echo(json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]}))
+    if as_json or format is Format.JSON:
+        answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})
+        inputs.give(answer, output)
+    elif format is Format.CSV:
+        inputs.give(_csv(rows), output)
     else:
-        _print(rows, flags, capped=cap is not None)
+        _print(rows, flags, capped=cap is not None, output=output)
     if not any(r.feasible for r in rows):
         raise typer.Exit(3)
 
@@ -119,19 +137,49 @@ def option_sets(name: str, memory: float | None) -> list[dict[str, object]]:
     return found
 
 
-def row(
-    name: str, options: dict[str, object], workers: int, microbatches: int, flags: inputs.CostFlags, memory: float | None
-) -> Row:
-    """Simulate one schedule; where it has no flush, a step costs what one more of them adds."""
-    title = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+Builder = Callable[[int | None], Schedule]
+"""A schedule for so many steps, or as many as it usually has."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Under what schedules are compared."""
+
+    flags: inputs.CostFlags
+    overlap: float = 0.0
+    memory: float | None = None
+
+
+def row(name: str, options: dict[str, object], workers: int, microbatches: int, given: Given) -> Row:
+    """Simulate one schedule by name."""
     text = [f"{key}={value}" for key, value in options.items()]
 
     def built(steps: int | None) -> Schedule:
-        return inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=flags, spread=True)
+        return inputs.load(
+            name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=given.flags, spread=True
+        )
+
+    return row_of(" ".join([name, *text]), built, given)
+
+
+def _own(path: Path, workers: int, microbatches: int) -> Builder:
+    """A schedule from a file, for as many steps as asked; one for other sizes is not the same work."""
+    schedule = inputs.load_file(path)
+    found = schedule.microbatches * (schedule.steps if schedule.flush else 1)
+    if schedule.workers != workers or microbatches % found or (schedule.flush and microbatches != found):
+        sizes = f"-w {schedule.workers} -n {found}"
+        raise MeshwrightError(f"{path} is for {sizes}, which is other work than -w {workers} -n {microbatches}", fix=sizes)
+    rounds = microbatches // schedule.microbatches
+    return lambda steps: schedule if schedule.flush or steps is None else schedule.repeated(steps * rounds)
+
+
+def row_of(title: str, built: Builder, given: Given) -> Row:
+    """Simulate a schedule; where it has no flush, a step costs what one more of them adds."""
+    flags = given.flags
 
     def run(schedule: Schedule) -> Timeline:
         flags.refuse_ring(schedule.ring)
-        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.cluster)
+        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.cluster, overlap=given.overlap)
 
     try:
         schedule = built(None)
@@ -139,7 +187,8 @@ def row(
         step_s = timeline.makespan_s if timeline.flush else run(built(5)).makespan_s - run(built(4)).makespan_s
     except MeshwrightError as error:
         return Row(title, refused=error.what)
-    peak, size = max(timeline.peak(w) for w in range(workers)), max(timeline.peak_bytes(w) for w in range(workers))
+    every = range(schedule.workers)
+    peak, size = max(timeline.peak(w) for w in every), max(timeline.peak_bytes(w) for w in every)
     return Row(
         title,
         step_s,
@@ -148,7 +197,7 @@ def row(
         max(timeline.parameter_copies),
         peak,
         size,
-        memory is None or (peak if flags.file is None else size) <= memory + 1e-9,
+        given.memory is None or (peak if flags.file is None else size) <= given.memory + 1e-9,
         stale=is_stale(schedule),
         recompute_priced_as_forward=priced(schedule, costs) != costs,
     )
@@ -171,11 +220,22 @@ def is_stale(schedule: Schedule) -> bool:
     return any(action.version < action.mb // schedule.microbatches for action in computed)
 
 
-def _print(rows: list[Row], flags: inputs.CostFlags, *, capped: bool) -> None:
+def _csv(rows: list[Row]) -> str:
+    """The rows as a table for spreadsheets."""
+    found = io.StringIO()
+    table = csv.writer(found, lineterminator="\n")
+    table.writerow([each.name for each in fields(Row)])
+    table.writerows(astuple(r) for r in rows)
+    return found.getvalue()
+
+
+def _print(rows: list[Row], flags: inputs.CostFlags, *, capped: bool, output: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, measured = Console(highlight=False), flags.file is not None
+    written = io.StringIO()
+    console = Console(highlight=False) if output is None else Console(file=written, highlight=False, width=200)
+    measured = flags.file is not None
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     for column in ("step s" if measured else "step", "bubble", "parameters", "activations", *(["GB"] if measured else [])):
@@ -194,6 +254,8 @@ def _print(rows: list[Row], flags: inputs.CostFlags, *, capped: bool) -> None:
     for r in rows:
         if r.refused:
             console.print(f"[dim]{r.schedule}: {r.refused}", soft_wrap=True)
+    if output is not None:
+        inputs.write(output, written.getvalue())
 
 
 def _legend(rows: list[Row], measured: bool) -> list[str]:

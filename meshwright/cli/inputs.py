@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +51,22 @@ Costs = Annotated[Path | None, typer.Option(help="JSON with one row of costs per
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="JSON with the links between workers, instead of --send.", rich_help_panel=TIMES)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=OUTPUT)]
+Json = Annotated[bool, typer.Option("--json", help="Print the numbers as one JSON object.", rich_help_panel=OUTPUT)]
+
+
+class Format(StrEnum):
+    """The forms in which a verb gives its answer."""
+
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
+    PERFETTO = "perfetto"
+
+
+FormatChoice = Annotated[
+    Format, typer.Option("--format", help="text, a file of JSON or CSV, or a Perfetto trace.", rich_help_panel=OUTPUT)
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=OUTPUT)]
 
 
 @dataclass(frozen=True)
@@ -186,6 +203,19 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         raise MeshwrightError(f"cannot write {path}: {error}") from error
+
+
+def give(text: str, output: Path | None) -> None:
+    """Print an answer, or write it to the file that was asked for."""
+    if output is None:
+        typer.echo(text.rstrip("\n"), color=True)
+    else:
+        write(output, text.rstrip("\n") + "\n")
+
+
+def width() -> int:
+    """Columns to draw in: those of the terminal, or COLUMNS, or 120."""
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def coloured() -> bool:
