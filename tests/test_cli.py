@@ -91,12 +91,14 @@ def test_missing_file_unknown_name_and_bad_flags_exit_with_two() -> None:
 
 
 def test_simulate_prints_the_promised_object() -> None:
-    found = simulated("onef1b", "--workers", "4", "--microbatches", "8", "--forward", "1", "--backward", "2", "--recompute", "1")
+    found = simulated(
+        "onef1b", "--workers", "4", "--microbatches", "8", "--forward", "1", "--backward", "2", "--recompute-cost", "1"
+    )
     assert found["schedule"] == "onef1b" and found["makespan_s"] == 44
     assert set(found) >= {"schedule", "makespan_s", "bubble_ratio", "span_bubble_ratio", "lower_bound_s", "workers"}
     assert set(found["workers"][0]) >= {"worker", "busy_s", "idle_s", "peak_activations", "parameter_copies"}
     assert [w["peak_activations"] for w in found["workers"]] == [4, 3, 2, 1]
-    full = simulated("shifted", "--workers", "4", "--microbatches", "8", "--recompute", "1", "--option", "level=full")
+    full = simulated("shifted", "--workers", "4", "--microbatches", "8", "--recompute-cost", "1", "--option", "level=full")
     assert full["makespan_s"] == 38
 
 
@@ -162,9 +164,9 @@ def compared(*arguments: str) -> dict[str, dict[str, object]]:
 
 
 def test_compare_never_takes_a_recompute_for_free(tmp_path: Path) -> None:
-    assert compared()["shifted"]["step_s"] == compared("--recompute", "1")["shifted"]["step_s"] == 38
+    assert compared()["shifted"]["step_s"] == compared("--recompute-cost", "1")["shifted"]["step_s"] == 38
     assert compared()["shifted"]["recompute_priced_as_forward"] and not compared()["onef1b"]["recompute_priced_as_forward"]
-    assert not compared("--recompute", "0.5")["shifted"]["recompute_priced_as_forward"]
+    assert not compared("--recompute-cost", "0.5")["shifted"]["recompute_priced_as_forward"]
     file = tmp_path / "costs.json"
     file.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 4))
     found = compared("--costs", str(file), "--memory", "20")
@@ -209,7 +211,7 @@ def test_show_simulate_and_compare_take_the_same_costs_clusters_and_forms(tmp_pa
     costs.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, output_bytes=10.0)] * 4))
     cluster.write_text(cluster_to_json(Cluster(Link(0.25, 100.0))))
     for flags in (
-        ("--forward", "2", "--backward", "3", "--split", "2:1", "--recompute", "1", "--send", "0.5", "--sync-cost", "2"),
+        ("--forward", "2", "--backward", "3", "--split", "2:1", "--recompute-cost", "1", "--send", "0.5", "--sync-cost", "2"),
         ("--costs", str(costs), "--bandwidth", "100", "--duplex", "half"),
         ("--costs", str(costs), "--cluster", str(cluster), "--overlap", "0.5"),
     ):
@@ -263,7 +265,12 @@ def asked() -> list[str]:
         for name in schedules.names()
         for options in schedules.compared(name)
     ]
-    largest = ["hanayo --option waves=4", "interleaved --option chunks=4", "onef1b --steps 4", "onef1b --send 0.25 --recompute 1"]
+    largest = [
+        "hanayo --option waves=4",
+        "interleaved --option chunks=4",
+        "onef1b --steps 4",
+        "onef1b --send 0.25 --recompute-cost 1",
+    ]
     return compared + largest
 
 

@@ -61,7 +61,7 @@ def test_one_row_is_reported_as_one() -> None:
         (("gpt-tiny", "--length", "65"), "gpt-tiny takes 64 tokens per row, not 65"),
         (("gpt-tiny", "--check", "--length", "65"), "gpt-tiny takes 64 tokens per row, not 65"),
         (("vit-small", "--length", "9"), "vit-small takes pictures"),
-        (("tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--rows", "3"), "says how many rows"),
+        (("tests.captured:LongSkip", "--batch-function", "tests.captured:tokens", "--rows", "3"), "says how many rows"),
     ],
 )
 def test_sizes_that_cannot_be_had_are_refused(arguments: tuple[str, ...], what: str) -> None:
@@ -78,7 +78,7 @@ def test_a_model_without_positions_takes_any_length_and_a_file_takes_none(tmp_pa
 
 
 def test_an_own_module_by_name() -> None:
-    done = meshwright("inspect", "tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--cut", "layers.5")
+    done = meshwright("inspect", "tests.captured:LongSkip", "--batch-function", "tests.captured:tokens", "--cut", "layers.5")
     assert done.returncode == 0, done.stderr
     assert "tokens" not in done.stderr
     assert "carrying 1 skip over it" in done.stdout and "tied: first.weight on stages 0, 1" in done.stdout
@@ -90,11 +90,14 @@ def test_an_own_module_by_name() -> None:
         (("no-such",), "there is no model 'no-such'"),
         (("tests.captured:LongSkip",), "needs an example of its data"),
         (
-            ("tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--stages", "99"),
+            ("tests.captured:LongSkip", "--batch-function", "tests.captured:tokens", "--stages", "99"),
             "10 layers and cannot be cut into 99",
         ),
-        (("tests.captured:LongSkip", "--batch", "tests.captured:tokens", "--cut", "nowhere"), "begins with the module 'nowhere'"),
-        (("tests.captured:LongSkip", "--batch", "tests.captured:only_tokens"), "the model needs 2: tokens, labels"),
+        (
+            ("tests.captured:LongSkip", "--batch-function", "tests.captured:tokens", "--cut", "nowhere"),
+            "begins with the module 'nowhere'",
+        ),
+        (("tests.captured:LongSkip", "--batch-function", "tests.captured:only_tokens"), "the model needs 2: tokens, labels"),
     ],
 )
 def test_what_cannot_be_shown_is_said_in_one_line(arguments: tuple[str, ...], what: str) -> None:
@@ -105,7 +108,7 @@ def test_what_cannot_be_shown_is_said_in_one_line(arguments: tuple[str, ...], wh
 def test_check_compares_the_layers_with_the_model() -> None:
     done = meshwright("inspect", "gpt-tiny", "--check")
     assert done.returncode == 0 and "check: captured layers equal the model in 6 runs" in done.stdout, done.stderr
-    own = ("--batch", "tests.hard_models:features_of_step", "--check")
+    own = ("--batch-function", "tests.hard_models:features_of_step", "--check")
     done = meshwright("inspect", "tests.hard_models:Base", *own, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["check"]["equal"], done.stderr
     done = meshwright("inspect", "tests.hard_models:Counting", *own)

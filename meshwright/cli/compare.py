@@ -52,6 +52,7 @@ def compare(
     backward: inputs.Backward = 2.0,
     split: inputs.Split = "1:1",
     recompute: inputs.RecomputeTime = 0.0,
+    old_recompute: inputs.OldRecompute = None,
     send: inputs.Send = 0.0,
     sync_cost: inputs.SyncCost = 0.0,
     bandwidth: inputs.Bandwidth = float("inf"),
@@ -75,6 +76,7 @@ def compare(
 
     Exit code 3: nothing fits.
     """
+    recompute = inputs.recompute_cost(recompute, old_recompute)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     if format is Format.PERFETTO:
         raise MeshwrightError("a comparison has no trace", fix="--format text, json or csv; simulate draws one schedule")
@@ -267,5 +269,7 @@ def _legend(rows: list[Row], measured: bool) -> list[str]:
     if any(r.stale for r in rows):
         found.append("*: stale weights: gradients are of older weights than those they update")
     if any(r.recompute_priced_as_forward for r in rows):
-        found.append("r: it recomputes, and no price is given: a forward is counted (--recompute, or recompute_s in --costs)")
+        found.append(
+            "r: it recomputes, and no price is given: a forward is counted (--recompute-cost, or recompute_s in --costs)"
+        )
     return found

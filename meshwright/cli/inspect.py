@@ -32,7 +32,8 @@ def inspect(
         int | None, typer.Option(show_default="2", help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row of the example.", rich_help_panel=inputs.SIZES)] = None,
-    batch: Annotated[str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")] = None,
+    batch: inputs.BatchFunction = None,
+    old_batch: inputs.OldBatch = None,
     cut: Annotated[
         list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; once per cut.")
     ] = None,
@@ -48,6 +49,7 @@ def inspect(
     """
     from meshwright.ir.model import model_to_json  # here, so that the quick verbs need not load it
 
+    batch = inputs.batch_function(batch, old_batch)
     graph = _graph(model, rows, length, batch)
     cuts = graph.cuts(stages, at=cut or None)
     if output is not None:
@@ -107,7 +109,9 @@ def _graph(model: str, rows: int | None, length: int | None, batch: str | None) 
     path = Path(model)
     if path.suffix == ".json" and os.path.exists(path) and '"kind": "model"' in (text := inputs.read(path)):
         if rows is not None or length is not None or batch is not None:
-            raise MeshwrightError(f"{model} has layers for one size of batch, --rows, --length and --batch do not change it")
+            raise MeshwrightError(
+                f"{model} has layers for one size of batch, --rows, --length and --batch-function do not change it"
+            )
         return model_from_json(text)
     gc.enable()  # a trace leaves cycles behind
     from meshwright.train.weightless import weightless

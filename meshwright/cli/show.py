@@ -29,6 +29,7 @@ def show(
     backward: inputs.Backward = 2.0,
     split: inputs.Split = "1:1",
     recompute: inputs.RecomputeTime = 0.0,
+    old_recompute: inputs.OldRecompute = None,
     send: inputs.Send = 0.0,
     sync_cost: inputs.SyncCost = 0.0,
     bandwidth: inputs.Bandwidth = float("inf"),
@@ -44,6 +45,7 @@ def show(
     output: inputs.Output = None,
 ) -> None:
     """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file."""
+    recompute = inputs.recompute_cost(recompute, old_recompute)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
     flags.refuse_ring(schedule.ring)

@@ -32,6 +32,7 @@ def simulate(
     backward: inputs.Backward = 2.0,
     split: inputs.Split = "1:1",
     recompute: inputs.RecomputeTime = 0.0,
+    old_recompute: inputs.OldRecompute = None,
     send: inputs.Send = 0.0,
     sync_cost: inputs.SyncCost = 0.0,
     bandwidth: inputs.Bandwidth = float("inf"),
@@ -50,6 +51,7 @@ def simulate(
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     wish = emulation.wished(emulate, repeat=repeat, transport=transport, limit=limit, trace=trace)
+    recompute = inputs.recompute_cost(recompute, old_recompute)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
     if wish is not None:
@@ -57,7 +59,7 @@ def simulate(
     flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(
-            f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
+            f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute-cost"
         )
     rows, links = flags.stages(schedule), flags.cluster or Cluster()
     lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish is not None else schedule

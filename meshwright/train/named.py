@@ -11,7 +11,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.reading import Reader, text
 
 SCHEMA = 1
@@ -76,7 +76,8 @@ def model_file(name: str) -> ModelFile:
         return _from_config(path)
     if path.suffix != ".toml" and name not in presets():
         raise MeshwrightError(
-            f"there is no model {name!r}", fix=f"{', '.join(presets())}, a TOML, a config.json, or package.module:function"
+            f"there is no model {name!r}{did_you_mean(name, presets())}",
+            fix=f"{', '.join(presets())}, a TOML, a config.json, or package.module:function",
         )
     try:
         raw = path.read_text() if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()

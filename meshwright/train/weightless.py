@@ -66,7 +66,7 @@ def weightless(name: str, *, rows: int | None = None, length: int | None = None,
         )
     if ":" in name:
         if batch is None:
-            raise MeshwrightError(f"{name} needs an example of its data", fix="--batch package.module:function")
+            raise MeshwrightError(f"{name} needs an example of its data", fix="--batch-function package.module:function")
         example: Any = function(batch)(0)
         with torch.device("meta"):
             model = function(name)()
@@ -129,7 +129,7 @@ def _example(name: str, model: Any, rows: int, length: int | None) -> dict[str, 
     if model.main_input_name != "input_ids":
         raise MeshwrightError(
             f"{type(model).__name__} takes {model.main_input_name!r}, of which no example can be made up",
-            fix="package.module:function with --batch",
+            fix="package.module:function with --batch-function",
         )
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
