@@ -49,7 +49,7 @@ def test_every_picture_fits_and_has_its_axis_and_legend(name: str, width: int) -
         axes, rows, legend = grid(text, schedule.workers)
         assert max(len(line) for line in text.partition("makespan")[0].splitlines()) <= max(width, 60), text
         times = [float(word) for axis in axes for word in axis.split()]
-        assert times[0] == 0 and times == sorted(times) and len(axes) <= 4
+        assert times[0] == 0 and times == sorted(times) and len(axes) <= 8
         assert times[-1] <= timeline.makespan_s and len(times) >= 2, text
         assert "forward" in legend[0] and ". idle" in " | ".join(legend) and len(rows) == schedule.workers
 
@@ -80,6 +80,12 @@ def test_eight_workers_and_thirty_two_microbatches_are_readable_in_120_columns(n
         columns = round(bar.end_s / scale.column_s) - round(bar.start_s / scale.column_s)
         shown = shortened(bar, columns).rstrip("=")
         assert len(shown) >= 2 and (shown[1:] in (str(bar.entry.mb), SYMBOLS[bar.entry.mb]) or shown[-1] in "du"), shown
+
+
+def test_what_is_too_short_to_be_drawn_is_said() -> None:
+    done = meshwright("show", "interleaved", "-w", "8", "-n", "64", "--option", "chunks=8", "--forward", "0.9")
+    assert "may be left out" in done.stdout and max(map(len, done.stdout.splitlines())) <= 200
+    assert "left out" not in meshwright("show", "interleaved", "-w", "8", "-n", "32", "--option", "chunks=4").stdout
 
 
 def test_one_axis_is_drawn_for_times_without_a_common_slot() -> None:

@@ -94,7 +94,8 @@ def verify(
 def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
     """The plan of a file, or of flags; 1F1B on two workers where flags do not say otherwise."""
     if plan is not None and given:
-        raise MeshwrightError(f"--plan and --{next(iter(given))} both say how to split", fix="one of them")
+        flag = next(iter(given)).replace("options", "option")
+        raise MeshwrightError(f"--plan and --{flag} both say how to split", fix="one of them")
     if plan is not None:
         return Parallel.of(asked(plan))
     count = given.get("microbatches", 4)

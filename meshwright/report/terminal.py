@@ -110,7 +110,7 @@ def _legend(schedule: Schedule, rows: Sequence[Sequence[Bar]], width: int, paint
     if any("+" in bar.label for row in rows for bar in row):
         words.append("+ two at once")
     if narrow is not None:
-        words += ["alone, 3 is F3"] * (narrow < 2)
+        words += ["alone, 3 is F3"] * (narrow < 2) + ["spans shorter than a column may be left out"] * (narrow < 1)
         words += ["f, b of every other pipeline"] * (replicas > 1)
         if largest > 9:
             last = min(largest, len(SYMBOLS) - 1)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from meshwright.ir.action import Action, Cell, Entry, Op, actions
 from meshwright.ir.grid import GOES_ON, IDLE
 
-MOST_BANDS = 4
+MOST_BANDS = 8
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Microbatches as one character."""
 
