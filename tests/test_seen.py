@@ -64,6 +64,24 @@ def test_a_checkpoint_is_read_by_from_pretrained(plan: Any, tmp_path: Path, work
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-2").config.n_layer == 4
 
 
+@pytest.mark.parametrize("plan", [None, {"pp": 2}], ids=str)
+def test_a_checkpoint_of_a_peft_model_has_its_adapters(plan: Any, tmp_path: Path, workers: Workers) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"))
+
+    more: dict[str, Any] = {"parallel": plan, "save_strategy": "steps", "save_steps": 2}
+    trainer = ours(made(), tmp_path, text(), workers, **more, max_steps=2)
+    trainer.train()
+    found = PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-2")
+    assert distance(found, trainer.module) == 0
+    again = ours(made(), tmp_path, text(), workers, **more, max_steps=3)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3
+
+
 def test_a_checkpoint_of_a_plain_model_has_its_weights_by_name(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -48,7 +49,21 @@ def write_weights(
     files = {name: path for path, sizes in parts for name in sizes}
     total = sum(size for _, sizes in parts for size in sizes.values())
     agree(lambda: _beside(folder, files, total, model, processing, mine) if rank == 0 else None, group=group)
-    return sorted(unread)
+    return sorted([*unread, *(_write_adapters(folder, weights, model, group) if hasattr(model, "peft_config") else ())])
+
+
+def _write_adapters(folder: Path, weights: Mapping[str, Tensor], model: Any, group: dist.ProcessGroup | None) -> list[str]:
+    """Of a model of peft also the adapters, by peft itself; they are small, and rank 0 gathers them. Returns their keys."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    parts = agree(lambda: {name: t for name, t in weights.items() if name in trained}, group=group)
+    found = {name: t for part in parts for name, t in part.items()}
+    agree(lambda: model.save_pretrained(str(folder), state_dict=found) if dist.get_rank() == 0 else None, group=group)
+    return [key for path in folder.glob("adapter*.safetensors") for key in _keys(path)] if dist.get_rank() == 0 else []
+
+
+def _keys(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
 
 
 def name_optimizer_files(folder: Path) -> None:
