@@ -1,6 +1,6 @@
 """A tour without a GPU: draw a schedule, prove it, break it, train a small GPT under it for real, stop, go on, look at the times.
 
-`make demo` runs this; every step prints the command that does the same.
+`make demo` runs this; steps print the commands that do the same.
 """
 
 from __future__ import annotations
@@ -58,11 +58,15 @@ def main() -> None:
     chimera = schedules.build("chimera", workers=4, microbatches=4)
     CONSOLE.print(timeline_text(chimera, simulate(chimera, even_costs(stages=4, workers=4))), markup=False, soft_wrap=True)
 
-    step("2. Proved before anything runs; a wrong order is shown", "meshwright check chimera.json")
+    step(
+        "2. Proved before anything runs; a wrong order is shown",
+        "meshwright show chimera --format json -o chimera.json",
+        "meshwright check chimera.json",
+    )
     CONSOLE.print(str(check(chimera)))
     CONSOLE.print(str(check(broken())), markup=False)
 
-    step("3. Predicted against measured, on this machine", "meshwright.train.measure.measure(trainer)")
+    step("3. Predicted against measured, on this machine")
     trainer = job(STEPS, STEPS).trainer()
     found = measure(trainer)
     predicted = simulate(found.schedule, found.costs)
@@ -76,12 +80,14 @@ def main() -> None:
     trainer.train()
     told(trainer)
 
-    step(f"5. Gone on from its checkpoint to step {2 * STEPS}", 'meshwright train build/demo/job.toml   (with resume = "last")')
+    step(
+        f'5. Gone on from its checkpoint to step {2 * STEPS}: resume = "last" in the file', "meshwright train build/demo/job.toml"
+    )
     trainer.args = job(2 * STEPS, STEPS).trainer().args
     trainer.train(resume_from_checkpoint=True)
     told(trainer)
 
-    step("6. The model, as from_pretrained reads it", "trainer.save_model('build/demo/model')")
+    step("6. The model, as from_pretrained reads it", "meshwright train build/demo/job.toml --save-model build/demo/model")
     trainer.save_model(str(FOLDER / "model"))
     CONSOLE.print(f"wrote {', '.join(sorted(path.name for path in (FOLDER / 'model').iterdir()))}; log: {FOLDER / 'log.jsonl'}")
     CONSOLE.print("\nTry next: meshwright verify gpt --schedule zbv --pp 4 --microbatches 8")
@@ -102,10 +108,10 @@ def told(trainer: Any) -> None:
     CONSOLE.print(f"loss {' '.join(losses)}")
 
 
-def step(title: str, command: str) -> None:
-    """A headline, and how to do the same by hand."""
+def step(title: str, *commands: str) -> None:
+    """A headline, and the commands that do the same, where there are any."""
     CONSOLE.rule(f"[bold]{title}")
-    CONSOLE.print(f"[dim]$ {command}\n")
+    CONSOLE.print("\n".join(f"[dim]$ {command}" for command in commands) + "\n" * bool(commands))
 
 
 def broken() -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class MeshwrightError(Exception):
     """Something a user can cause and mend; `fix` says how."""
@@ -13,3 +15,18 @@ class MeshwrightError(Exception):
 
     def __str__(self) -> str:
         return self.what if self.fix is None else f"{self.what}\n  try: {self.fix}"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A question to end an error with: the name that was probably meant by one that does not exist; empty if there is none."""
+    from difflib import get_close_matches  # here, because errors are rare and every verb loads this file
+
+    wanted, names = _spelled(str(name)), {_spelled(each): each for each in known}
+    found = get_close_matches(wanted, names, n=1, cutoff=0.6)
+    return f"; did you mean {names[found[0]]}?" if found else ""
+
+
+def _spelled(name: str) -> str:
+    """A name without what people spell differently: case, dashes, and the 1 of 1F1B."""
+    plain = name.lower().replace("-", "").replace("_", "")
+    return f"one{plain[1:]}" if plain.startswith("1") else plain

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from meshwright import Cluster, Link, MeshwrightError, StageCost, cluster_to_json, costs_to_json, schedules
+from meshwright import Cluster, Link, MeshwrightError, StageCost, Timeline, cluster_to_json, costs_to_json, schedules
 from meshwright.cli import inputs
 from meshwright.cli.main import app
 
@@ -94,12 +94,14 @@ def test_missing_file_unknown_name_and_bad_flags_exit_with_two() -> None:
 
 
 def test_simulate_prints_the_promised_object() -> None:
-    found = simulated("onef1b", "--workers", "4", "--microbatches", "8", "--forward", "1", "--backward", "2", "--recompute", "1")
+    found = simulated(
+        "onef1b", "--workers", "4", "--microbatches", "8", "--forward", "1", "--backward", "2", "--recompute-cost", "1"
+    )
     assert found["schedule"] == "onef1b" and found["makespan_s"] == 44
     assert set(found) >= {"schedule", "makespan_s", "bubble_ratio", "span_bubble_ratio", "lower_bound_s", "workers"}
     assert set(found["workers"][0]) >= {"worker", "busy_s", "idle_s", "peak_activations", "parameter_copies"}
     assert [w["peak_activations"] for w in found["workers"]] == [4, 3, 2, 1]
-    full = simulated("shifted", "--workers", "4", "--microbatches", "8", "--recompute", "1", "--option", "level=full")
+    full = simulated("shifted", "--workers", "4", "--microbatches", "8", "--recompute-cost", "1", "--option", "level=full")
     assert full["makespan_s"] == 38
 
 
@@ -158,6 +160,83 @@ def test_compare_passes_the_cap_on_to_those_that_keep_to_one() -> None:
     assert not any("memory" in row["schedule"] for row in below), "no schedule runs with less than one activation"
 
 
+def compared(*arguments: str) -> dict[str, dict[str, object]]:
+    done = meshwright("compare", *arguments, "--json")
+    assert done.returncode in (0, 3), done.stderr
+    return {row["schedule"]: row for row in json.loads(done.stdout)["rows"]}
+
+
+def test_compare_never_takes_a_recompute_for_free(tmp_path: Path) -> None:
+    assert compared()["shifted"]["step_s"] == compared("--recompute-cost", "1")["shifted"]["step_s"] == 38
+    assert compared()["shifted"]["recompute_priced_as_forward"] and not compared()["onef1b"]["recompute_priced_as_forward"]
+    assert not compared("--recompute-cost", "0.5")["shifted"]["recompute_priced_as_forward"]
+    file = tmp_path / "costs.json"
+    file.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 4))
+    found = compared("--costs", str(file), "--memory", "20")
+    assert found["shifted"]["step_s"] == 38 and found["onef1b"]["step_s"] == 33
+    assert " r " in meshwright("compare").stdout and "no price is given" in meshwright("compare").stdout
+
+
+def test_compare_shows_bytes_units_stale_weights_and_what_they_mean(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    row = StageCost(1.0, 1.0, 1.0, activation_bytes=10e9, parameter_bytes=1e9)
+    file.write_text(costs_to_json([row] * 4))
+    done = meshwright("compare", "--costs", str(file), "--memory", "45GB")
+    header, *lines = done.stdout.splitlines()
+    assert header.split() == ["schedule", "step", "s", "bubble", "parameters", "activations", "GB", "fits"]
+    shown = {line.split()[0]: line.split() for line in lines if line}
+    assert shown["onef1b"] == ["onef1b", "33", "27.27%", "1", "4", "42", "yes"]
+    assert shown["gpipe"][-2:] == ["82", "no"] and shown["pipedream"][:2] == ["pipedream", "*"]
+    assert "in seconds" in done.stdout and "1e9 bytes" in done.stdout and "stale weights" in done.stdout
+    stale = {name.split()[0] for name, r in compared("-n", "4").items() if r["stale"]}
+    assert stale == {"pipedream", "pipedream_2bw", "cyclic"}
+    plain = meshwright("compare")
+    assert "GB" not in plain.stdout.splitlines()[0] and "in the unit of --forward" in plain.stdout
+    refused = meshwright("compare", "--memory", "80GB")
+    assert refused.returncode == 2 and "--costs" in refused.stderr
+
+
+def test_compare_takes_schedule_files(tmp_path: Path) -> None:
+    names = ("onef1b", "pipedream", "pipedream_2bw")
+    for name in names:
+        assert meshwright("show", name, "-n", "8", "--format", "json", "-o", str(tmp_path / f"{name}.json")).returncode == 0
+    found = compared(*(str(tmp_path / f"{name}.json") for name in names))
+    for name in names:
+        own, known = found[str(tmp_path / f"{name}.json")], found[name]
+        assert {**own, "schedule": name} == known, name
+    done = meshwright("compare", str(tmp_path / "onef1b.json"), "-w", "2")
+    assert done.returncode == 2 and "try: -w 4 -n 8" in done.stderr
+    assert meshwright("compare", "nowhere.json").returncode == 2
+
+
+def test_show_simulate_and_compare_take_the_same_costs_clusters_and_forms(tmp_path: Path) -> None:
+    costs, cluster = tmp_path / "costs.json", tmp_path / "cluster.json"
+    costs.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, output_bytes=10.0)] * 4))
+    cluster.write_text(cluster_to_json(Cluster(Link(0.25, 100.0))))
+    for flags in (
+        ("--forward", "2", "--backward", "3", "--split", "2:1", "--recompute-cost", "1", "--send", "0.5", "--sync-cost", "2"),
+        ("--costs", str(costs), "--bandwidth", "100", "--duplex", "half"),
+        ("--costs", str(costs), "--cluster", str(cluster), "--overlap", "0.5"),
+    ):
+        shown, predicted = (
+            json.loads(meshwright(verb, "dualpipe", "-n", "8", *flags, "--json").stdout) for verb in ("show", "simulate")
+        )
+        assert shown == predicted
+        assert compared("-n", "8", *flags)["dualpipe"]["step_s"] == predicted["makespan_s"]
+    for form in ("text", "json", "csv", "perfetto"):
+        for verb in ("show", "simulate", "compare"):
+            file = tmp_path / f"{verb}.{form}"
+            names = () if verb == "compare" else ("onef1b",)
+            done = meshwright(verb, *names, "--format", form, "-o", str(file))
+            assert done.stdout == "" and (done.returncode == 0 or (verb, form) == ("compare", "perfetto")), done.stderr
+            if form in ("json", "perfetto") and done.returncode == 0:
+                json.loads(file.read_text())
+    assert Timeline.from_json((tmp_path / "simulate.json").read_text()).makespan_s == 21
+    assert (tmp_path / "compare.csv").read_text().startswith("schedule,step_s,") and "fits" not in (
+        tmp_path / "compare.text"
+    ).read_text()
+
+
 def test_compare_shows_every_schedule_sorted() -> None:
     done = meshwright("compare", "--workers", "4", "--microbatches", "4", "--memory", "4", "--json")
     rows = json.loads(done.stdout)["rows"]
@@ -189,7 +268,12 @@ def asked() -> list[str]:
         for name in schedules.names()
         for options in schedules.compared(name)
     ]
-    largest = ["hanayo --option waves=4", "interleaved --option chunks=4", "onef1b --steps 4", "onef1b --send 0.25 --recompute 1"]
+    largest = [
+        "hanayo --option waves=4",
+        "interleaved --option chunks=4",
+        "onef1b --steps 4",
+        "onef1b --send 0.25 --recompute-cost 1",
+    ]
     return compared + largest
 
 

@@ -145,7 +145,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_verb_on_an_own_model(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    done = command(tmp_path, "own:build", "--batch", "own:batch", "--steps", "2", "--recompute", "1,0")
+    done = command(tmp_path, "own:build", "--batch-function", "own:batch", "--steps", "2", "--recompute", "1,0")
     assert done.returncode == 0, done.stderr
     assert "passed" in done.stdout and "certificate: certificate.json" in done.stdout
     assert json.loads((tmp_path / "certificate.json").read_text())["passed"]
@@ -153,7 +153,7 @@ def test_the_verb_on_an_own_model(tmp_path: Path) -> None:
 
 def test_the_verb_says_no(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    done = command(tmp_path, "own:wild", "--batch", "own:batch", "--steps", "2", "--json", "-o", "no.json")
+    done = command(tmp_path, "own:wild", "--batch-function", "own:batch", "--steps", "2", "--json", "-o", "no.json")
     assert done.returncode == 3, done.stderr
     assert json.loads(done.stdout) == json.loads((tmp_path / "no.json").read_text())
     assert not json.loads(done.stdout)["passed"]
@@ -163,10 +163,10 @@ def test_the_verb_says_no(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["nope"], "there is no model 'nope'"),
-        (["mlp", "--batch", "own:batch"], "mlp comes with its data"),
+        (["mlp", "--batch-function", "own:batch"], "mlp comes with its data"),
         (["own:build"], "own:build needs data"),
-        (["own:nothing", "--batch", "own:batch"], "cannot import own:nothing"),
-        (["own:number", "--batch", "own:batch"], "own:number is no function but int"),
+        (["own:nothing", "--batch-function", "own:batch"], "cannot import own:nothing"),
+        (["own:number", "--batch-function", "own:batch"], "own:number is no function but int"),
         (["mlp", "--width", "a,b"], "--width takes numbers"),
         (["mlp", "--schedule", "chimera", "--microbatches", "5"], "chimera runs whole units"),
     ],

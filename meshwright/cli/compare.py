@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshwright import schedules
 from meshwright.cli import inputs
+from meshwright.cli.inputs import Format
 from meshwright.errors import MeshwrightError
+from meshwright.ir.action import COMPUTE, walk
 from meshwright.ir.cluster import Duplex
-from meshwright.ir.profile import costs_from_json
+from meshwright.ir.plan import bytes_in
+from meshwright.ir.profile import StageCost, costs_from_json
+from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.simulate import simulate as predict
 
@@ -29,52 +37,86 @@ class Row:
     peak_activations: float | None = None
     peak_bytes: float | None = None
     feasible: bool = False
+    stale: bool = False
+    recompute_priced_as_forward: bool = False
     refused: str | None = None
 
 
 def compare(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Schedule files (.json, .csv) to compare with them.")
+    ] = None,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 8,
     forward: inputs.Forward = 1.0,
     backward: inputs.Backward = 2.0,
     split: inputs.Split = "1:1",
     recompute: inputs.RecomputeTime = 0.0,
+    old_recompute: inputs.OldRecompute = None,
     send: inputs.Send = 0.0,
     sync_cost: inputs.SyncCost = 0.0,
     bandwidth: inputs.Bandwidth = float("inf"),
     duplex: inputs.DuplexChoice = Duplex.FULL,
+    overlap: inputs.Overlap = 0.0,
     costs: inputs.Costs = None,
+    cluster: inputs.ClusterFile = None,
     memory: Annotated[
-        float | None,
+        str | None,
         typer.Option(
+            metavar="M|80GB",
             help="What a worker may hold: activations of one microbatch each; with --costs, bytes.",
             rich_help_panel=inputs.SIZES,
         ),
     ] = None,
+    format: inputs.FormatChoice = Format.TEXT,
     as_json: inputs.Json = False,
+    output: inputs.Output = None,
 ) -> None:
     """All schedules at equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits.
 
     Exit code 3: nothing fits.
     """
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs)
-    if memory is not None and not memory >= 0:
-        raise MeshwrightError(f"--memory must be zero or more, got {memory}")
+    recompute = inputs.recompute_cost(recompute, old_recompute)
+    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
+    if format is Format.PERFETTO:
+        raise MeshwrightError("a comparison has no trace", fix="--format text, json or csv; simulate draws one schedule")
+    cap = None if memory is None else _cap(memory, flags)
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # sizes and costs that no schedule can take
     flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(inputs.read(flags.file))
     rows = [
-        row(name, options, workers, microbatches, flags, memory)
+        row(name, options, workers, microbatches, Given(flags, overlap, cap))
         for name in schedules.names()
-        for options in option_sets(name, None if flags.file else memory)
+        for options in option_sets(name, None if flags.file else cap)
     ]
+    own = {str(path): _own(path, workers, microbatches) for path in files or ()}
+    rows += [row_of(name, built, Given(flags, overlap, cap)) for name, built in own.items()]
     _refuse_misfit(rows, flags, workers)
     rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
-    if as_json:
-        typer.echo(json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]}))
+    if as_json or format is Format.JSON:
+        answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})
+        inputs.give(answer, output)
+    elif format is Format.CSV:
+        inputs.give(_csv(rows), output)
     else:
-        _print(rows, memory)
+        _print(rows, flags, capped=cap is not None, output=output)
     if not any(r.feasible for r in rows):
         raise typer.Exit(3)
+
+
+def _cap(text: str, flags: inputs.CostFlags) -> float:
+    """What --memory allows: a number, or a size where costs have bytes."""
+    size = bytes_in(text)
+    if size is not None and flags.file is None:
+        raise MeshwrightError(
+            f"--memory {text} is in bytes, and what activations take is not given", fix="--costs FILE, or --memory 4: activations"
+        )
+    try:
+        found = float(text) if size is None else size
+    except ValueError:
+        raise MeshwrightError(f"--memory is a number or a size, got {text!r}", fix="--memory 4, or --memory 80GB") from None
+    if not found >= 0:
+        raise MeshwrightError(f"--memory must be zero or more, got {text}")
+    return found
 
 
 def _refuse_misfit(rows: list[Row], flags: inputs.CostFlags, workers: int) -> None:
@@ -97,26 +139,58 @@ def option_sets(name: str, memory: float | None) -> list[dict[str, object]]:
     return found
 
 
-def row(
-    name: str, options: dict[str, object], workers: int, microbatches: int, flags: inputs.CostFlags, memory: float | None
-) -> Row:
-    """Simulate one schedule; where it has no flush, a step costs what one more of them adds."""
-    title = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+Builder = Callable[[int | None], Schedule]
+"""A schedule for so many steps, or as many as it usually has."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Under what schedules are compared."""
+
+    flags: inputs.CostFlags
+    overlap: float = 0.0
+    memory: float | None = None
+
+
+def row(name: str, options: dict[str, object], workers: int, microbatches: int, given: Given) -> Row:
+    """Simulate one schedule by name."""
     text = [f"{key}={value}" for key, value in options.items()]
 
-    def run(steps: int | None) -> Timeline:
-        schedule = inputs.load(
-            name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=flags, spread=True
+    def built(steps: int | None) -> Schedule:
+        return inputs.load(
+            name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=given.flags, spread=True
         )
+
+    return row_of(" ".join([name, *text]), built, given)
+
+
+def _own(path: Path, workers: int, microbatches: int) -> Builder:
+    """A schedule from a file, for as many steps as asked; one for other sizes is not the same work."""
+    schedule = inputs.load_file(path)
+    found = schedule.microbatches * (schedule.steps if schedule.flush else 1)
+    if schedule.workers != workers or microbatches % found or (schedule.flush and microbatches != found):
+        sizes = f"-w {schedule.workers} -n {found}"
+        raise MeshwrightError(f"{path} is for {sizes}, which is other work than -w {workers} -n {microbatches}", fix=sizes)
+    rounds = microbatches // schedule.microbatches
+    return lambda steps: schedule if schedule.flush or steps is None else schedule.repeated(steps * rounds)
+
+
+def row_of(title: str, built: Builder, given: Given) -> Row:
+    """Simulate a schedule; where it has no flush, a step costs what one more of them adds."""
+    flags = given.flags
+
+    def run(schedule: Schedule) -> Timeline:
         flags.refuse_ring(schedule.ring)
-        return predict(schedule, flags.spread(schedule), flags.cluster)
+        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.cluster, overlap=given.overlap)
 
     try:
-        timeline = run(None)
-        step_s = timeline.makespan_s if timeline.flush else run(5).makespan_s - run(4).makespan_s
+        schedule = built(None)
+        timeline, costs = run(schedule), flags.spread(schedule)
+        step_s = timeline.makespan_s if timeline.flush else run(built(5)).makespan_s - run(built(4)).makespan_s
     except MeshwrightError as error:
         return Row(title, refused=error.what)
-    peak, size = max(timeline.peak(w) for w in range(workers)), max(timeline.peak_bytes(w) for w in range(workers))
+    every = range(schedule.workers)
+    peak, size = max(timeline.peak(w) for w in every), max(timeline.peak_bytes(w) for w in every)
     return Row(
         title,
         step_s,
@@ -125,27 +199,77 @@ def row(
         max(timeline.parameter_copies),
         peak,
         size,
-        memory is None or (peak if flags.file is None else size) <= memory + 1e-9,
+        given.memory is None or (peak if flags.file is None else size) <= given.memory + 1e-9,
+        stale=is_stale(schedule),
+        recompute_priced_as_forward=priced(schedule, costs) != costs,
     )
 
 
-def _print(rows: list[Row], memory: float | None) -> None:
+def priced(schedule: Schedule, costs: Sequence[StageCost]) -> Sequence[StageCost]:
+    """Costs with a price for every recompute that the schedule has placed: one forward, where none is given."""
+    chosen = schedule.recompute or ()
+    if all(cost.recompute_s or not how.share for cost, how in zip(costs, chosen, strict=False)):
+        return costs
+    return tuple(
+        replace(cost, recompute_s=cost.forward_s) if how.share and not cost.recompute_s else cost
+        for cost, how in zip(costs, chosen, strict=True)
+    )
+
+
+def is_stale(schedule: Schedule) -> bool:
+    """Does any action read older weights than those that its gradient will update?"""
+    computed = (action for entries in schedule.lists for action in walk(entries) if action.op in COMPUTE)
+    return any(action.version < action.mb // schedule.microbatches for action in computed)
+
+
+def _csv(rows: list[Row]) -> str:
+    """The rows as a table for spreadsheets."""
+    found = io.StringIO()
+    table = csv.writer(found, lineterminator="\n")
+    table.writerow([each.name for each in fields(Row)])
+    table.writerows(astuple(r) for r in rows)
+    return found.getvalue()
+
+
+def _print(rows: list[Row], flags: inputs.CostFlags, *, capped: bool, output: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    written = io.StringIO()
+    console = Console(highlight=False) if output is None else Console(file=written, highlight=False, width=200)
+    measured = flags.file is not None
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
-    for column in ("step", "bubble", "parameters", "activations"):
+    for column in ("step s" if measured else "step", "bubble", "parameters", "activations", *(["GB"] if measured else [])):
         table.add_column(column, justify="right", no_wrap=True)
-    if memory is not None:
+    if capped:
         table.add_column("fits")
     for r in rows:
-        if r.step_s is not None:
-            fits = () if memory is None else ("yes" if r.feasible else "[red]no[/red]",)
-            numbers = (f"{r.step_s:.6g}", f"{r.bubble_ratio:.2%}", f"{r.parameter_copies:.4g}", f"{r.peak_activations:.4g}")
-            table.add_row(r.schedule, *numbers, *fits)
+        if r.step_s is not None and r.peak_bytes is not None:
+            numbers = [f"{r.step_s:.6g}", f"{r.bubble_ratio:.2%}", f"{r.parameter_copies:.4g}", f"{r.peak_activations:.4g}"]
+            numbers += [f"{r.peak_bytes / 1e9:.4g}"] if measured else []
+            fits = () if not capped else ("yes" if r.feasible else "[red]no[/red]",)
+            table.add_row(f"{r.schedule}{' *' * r.stale}{' r' * r.recompute_priced_as_forward}", *numbers, *fits)
     console.print(table)
+    for line in _legend(rows, measured):
+        console.print(f"[dim]{line}", soft_wrap=True)
     for r in rows:
         if r.refused:
             console.print(f"[dim]{r.schedule}: {r.refused}", soft_wrap=True)
+    if output is not None:
+        inputs.write(output, written.getvalue())
+
+
+def _legend(rows: list[Row], measured: bool) -> list[str]:
+    """What the columns count, and what the marks mean that occur."""
+    unit = "in seconds" if measured else "in the unit of --forward"
+    found = [f"step: time per step {unit}; parameters: copies that a worker holds; activations: of one microbatch, at the peak"]
+    if measured:
+        found.append("GB: activations, gradients and copies of parameters of the fullest worker, 1e9 bytes; no optimizer state")
+    if any(r.stale for r in rows):
+        found.append("*: stale weights: gradients are of older weights than those they update")
+    if any(r.recompute_priced_as_forward for r in rows):
+        found.append(
+            "r: it recomputes, and no price is given: a forward is counted (--recompute-cost, or recompute_s in --costs)"
+        )
+    return found

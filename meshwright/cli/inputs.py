@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json
 from meshwright.ir.csv_form import from_csv
 from meshwright.ir.files import schedule_from_json
+from meshwright.ir.plan import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
 
@@ -24,6 +27,16 @@ MISFIT = "rows of costs do not divide"
 """How a schedule says that a cost file is not for as many stages as it has."""
 ENDLESS_STEPS = 4
 """How many steps of a schedule without a flush are run unless asked: enough to see past its fill."""
+
+
+def _bandwidth(text: str | float) -> float:
+    """Bytes per second: a number, or a size such as 25GB."""
+    size = bytes_in(text) if isinstance(text, str) else None
+    try:
+        return float(text) if size is None else size
+    except ValueError:
+        raise MeshwrightError(f"--bandwidth is a number or a size, got {text!r}", fix="--bandwidth 25GB") from None
+
 
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule by name, or a file with one (.json, .csv).")]
 Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
@@ -36,10 +49,17 @@ Forward = Annotated[float, typer.Option(help="One worker's forward per microbatc
 Backward = Annotated[float, typer.Option(help="One worker's backward per microbatch.", rich_help_panel=TIMES)]
 Split = Annotated[str, typer.Option(metavar="I:W", help="How a backward splits into its halves.", rich_help_panel=TIMES)]
 RecomputeTime = Annotated[
-    float, typer.Option("--recompute", help="Recompute per microbatch; above 0 every stage recomputes.", rich_help_panel=TIMES)
+    float,
+    typer.Option("--recompute-cost", help="Recompute per microbatch; above 0 every stage recomputes.", rich_help_panel=TIMES),
 ]
+OldRecompute = Annotated[float | None, typer.Option("--recompute", hidden=True)]
 Send = Annotated[float, typer.Option(help="Latency of a message between two workers.", rich_help_panel=TIMES)]
-Bandwidth = Annotated[float, typer.Option(help="Bytes per second of a link, with --costs.", rich_help_panel=TIMES)]
+Bandwidth = Annotated[
+    float,
+    typer.Option(
+        parser=_bandwidth, metavar="SIZE", help="Bytes per second of a link: 25GB; with --costs.", rich_help_panel=TIMES
+    ),
+]
 DuplexChoice = Annotated[
     Duplex, typer.Option("--duplex", help="Do the two directions of a link share it?", rich_help_panel=TIMES)
 ]
@@ -49,7 +69,30 @@ Costs = Annotated[Path | None, typer.Option(help="JSON with one row of costs per
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="JSON with the links between workers, instead of --send.", rich_help_panel=TIMES)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=OUTPUT)]
+BatchFunction = Annotated[
+    str | None, typer.Option("--batch-function", metavar="package.module:function", help="batch(step), with an own model.")
+]
+OldBatch = Annotated[str | None, typer.Option("--batch", hidden=True)]
+Plan = Annotated[
+    str | None,
+    typer.Option("--plan", "--parallel", metavar="PLAN", help="A plan file (.json, .toml), or JSON text.", rich_help_panel=SIZES),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the numbers as one JSON object.", rich_help_panel=OUTPUT)]
+
+
+class Format(StrEnum):
+    """The forms in which a verb gives its answer."""
+
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
+    PERFETTO = "perfetto"
+
+
+FormatChoice = Annotated[
+    Format, typer.Option("--format", help="text, a file of JSON or CSV, or a Perfetto trace.", rich_help_panel=OUTPUT)
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=OUTPUT)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +116,7 @@ class CostFlags:
         self._refuse_beside("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
 
     def _refuse_beside(self, flag: str, file: Path | None, names: Sequence[str]) -> None:
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != getattr(type(self), name)]
+        given = [_flag(name) for name in names if getattr(self, name) != getattr(type(self), name)]
         if file is not None and given:
             raise MeshwrightError(f"{flag} {file} stands instead of {', '.join(given)}", fix="one of the two")
 
@@ -105,7 +148,7 @@ class CostFlags:
         """Equal stages from one worker's totals."""
         for name in ("forward", "backward", "recompute", "send", "sync_cost"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise MeshwrightError(f"--{name.replace('_', '-')} must be zero or more, got {getattr(self, name)}")
+                raise MeshwrightError(f"{_flag(name)} must be zero or more, got {getattr(self, name)}")
         return even_costs(
             stages=stages,
             workers=workers,
@@ -135,6 +178,31 @@ class CostFlags:
         if not (0 <= first < float("inf") and 0 <= second < float("inf") and first + second > 0):
             raise MeshwrightError(f"--split must be a ratio of positive numbers, got {self.split!r}", fix="--split 1:1")
         return first, second
+
+
+def _flag(field: str) -> str:
+    """What a cost is called on the command line."""
+    return "--recompute-cost" if field == "recompute" else f"--{field.replace('_', '-')}"
+
+
+def recompute_cost(given: float, old: float | None) -> float:
+    """--recompute-cost, or its old name --recompute, which is a mode in `verify`."""
+    if old is None:
+        return given
+    if given:
+        raise MeshwrightError("--recompute is the old name of --recompute-cost", fix="--recompute-cost alone")
+    sys.stderr.write("note: --recompute is now --recompute-cost here\n")
+    return old
+
+
+def batch_function(name: str | None, old: str | None) -> str | None:
+    """--batch-function; its old name --batch still works for a function, and will be a size."""
+    if old is None:
+        return name
+    if name is not None or ":" not in old:
+        raise MeshwrightError(f"--batch {old} is no batch function", fix="--batch-function package.module:function")
+    sys.stderr.write("note: --batch is now --batch-function; --batch will be a size\n")
+    return old
 
 
 def load(
@@ -202,6 +270,19 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         raise MeshwrightError(f"cannot write {path}: {error}") from error
+
+
+def give(text: str, output: Path | None) -> None:
+    """Print an answer, or write it to the file that was asked for."""
+    if output is None:
+        typer.echo(text.rstrip("\n"), color=True)
+    else:
+        write(output, text.rstrip("\n") + "\n")
+
+
+def width() -> int:
+    """Columns to draw in: those of the terminal, or COLUMNS, or 120."""
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def coloured() -> bool:

@@ -28,9 +28,12 @@ def inspect(
         ),
     ],
     stages: Annotated[int, typer.Option("--stages", "-s", help="How many stages to cut it into.")] = 2,
-    rows: Annotated[int, typer.Option(help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)] = 2,
+    rows: Annotated[
+        int | None, typer.Option(show_default="2", help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row of the example.", rich_help_panel=inputs.SIZES)] = None,
-    batch: Annotated[str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")] = None,
+    batch: inputs.BatchFunction = None,
+    old_batch: inputs.OldBatch = None,
     cut: Annotated[
         list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; once per cut.")
     ] = None,
@@ -47,6 +50,7 @@ def inspect(
     from meshwright.ir.model import model_to_json  # here, so that the quick verbs need not load it
 
     inputs.refuse_output(output)
+    batch = inputs.batch_function(batch, old_batch)
     graph = _graph(model, rows, length, batch)
     cuts = graph.cuts(stages, at=cut or None)
     if output is not None:
@@ -62,12 +66,12 @@ def inspect(
         raise typer.Exit(3)
 
 
-def _checked(model: str, stages: int, rows: int, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
+def _checked(model: str, stages: int, rows: int | None, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
     from meshwright.train.weightless import checked
 
     if Path(model).suffix == ".json" and '"kind": "model"' in inputs.read(Path(model)):
         raise MeshwrightError(f"{model} has the layers of a model, not the model", fix="--check with the model itself")
-    found = checked(model, stages, rows=rows, length=length, batch=batch, cuts=cut)
+    found = checked(model, stages, rows=rows or 2, length=length, batch=batch, cuts=cut)
     if found is None:
         raise MeshwrightError("the model is too large to be checked here", fix="a smaller configuration of the same family")
     return found
@@ -100,11 +104,15 @@ def _print_check(verdict: Verdict) -> None:
         typer.echo(f"check: captured layers equal the model in {len(verdict.runs)} runs, {verdict.seconds:.1f} s")
 
 
-def _graph(model: str, rows: int, length: int | None, batch: str | None) -> ModelGraph:
+def _graph(model: str, rows: int | None, length: int | None, batch: str | None) -> ModelGraph:
     from meshwright.ir.model import model_from_json
 
     path = Path(model)
     if path.suffix == ".json" and os.path.exists(path) and '"kind": "model"' in (text := inputs.read(path)):
+        if rows is not None or length is not None or batch is not None:
+            raise MeshwrightError(
+                f"{model} has layers for one size of batch, --rows, --length and --batch-function do not change it"
+            )
         return model_from_json(text)
     gc.enable()  # a trace leaves cycles behind
     from meshwright.train.weightless import weightless

@@ -4,26 +4,70 @@ from __future__ import annotations
 
 import gc
 import sys
+from typing import Annotated
 
 import typer
 
-from meshwright.cli import check, compare, inspect, show, simulate, train, verify
+from meshwright.cli import check, compare, inspect, schedules, show, simulate, train, verify
 from meshwright.errors import MeshwrightError
 
+EXTRA = frozenset({"torch", "transformers", "safetensors", "numpy"})
+"""Packages that come with the extra `hf`: inspect, verify and train need them."""
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from meshwright import __version__
+
+        typer.echo(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+def command(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Plan, prove, simulate and run multi-dimensional parallel training of ordinary PyTorch models."""
+
+
+def _examples(*lines: str) -> str:
+    """What a verb's help ends with; blank lines keep lines apart."""
+    return "\n\n".join(["Examples:", *(f"  meshwright {line}" for line in lines)])
+
+
 app = typer.Typer(
-    help="Plan, prove, simulate and run multi-dimensional parallel training of ordinary PyTorch models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_examples("schedules", "show chimera --workers 4 --microbatches 8", "train gpt-tiny --pp 2 --max-steps 20"),
 )
-app.command("show")(show.show)
-app.command("check")(check.check)
-app.command("simulate")(simulate.simulate)
-app.command("compare")(compare.compare)
-app.command("inspect")(inspect.inspect)
-app.command("verify")(verify.verify)
-app.command("train", context_settings=train.CONTEXT)(train.train)
+app.callback()(command)
+app.command("show", epilog=_examples("show onef1b -w 4 -n 8", "show zero_bubble --option variant=h2 --format json -o plan.json"))(
+    show.show
+)
+app.command("check", epilog=_examples("check plan.json", "show gpipe --format json -o plan.json && meshwright check plan.json"))(
+    check.check
+)
+app.command(
+    "simulate", epilog=_examples("simulate chimera -w 4 -n 8 --send 0.1", "simulate plan.json --costs costs.json --json")
+)(simulate.simulate)
+app.command("compare", epilog=_examples("compare -w 8 -n 32 --memory 8", "compare plan.json --costs costs.json --memory 80GB"))(
+    compare.compare
+)
+app.command("schedules", epilog=_examples("schedules", "schedules --json"))(schedules.schedules)
+app.command(
+    "inspect",
+    epilog=_examples("inspect gpt-small --stages 4", "inspect mine:build --batch-function mine:batch --check"),
+)(inspect.inspect)
+app.command(
+    "verify",
+    epilog=_examples("verify gpt --schedule chimera --pp 4", "verify mine:build --batch-function mine:batch --plan plan.toml"),
+)(verify.verify)
+app.command(
+    "train",
+    context_settings=train.CONTEXT,
+    epilog=_examples("train gpt-tiny --pp 2 --dataset notes.txt --max-steps 100", "train job.toml"),
+)(train.train)
 
 
 def main() -> None:
@@ -33,6 +77,12 @@ def main() -> None:
         app()
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRA:
+            raise
+        sys.stderr.write(f"error: this needs {missing}, which is not installed\n  try: pip install 'meshwright[hf]'\n")
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()

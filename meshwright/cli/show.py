@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from pathlib import Path
+import json
 from typing import Annotated
 
 import typer
 
 from meshwright.cli import inputs
+from meshwright.cli.inputs import Format
+from meshwright.cli.simulate import summary
+from meshwright.ir.cluster import Duplex
 from meshwright.ir.csv_form import to_csv
 from meshwright.ir.files import schedule_to_json
+from meshwright.ir.schedule import Schedule
 from meshwright.passes.lower import lower
 from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate
-
-
-class Format(StrEnum):
-    """What `show` writes."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
-    PERFETTO = "perfetto"
 
 
 def show(
@@ -35,35 +29,47 @@ def show(
     backward: inputs.Backward = 2.0,
     split: inputs.Split = "1:1",
     recompute: inputs.RecomputeTime = 0.0,
+    old_recompute: inputs.OldRecompute = None,
     send: inputs.Send = 0.0,
+    sync_cost: inputs.SyncCost = 0.0,
+    bandwidth: inputs.Bandwidth = float("inf"),
+    duplex: inputs.DuplexChoice = Duplex.FULL,
+    overlap: inputs.Overlap = 0.0,
     costs: inputs.Costs = None,
-    format: Annotated[
-        Format, typer.Option(help="text, a schedule file, torch's CSV, or a trace.", rich_help_panel=inputs.OUTPUT)
-    ] = Format.TEXT,
+    cluster: inputs.ClusterFile = None,
+    format: inputs.FormatChoice = Format.TEXT,
     lowered: Annotated[
         bool, typer.Option("--lowered", help="With syncs, updates, sends and receives.", rich_help_panel=inputs.OUTPUT)
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=inputs.OUTPUT)] = None,
+    as_json: inputs.Json = False,
+    output: inputs.Output = None,
 ) -> None:
     """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file."""
     inputs.refuse_output(output)
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, file=costs)
+    recompute = inputs.recompute_cost(recompute, old_recompute)
+    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
+    flags.refuse_ring(schedule.ring)
     if lowered and format in (Format.JSON, Format.CSV):
         schedule = lower(schedule, costs=flags.stages(schedule), cluster=flags.cluster)
-    match format:
-        case Format.TEXT:
-            timeline = simulate(schedule, flags.stages(schedule), flags.cluster)
-            text = timeline_text(schedule, timeline, colour=output is None and inputs.coloured())
+    if as_json:
+        timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
+        inputs.give(json.dumps(summary(schedule, timeline)), output)
+        return
+    inputs.give(_text(schedule, flags, overlap, format, colour=output is None and inputs.coloured()), output)
+
+
+def _text(schedule: Schedule, flags: inputs.CostFlags, overlap: float, form: Format, *, colour: bool) -> str:
+    """A schedule in one of the forms; times are simulated for those that have any."""
+    match form:
         case Format.JSON:
-            text = schedule_to_json(schedule)
+            return schedule_to_json(schedule)
         case Format.CSV:
-            text = to_csv(schedule)
+            return to_csv(schedule)
         case Format.PERFETTO:
             from meshwright.report.perfetto import to_perfetto
 
-            text = to_perfetto(simulate(schedule, flags.stages(schedule), flags.cluster))
-    if output is None:
-        typer.echo(text.rstrip("\n"), color=True)
-    else:
-        inputs.write(output, text.rstrip("\n") + "\n")
+            return to_perfetto(simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap))
+        case Format.TEXT:
+            timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
+            return timeline_text(schedule, timeline, colour=colour, width=inputs.width())

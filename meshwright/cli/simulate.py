@@ -9,6 +9,7 @@ import typer
 
 from meshwright.cli import emulate as emulation
 from meshwright.cli import inputs
+from meshwright.cli.inputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex
 from meshwright.ir.plan import refuse_crowd
@@ -31,6 +32,7 @@ def simulate(
     backward: inputs.Backward = 2.0,
     split: inputs.Split = "1:1",
     recompute: inputs.RecomputeTime = 0.0,
+    old_recompute: inputs.OldRecompute = None,
     send: inputs.Send = 0.0,
     sync_cost: inputs.SyncCost = 0.0,
     bandwidth: inputs.Bandwidth = float("inf"),
@@ -43,10 +45,13 @@ def simulate(
     transport: emulation.Transport = None,
     limit: emulation.Limit = None,
     trace: emulation.TraceFile = None,
+    format: inputs.FormatChoice = Format.TEXT,
     as_json: inputs.Json = False,
+    output: inputs.Output = None,
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     wish = emulation.wished(emulate, repeat=repeat, transport=transport, limit=limit, trace=trace)
+    recompute = inputs.recompute_cost(recompute, old_recompute)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
     if wish is not None:
@@ -54,7 +59,7 @@ def simulate(
     flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(
-            f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute"
+            f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute-cost"
         )
     rows, links = flags.stages(schedule), flags.cluster or Cluster()
     lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish is not None else schedule
@@ -62,11 +67,28 @@ def simulate(
     measured = wish.run(lowered, rows, links, overlap, timeline) if wish is not None else None
     if as_json:
         more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
-        typer.echo(json.dumps({**summary(schedule, timeline), **more}))
+        inputs.give(json.dumps({**summary(schedule, timeline), **more}), output)
         return
-    typer.echo(timeline_text(schedule, timeline, colour=inputs.coloured()), color=True)
-    if wish is not None and measured is not None:
-        typer.echo(emulation.text(wish, measured, timeline))
+    text = _text(schedule, timeline, format, colour=output is None and inputs.coloured())
+    if wish is not None and measured is not None and format is Format.TEXT:
+        text += "\n" + emulation.text(wish, measured, timeline)
+    inputs.give(text, output)
+
+
+def _text(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str:
+    """A prediction in one of the forms."""
+    match form:
+        case Format.JSON:
+            return timeline.to_json()
+        case Format.CSV:
+            spans = (f"{s.worker},{s.lane.value},{s.entry},{s.start_s!r},{s.end_s!r}" for s in timeline.spans)
+            return "\n".join(["worker,lane,entry,start_s,end_s", *spans])
+        case Format.PERFETTO:
+            from meshwright.report.perfetto import to_perfetto
+
+            return to_perfetto(timeline)
+        case Format.TEXT:
+            return timeline_text(schedule, timeline, colour=colour, width=inputs.width())
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

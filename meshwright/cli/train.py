@@ -33,14 +33,15 @@ def train(
             metavar="MODEL|JOB.toml", help="A preset, a TOML, a config.json, package.module:function; or a whole job."
         ),
     ],
-    parallel: Annotated[
-        str | None, typer.Option(metavar="PLAN", help="A plan file (.json, .toml), or JSON text.", rich_help_panel=inputs.SIZES)
-    ] = None,
+    parallel: inputs.Plan = None,
     pp: Annotated[int | None, typer.Option(help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)] = None,
     dp: Annotated[int | None, typer.Option(help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)] = None,
     schedule: Annotated[str | None, typer.Option(help="A schedule by name.", rich_help_panel=inputs.SIZES)] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.", rich_help_panel=inputs.SIZES)] = None,
-    dataset: Annotated[str | None, typer.Option(help="stdlib, digits, or package.module:function.")] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="stdlib, digits, a text or JSONL file, a Hugging Face data set, or package.module:function."),
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="last|FOLDER", help="Go on from a checkpoint.")] = None,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained model here.")] = None,
@@ -56,7 +57,7 @@ def train(
     if microbatches is not None and microbatches < 1:
         raise MeshwrightError(f"a step has at least 1 microbatch, got --microbatches {microbatches}", fix="--microbatches 4")
     if parallel is not None and given:
-        raise MeshwrightError(f"--parallel and --{next(iter(given))} both say how to split", fix="one of them")
+        raise MeshwrightError(f"--plan and --{next(iter(given))} both say how to split", fix="one of them")
     plan = asked(parallel) if parallel is not None else given
     refuse_plan(Parallel.of(asked(plan)))
     job = _job(model, context.args, {"parallel": plan, "dataset": dataset, "length": length, "resume": resume})

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli import inputs
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.plan import Parallel, refuse_crowd
+from meshwright.ir.plan_file import asked
 from meshwright.passes.sync import Sync
 from meshwright.schedules import refuse_plan
 
@@ -30,24 +31,37 @@ Maker = Callable[..., Any]
 
 def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:function.")],
-    schedule: Annotated[str, typer.Option(help="A schedule by name.", rich_help_panel=inputs.SIZES)] = "onef1b",
-    pp: Annotated[int, typer.Option(help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)] = 2,
-    microbatches: inputs.Microbatches = 4,
-    dp: Annotated[int, typer.Option(help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)] = 1,
+    plan: inputs.Plan = None,
+    schedule: Annotated[
+        str | None, typer.Option(show_default="onef1b", help="A schedule by name.", rich_help_panel=inputs.SIZES)
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option(show_default="2", help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option("--microbatches", "-n", show_default="4", help="Microbatches per step.", rich_help_panel=inputs.SIZES),
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option(show_default="1", help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)
+    ] = None,
     option: inputs.Option = None,
     steps: Annotated[int, typer.Option(help="Steps to train.", rich_help_panel=inputs.SIZES)] = 5,
     width: Annotated[
-        str, typer.Option(metavar="3,2,1", help="Workers that share each stage.", rich_help_panel=inputs.SIZES)
-    ] = "",
-    sync: Annotated[Sync, typer.Option(help="When gradients are added up.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
+        str | None, typer.Option(metavar="3,2,1", help="Workers that share each stage.", rich_help_panel=inputs.SIZES)
+    ] = None,
+    sync: Annotated[
+        Sync | None, typer.Option(show_default="eager", help="When gradients are added up.", rich_help_panel=inputs.SIZES)
+    ] = None,
     recompute: Annotated[
         str | None, typer.Option(metavar="none|inline|early|0.5,1|2GB", help="All stages alike, a share for each, or a budget.")
     ] = None,
-    batch: Annotated[str | None, typer.Option(metavar="package.module:function", help="batch(step), with an own model.")] = None,
+    batch: inputs.BatchFunction = None,
+    old_batch: inputs.OldBatch = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32; both runs compute in it.")] = "float64",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16: what layers compute in, with float32 weights.")] = "fp32",
     seed: Annotated[int, typer.Option(help="Where the weights and dropout start.")] = 0,
-    transport: Annotated[str, typer.Option(help="auto, torch, shared or strict.")] = "auto",
+    transport: Annotated[str | None, typer.Option(show_default="auto", help="auto, torch, shared or strict.")] = None,
     as_json: inputs.Json = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The certificate; certificate.json unless --json.")
@@ -57,29 +71,41 @@ def verify(
 
     Exit code 0: they agree. 2: the model or the plan cannot be used. 3: they do not agree.
     """
-    if microbatches < 1:
-        raise MeshwrightError(f"--microbatches must be at least 1, got {microbatches}", fix=f"--microbatches {max(pp, 1)}")
-    parallel = Parallel(
-        pp=pp,
-        dp=dp,
-        schedule=schedule,
-        microbatches=microbatches,
-        options=inputs.pairs(option),
-        sync=sync.value,
-        recompute=_recompute(recompute),
-        width=tuple(_numbers("--width", width, int)) if width else (),
-        transport=transport,
-    )
+    flags: dict[str, Any] = {
+        "pp": pp,
+        "dp": dp,
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "options": inputs.pairs(option) or None,
+    }
+    flags |= {"sync": sync and sync.value, "recompute": _recompute(recompute), "transport": transport}
+    flags |= {"width": tuple(_numbers("--width", width, int)) if width else None}
+    parallel = _plan(plan, {name: value for name, value in flags.items() if value is not None})
     refuse_plan(parallel)
     refuse_crowd(parallel.ranks)
     path = output or (None if as_json else Path("certificate.json"))
     inputs.refuse_output(path)
-    build, data = _model(model, batch, parallel)
+    build, data = _model(model, inputs.batch_function(batch, old_batch), parallel)
     from meshwright.train.verify import verify as compare
 
     certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed, precision=precision)
     _report(certificate, path, as_json=as_json)
     raise typer.Exit(0 if certificate.passed else 3)
+
+
+def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
+    """The plan of a file, or of flags; 1F1B on two workers where flags do not say otherwise."""
+    if plan is not None and given:
+        flag = next(iter(given)).replace("options", "option")
+        raise MeshwrightError(f"--plan and --{flag} both say how to split", fix="one of them")
+    if plan is not None:
+        return Parallel.of(asked(plan))
+    count = given.get("microbatches", 4)
+    if count < 1:
+        raise MeshwrightError(
+            f"--microbatches must be at least 1, got {count}", fix=f"--microbatches {max(given.get('pp', 2), 1)}"
+        )
+    return Parallel.of({"pp": 2, "schedule": "onef1b", "microbatches": 4, "sync": "eager", **given})
 
 
 def _report(certificate: Certificate, path: Path | None, *, as_json: bool) -> None:
@@ -119,10 +145,12 @@ def _print(certificate: Certificate, path: Path | None) -> None:
 def _model(model: str, batch: str | None, parallel: Parallel) -> tuple[Maker, Maker]:
     """What makes the model, and what makes its batches; a preset is as deep as the plan has stages."""
     if model not in PRESETS and ":" not in model:
-        raise MeshwrightError(f"there is no model '{model}'", fix=f"{', '.join(PRESETS)}, or package.module:function")
+        raise MeshwrightError(
+            f"there is no model '{model}'{did_you_mean(model, PRESETS)}", fix=f"{', '.join(PRESETS)}, or package.module:function"
+        )
     if model in PRESETS:
         if batch is not None:
-            raise MeshwrightError(f"{model} comes with its data, --batch is for an own model")
+            raise MeshwrightError(f"{model} comes with its data, --batch-function is for an own model")
         from meshwright.train import lists, models
 
         stages, rows = lists.stages_of(parallel), max(32, 2 * parallel.microbatches * parallel.dp)
@@ -130,7 +158,7 @@ def _model(model: str, batch: str | None, parallel: Parallel) -> tuple[Maker, Ma
             return partial(models.mlp, layers=max(16, stages)), partial(models.mlp_batch, rows=rows)
         return partial(models.gpt, blocks=max(8, stages - 2)), partial(models.text_batch, rows=rows)
     if batch is None:
-        raise MeshwrightError(f"{model} needs data to train on", fix="--batch package.module:function")
+        raise MeshwrightError(f"{model} needs data to train on", fix="--batch-function package.module:function")
     sys.path.insert(0, str(Path.cwd()))
     return _function(model), _function(batch)
 

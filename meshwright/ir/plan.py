@@ -110,6 +110,12 @@ def refuse_crowd(ranks: int) -> None:
         )
 
 
+def bytes_in(text: str) -> float | None:
+    """A size such as 2GB or 512 MiB in bytes; None where the text is no size with a unit."""
+    size = _SIZE.fullmatch(text.strip())
+    return float(size[1]) * _UNITS[size[2].upper()] if size else None
+
+
 def _options(given: object) -> dict[str, object]:
     """Options by name; None are none."""
     if given is None:
@@ -127,10 +133,10 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
     if given is None:
         return None
     if isinstance(given, str):
-        size = _SIZE.fullmatch(given.strip())
-        if size is None:
+        budget = bytes_in(given)
+        if budget is None:
             return given
-        if (budget := float(size[1]) * _UNITS[size[2].upper()]) < inf:
+        if budget < inf:
             return budget
     elif 1 < (budget := _number(given)) < inf:
         return budget

@@ -6,26 +6,33 @@ large grid than its simulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from meshwright.ir.action import Op, actions
 from meshwright.ir.grid import columns, label
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Span, Timeline
+from meshwright.report.time_grid import SYMBOLS, Bar, Paint, drawn, narrowest, ops_in
 
 BOLD, DIM, WHITE = "1", "2", "37"
 COLOURS = {Op.F: "34", Op.B: "32", Op.I: "36", Op.W: "33", Op.R: "35"}
 """Codes of the terminal: blue, green, cyan, yellow, magenta."""
 
 WIDEST = 600
-"""More slots than this are not drawn on a time axis."""
+"""More slots than this are not told apart."""
+WIDTH, NARROWEST = 120, 40
+"""Columns of the grid where nobody says how many, and the fewest that it is drawn in."""
+MEANING = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input half of a backward",
+    Op.W: "weight half",
+    Op.R: "recompute",
+}
 
-Paint = Callable[[str, str], str]
-"""(text, code) -> the text in that colour."""
 
-
-def timeline_text(schedule: Schedule, timeline: Timeline, *, colour: bool = False) -> str:
-    """The grid, the totals, and a line per worker."""
+def timeline_text(schedule: Schedule, timeline: Timeline, *, colour: bool = False, width: int = WIDTH) -> str:
+    """The grid in at most `width` columns, the totals, and a line per worker."""
 
     def paint(text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if colour and text else text
@@ -38,7 +45,7 @@ def timeline_text(schedule: Schedule, timeline: Timeline, *, colour: bool = Fals
         f" {timeline.span_bubble_ratio:.2%}   lower bound {timeline.lower_bound_s:.6g}"
     )
     title = f"{paint(schedule.name, BOLD)}  {size}{replicas}"
-    return "\n".join([title, *_grid(schedule, timeline, paint), totals, *_table(timeline, paint)])
+    return "\n".join([title, *_grid(schedule, timeline, max(width, NARROWEST), paint), totals, *_table(timeline, paint)])
 
 
 def _table(timeline: Timeline, paint: Paint) -> list[str]:
@@ -54,28 +61,67 @@ def _table(timeline: Timeline, paint: Paint) -> list[str]:
     return [paint(header, BOLD), *lines]
 
 
-def _grid(schedule: Schedule, timeline: Timeline, paint: Paint) -> list[str]:
-    """One line per worker on a time axis of equal slots; without a common slot length, entries in order."""
+def _grid(schedule: Schedule, timeline: Timeline, width: int, paint: Paint) -> list[str]:
+    """One line per worker under a time axis: slots with spaces between them where they fit, else rows of time."""
     folded, replicas = schedule.stages > schedule.workers, schedule.placement.replicas
-
-    def name(span: Span) -> str:
-        return label(span.entry, replicas=replicas, stages=folded)
-
+    bars = [
+        [Bar(s.start_s, s.end_s, s.entry, label(s.entry, replicas=replicas, stages=folded), _code(s)) for s in spans]
+        for spans in timeline.compute
+    ]
+    if timeline.makespan_s <= 0:
+        rows = (" ".join(paint(bar.label, bar.code) for bar in row) for row in bars)
+        return [paint("     0", DIM), *(f"{w:>3}  {row}" for w, row in enumerate(rows))]
     unit = slot_length(timeline)
-    if unit is None:
-        rows = (" ".join(paint(name(span), _code(span)) for span in spans) for spans in timeline.compute)
-        return [f"{w:>3}  {row}" for w, row in enumerate(rows)]
-    width = round(timeline.makespan_s / unit)
-    drawn = [[span for span in spans if span.end_s > span.start_s] for spans in timeline.compute]
-    cells = [[(round(s.start_s / unit), round((s.end_s - s.start_s) / unit), name(s)) for s in spans] for spans in drawn]
-    table = columns(cells, width)
-    cell = max((len(text) for row in table for text in row), default=1)
-    header = "     " + "".join(f"{slot:<{cell + 1}}" for slot in range(width))
+    slots = None if unit is None else _slots(bars, timeline.makespan_s, unit, width, paint)
+    if slots is not None:
+        return [*slots, *_legend(schedule, bars, width, paint, None)]
+    lines = drawn(bars, timeline.makespan_s, unit, width=width, paint=paint, dim=DIM)
+    narrow = narrowest(bars, timeline.makespan_s, unit, width=width)
+    return [*lines, *_legend(schedule, bars, width, paint, narrow)]
+
+
+def _slots(rows: Sequence[Sequence[Bar]], makespan_s: float, unit: float, width: int, paint: Paint) -> list[str] | None:
+    """Equal slots, each wide enough for every label; None where they are more than fit."""
+    count = round(makespan_s / unit)
+    shown = [[bar for bar in row if bar.end_s > bar.start_s] for row in rows]
+    cell = max((len(bar.label) for row in shown for bar in row), default=1)
+    if 5 + count * (cell + 1) - 1 > width:
+        return None
+    cells = [[(round(b.start_s / unit), round((b.end_s - b.start_s) / unit), b.label) for b in row] for row in shown]
+    times = [f"{slot * unit:.6g}" for slot in range(count)]
+    every = next(k for k in (1, 2, 4, 5, 10, 20) if max(map(len, times)) < k * (cell + 1))
+    header = "     " + "".join(f"{text:<{every * (cell + 1)}}" for text in times[::every])
     lines = [paint(header.rstrip(), DIM)]
-    for w, slots in enumerate(table):
-        codes = [(first, first + length, _code(span)) for (first, length, _), span in zip(cells[w], drawn[w], strict=True)]
+    for w, slots in enumerate(columns(cells, count)):
+        codes = [(first, first + length, bar.code) for (first, length, _), bar in zip(cells[w], shown[w], strict=True)]
         lines.append(f"{w:>3}  {_painted([f'{text:<{cell}}' for text in slots], codes, paint)}".rstrip())
     return lines
+
+
+def _legend(schedule: Schedule, rows: Sequence[Sequence[Bar]], width: int, paint: Paint, narrow: int | None) -> list[str]:
+    """What letters and signs mean, those that occur, in lines of the given width."""
+    found = ops_in(rows)
+    words = [f"{op.value} {meaning}" for op, meaning in MEANING.items() if op in found]
+    replicas, largest = schedule.placement.replicas, schedule.microbatches * schedule.steps - 1
+    words.append("F3 of microbatch 3" if schedule.stages <= schedule.workers else "2F3 of stage 2, microbatch 3")
+    words += ["= goes on", ". idle"]
+    if replicas > 1:
+        words.append("d, u the two pipelines" if replicas == 2 else "@2 of pipeline 2")
+    if any("+" in bar.label for row in rows for bar in row):
+        words.append("+ two at once")
+    if narrow is not None:
+        words += ["alone, 3 is F3"] * (narrow < 2) + ["spans shorter than a column may be left out"] * (narrow < 1)
+        words += ["f, b of every other pipeline"] * (replicas > 1)
+        if largest > 9:
+            last = min(largest, len(SYMBOLS) - 1)
+            words.append(f"Fa to F{SYMBOLS[last]} of microbatches 10 to {last}")
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + 3 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] += f" | {word}"
+    return [paint(line, DIM) for line in lines]
 
 
 def _painted(slots: Sequence[str], codes: Sequence[tuple[int, int, str]], paint: Paint) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite, nan, prod
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import LARGEST
 from meshwright.ir.plan import Parallel
@@ -38,9 +38,15 @@ def names() -> list[str]:
 def builder(name: str) -> Callable[..., Schedule]:
     """The build function of a schedule."""
     if not isinstance(name, str) or name not in names():
-        raise MeshwrightError(f"there is no schedule '{name}'", fix=", ".join(names()))
+        raise MeshwrightError(f"there is no schedule '{name}'{did_you_mean(name, names())}", fix=", ".join(names()))
     found: Callable[..., Schedule] = importlib.import_module(f"{__name__}.{name}").build
     return found
+
+
+def summary(name: str) -> str:
+    """The first line of a schedule's file: what it is."""
+    builder(name)
+    return (importlib.import_module(f"{__name__}.{name}").__doc__ or "").partition("\n")[0]
 
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:
@@ -104,7 +110,7 @@ def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:
     """Options of a schedule in their declared types; a schedule, an option or a value that does not exist is refused."""
     known = options(name)
     if unknown := sorted(set(chosen) - set(known)):
-        listed = ", ".join(f"{key}={_shown(p)}" for key, p in known.items()) or f"{name} has no options"
+        listed = ", ".join(f"{key}={values_of(p)}" for key, p in known.items()) or f"{name} has no options"
         raise MeshwrightError(f"{name} has no option {', '.join(repr(key) for key in unknown)}", fix=listed)
     return {key: _converted(name, known[key], value) for key, value in chosen.items()}
 
@@ -129,7 +135,7 @@ def _converted(name: str, parameter: inspect.Parameter, value: object) -> object
     if value is None and type(None) in _members(kind):
         return None
     raise MeshwrightError(
-        f"{name}: option {parameter.name} cannot be {shown(value)}", fix=f"{parameter.name}={_shown(parameter)}"
+        f"{name}: option {parameter.name} cannot be {shown(value)}", fix=f"{parameter.name}={values_of(parameter)}"
     )
 
 
@@ -154,7 +160,7 @@ def _as(kind: object, value: object) -> object | None:
     return value if isinstance(value, str) else None
 
 
-def _shown(parameter: inspect.Parameter) -> str:
+def values_of(parameter: inspect.Parameter) -> str:
     """What an option may be, for help and errors."""
     kind = parameter.annotation
     if typing.get_origin(kind) is typing.Literal:

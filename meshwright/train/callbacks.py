@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from meshwright.report.progress import Bar
@@ -87,10 +88,14 @@ def _reporting(names: object) -> AbstractContextManager[None]:
 class Watchers:
     """All callbacks of a run. Those of a user may decide by anything, so what rank 0 decides holds for all."""
 
-    def __init__(self, own: list[TrainerCallback], report_to: list[str], *, bar: bool, **seen: Any) -> None:
+    def __init__(self, own: list[TrainerCallback], report_to: list[str], *, bar: bool, folder: Path, **seen: Any) -> None:
+        """`folder` is where TensorBoard's files go, unless its environment variable names another."""
         kinds = reports(report_to)
         with _reporting(report_to):
             made = [kind() for kind in kinds]
+        self._boards = [callback for callback in made if isinstance(callback, TensorBoardCallback)]
+        for board in self._boards:
+            board.logging_dir = board.logging_dir or str(folder)
         ours = [DefaultFlowCallback(), JsonLines(), *([ProgressBar()] if bar else [])]
         self.handler = CallbackHandler([*ours, *made, *own], **seen)
         self.own = bool(own)
@@ -100,6 +105,13 @@ class Watchers:
         """Tell them of an event."""
         self.control = getattr(self.handler, event)(args, state, self.control, **more)
         return self.control
+
+    def close(self) -> None:
+        """Finish TensorBoard's files, which otherwise are open until training ends."""
+        for board in self._boards:
+            if board.tb_writer is not None:
+                board.tb_writer.close()
+                board.tb_writer = None
 
     def states(self) -> dict[str, list[Any]]:
         """What callbacks want a checkpoint to keep, by class."""

@@ -5,7 +5,8 @@
     checkpoints.save(step, data=sampler.state())   returns once the state is copied; a thread writes it
     checkpoints.close()                            waits for the last one
 
-Tensors are written by torch.distributed.checkpoint as safetensors, each by one of the ranks that hold it, numbers as JSON.
+Tensors are written as safetensors, each by one of the ranks that hold it: weights under their own names, with an index and
+the model's configuration, so that `from_pretrained` reads the folder; the rest by torch.distributed.checkpoint. Numbers are JSON.
 All calls are made by all ranks together, between two walks of the schedule: without a flush that is after a drain, where
 only the newest version of each parameter is left, and that is what is saved. What goes wrong in the thread is raised by the
 next call.
@@ -32,6 +33,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine import Engine
 from meshwright.train import rotate, state
 from meshwright.train.options import facts, merged
+from meshwright.train.readable import apart, name_optimizer_files, write_weights
 from meshwright.train.restore import Resumed, restore
 from meshwright.train.together import agree
 
@@ -45,6 +47,7 @@ class _Job:
 
     step: int
     folder: Path
+    weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
     given: Mapping[str, Any]
@@ -53,12 +56,17 @@ class _Job:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run in one folder; `limit` is how many are left, None all of them."""
+    """The checkpoints of a run in one folder; `limit` is how many are left, None all of them.
+
+    `model` gives its configuration and the weights that no stage reads; `processing` is a tokenizer to save beside it.
+    """
 
     root: Path
     engine: Engine
     limit: int | None = None
     background: bool = True
+    model: Any = None
+    processing: Any = None
     _thread: threading.Thread | None = field(default=None, init=False)
     _failed: BaseException | None = field(default=None, init=False)
 
@@ -90,7 +98,8 @@ class Checkpoints:
         token = [secrets.token_hex(4)]
         dist.broadcast_object_list(token, group=self._group)
         folder = self.root / f"{rotate.name_of(step)}.tmp-{token[0]}"
-        job = _Job(step, folder, state.snapshot(self.engine), facts(self.engine), given, keep)
+        weights, rest = apart(self.engine, state.snapshot(self.engine))
+        job = _Job(step, folder, weights, rest, facts(self.engine), given, keep)
         if self.background:
             self._thread = threading.Thread(target=self._work, args=(job,), name=f"checkpoint {step}", daemon=True)
             self._thread.start()
@@ -139,9 +148,11 @@ class Checkpoints:
         try:
             agree(lambda: job.folder.mkdir() if lead else None, group=group)
             parts = agree(lambda: job.facts, group=group)
-            agree(lambda: _facts_file(job, self.engine, merged(parts)) if lead else None, group=group)
+            unread = write_weights(job.folder, job.weights, self.model, self.processing, group)
+            agree(lambda: _facts_file(job, self.engine, {**merged(parts), "unread": unread}) if lead else None, group=group)
             writer = HuggingFaceStorageWriter(str(job.folder), save_distributed=True)
             save_tensors(dict(job.tensors), storage_writer=writer, process_group=group)
+            agree(lambda: name_optimizer_files(job.folder) if lead else None, group=group)
             described = agree(lambda: _described(job.folder, dist.get_rank(), dist.get_world_size()), group=group)
             files = {name: about for part in described for name, about in part.items()}
             agree(lambda: self._finish(job, files) if lead else None, group=group)
@@ -162,7 +173,7 @@ class Checkpoints:
 def _described(folder: Path, share: int, shares: int) -> dict[str, Any]:
     """This rank's share of the files, on disk, as the marker has them."""
     found = {}
-    for path in sorted(folder.iterdir())[share::shares]:
+    for path in sorted(path for path in folder.iterdir() if path.is_file())[share::shares]:
         rotate.sync(path)
         found[path.name] = rotate.describe(path)
     return found

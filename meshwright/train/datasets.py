@@ -1,8 +1,14 @@
-"""Data that every machine has: Python's own sources, byte by byte, and scikit-learn's pictures of digits."""
+"""Data sets by name: Python's own sources byte by byte, scikit-learn's digits, files, and those of Hugging Face.
+
+Text is read byte by byte: every model with a vocabulary of 256 or more takes it. Rows that have `input_ids` stay as they are.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 
 NAMES = ("stdlib", "digits")
 """Data sets by name."""
@@ -20,18 +26,22 @@ Row = dict[str, Tensor]
 
 
 class Bytes(Dataset[Row]):
-    """Rows of `length` bytes of the standard library's sources, file by file; every tenth is left for evaluation."""
+    """Rows of `length` bytes of files, by default the standard library's sources; every tenth is left for evaluation."""
 
-    def __init__(self, *, length: int = 64, rows: int | None = None, evaluation: bool = False) -> None:
-        self.length, self.rows, self.evaluation = length, rows, evaluation
-        if length < 2:
-            raise MeshwrightError(f"rows of {length} bytes have nothing to predict", fix="--length 64")
+    def __init__(
+        self, *, length: int = 64, rows: int | None = None, evaluation: bool = False, files: Sequence[Path] = ()
+    ) -> None:
+        self.length, self.rows, self.evaluation, self.files = length, rows, evaluation, tuple(files)
+        _refuse_length(length)
 
     @cached_property
     def data(self) -> Tensor:
         """All bytes."""
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+        files = self.files or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        try:
+            return _tensor(b"".join(path.read_bytes() for path in files))
+        except OSError as error:
+            raise MeshwrightError(f"the data set {files[0]} cannot be read: {error}") from error
 
     def __len__(self) -> int:
         blocks = len(self.data) // (10 * self.length)
@@ -48,6 +58,33 @@ class Bytes(Dataset[Row]):
     def __getstate__(self) -> dict[str, Any]:
         """Each process reads the files by itself."""
         return {key: value for key, value in self.__dict__.items() if key != "data"}
+
+
+class Texts(Bytes):
+    """Rows of `length` bytes of texts, one after another with a line's end between them."""
+
+    def __init__(self, texts: Iterable[str], *, length: int, evaluation: bool = False) -> None:
+        super().__init__(length=length, evaluation=evaluation)
+        self.data = _tensor("\n".join(texts).encode("utf-8", "replace"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The texts go along: nobody else has them."""
+        return dict(self.__dict__)
+
+
+class Tokens(Dataset[Row]):
+    """Rows that are tokens already; every tenth is left for evaluation."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], *, evaluation: bool = False) -> None:
+        self.rows = [row for i, row in enumerate(rows) if (i % 10 == 9) == evaluation]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.rows[index]
+        tokens = torch.tensor(row["input_ids"])
+        return {"input_ids": tokens, "labels": torch.tensor(row["labels"]) if "labels" in row else tokens.clone()}
 
 
 class Digits(Dataset[Row]):
@@ -73,11 +110,86 @@ class Digits(Dataset[Row]):
 
 
 def named(name: str, *, length: int, evaluation: bool = False) -> Dataset[Row]:
-    """A data set by name."""
+    """A data set by name, from a file, or of Hugging Face."""
     match name:
         case "stdlib":
             return Bytes(length=length, evaluation=evaluation)
         case "digits":
             return Digits(evaluation=evaluation)
+        case _ if os.path.isfile(name):
+            if Path(name).suffix in (".jsonl", ".json"):
+                return _of_rows(name, _json_lines(Path(name)), length=length, evaluation=evaluation)
+            return _refuse_empty(name, Bytes(length=length, evaluation=evaluation, files=[Path(name)]))
+        case _ if Path(name).suffix in (".txt", ".jsonl", ".json"):
+            raise MeshwrightError(f"there is no file {name!r}", fix="a text or JSONL file, seen from here")
         case _:
-            raise MeshwrightError(f"there is no data set {name!r}", fix=f"{', '.join(NAMES)}, or package.module:function")
+            return _of_rows(name, _hugging_face(name), length=length, evaluation=evaluation)
+
+
+def _of_rows(name: str, rows: Sequence[Mapping[str, Any]], *, length: int, evaluation: bool) -> Dataset[Row]:
+    """Rows with `input_ids` as they are, rows with `text` as bytes."""
+    if rows and all("input_ids" in row for row in rows):
+        _refuse_tokens(name, rows)
+        return Tokens(rows, evaluation=evaluation)
+    if not rows or not all(isinstance(row.get("text"), str) for row in rows):
+        found = ", ".join(map(repr, rows[0])) if rows else "no rows"
+        raise MeshwrightError(f"the data set {name} has {found}", fix='rows with "text", or with "input_ids"')
+    _refuse_length(length)
+    return _refuse_empty(name, Texts((row["text"] for row in rows), length=length, evaluation=evaluation))
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """One object per line."""
+    found = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                found.append(json.loads(line))
+                if not isinstance(found[-1], dict):
+                    raise ValueError(f"line {number} is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise MeshwrightError(f"the data set {path} cannot be read: {error}", fix="JSONL: one object per line") from error
+    return found
+
+
+def _hugging_face(name: str) -> Any:
+    """The training split of a data set of Hugging Face: owner/name, or owner/name/configuration."""
+    known = f"{', '.join(NAMES)}, a text or JSONL file, a data set of Hugging Face, or package.module:function"
+    try:
+        from datasets import load_dataset  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise MeshwrightError(
+            f"there is no data set {name!r} here, and those of Hugging Face need datasets",
+            fix=f"pip install datasets, or {known}",
+        ) from error
+    parts = [name] if os.path.isdir(name) else name.split("/", 2)
+    path, configuration = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
+    try:
+        return load_dataset(path, configuration, split="train")
+    except Exception as error:  # a name that nobody knows, no network, a gated data set: each its own class
+        raise MeshwrightError(
+            f"there is no data set {name!r}{did_you_mean(name, NAMES)} ({type(error).__name__}: {str(error)[:200]})", fix=known
+        ) from error
+
+
+def _refuse_tokens(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    for number, row in enumerate(rows, 1):
+        for column in ("input_ids", "labels"):
+            tokens = row.get(column, [0])
+            if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+                raise MeshwrightError(f"row {number} of {name} has {column} that are no list of whole numbers")
+
+
+def _refuse_length(length: int) -> None:
+    if length < 2:
+        raise MeshwrightError(f"rows of {length} bytes have nothing to predict", fix="--length 64")
+
+
+def _refuse_empty(name: str, found: Bytes) -> Bytes:
+    if not len(found):
+        raise MeshwrightError(f"{name} has {len(found.data)} bytes, too few for ten rows of {found.length}", fix="--length 8")
+    return found
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -44,7 +44,7 @@ def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes
     held = holdings(engine)
     trained = set().union(*agree(lambda: set(held)))
     if rank == 0:
-        held |= _left_over(model, trained)
+        held |= left_over(model, trained)
     sizes = agree(lambda: {name: t.numel() * t.element_size() for name, t in held.items()})
     total = sum(size for part in sizes for size in part.values())
     if total <= (shard_bytes if len(sizes) == 1 else min(shard_bytes, GATHERED_BYTES)):
@@ -67,7 +67,7 @@ def holdings(engine: Engine) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in every.items() if name in mine}
 
 
-def _left_over(model: Any, trained: set[str]) -> dict[str, Tensor]:
+def left_over(model: Any, trained: set[str]) -> dict[str, Tensor]:
     """What belongs to the model's state and is in no stage, because its forward never reads it: as it was built."""
     if not isinstance(model, nn.Module):
         return {}
@@ -127,12 +127,23 @@ def _finish(folder: Path, model: Any, held: Mapping[str, Tensor], files: Mapping
     if set(files.values()) == {ONE}:
         index.unlink(missing_ok=True)
     else:
-        part = folder / f"{INDEX}.part"
-        part.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}, indent=2))
-        os.replace(part, index)
+        write_index(folder, files, total)
     for path in (*folder.glob("model-*-of-*.safetensors"), folder / ONE):
         if path.name not in files.values():
             path.unlink(missing_ok=True)
+    write_config(folder, model, held)
+    sync(folder)
+
+
+def write_index(folder: Path, files: Mapping[str, str], total: int) -> None:
+    """Which tensor is in which file."""
+    part = folder / f"{INDEX}.part"
+    part.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}, indent=2))
+    os.replace(part, folder / INDEX)
+
+
+def write_config(folder: Path, model: Any, held: Mapping[str, Tensor]) -> None:
+    """The configurations of a model of transformers, with the type of its weights."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
@@ -143,4 +154,3 @@ def _finish(folder: Path, model: Any, held: Mapping[str, Tensor], files: Mapping
     settings: Any = getattr(model, "generation_config", None)
     if hasattr(settings, "save_pretrained"):
         settings.save_pretrained(folder)
-    sync(folder)

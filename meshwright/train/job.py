@@ -79,11 +79,10 @@ class Job:
         name = self.dataset or (known.dataset if known is not None else None)
         if name is None:
             raise MeshwrightError(f"{self.model} needs data to train on", fix="--dataset stdlib, or package.module:function")
-        if known is not None and self.length is not None and self.length > known.length and ":" not in name:
-            raise MeshwrightError(
-                f"{self.model} takes {known.length} tokens per row, not {self.length}", fix=f"--length {known.length}"
-            )
-        length = self.length or min(64, known.length if known is not None else 64)
+        most = known.positions if known is not None else None
+        if most is not None and self.length is not None and self.length > most and ":" not in name:
+            raise MeshwrightError(f"{self.model} takes {most} tokens per row, not {self.length}", fix=f"--length {most}")
+        length = self.length or min(64, most or 64)
         if ":" in name:
             train, evaluation = function(name)(), None
         else:

@@ -11,7 +11,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.reading import Reader, text
 
 SCHEMA = 1
@@ -53,10 +53,12 @@ class ModelFile:
         return model
 
     @property
-    def length(self) -> int:
-        """How many positions the model has, 64 where it does not say."""
+    def positions(self) -> int | None:
+        """How many positions the model has; None where its configuration does not say."""
         names = ("n_positions", "max_position_embeddings")
-        found = next((self.config[name] for name in names if self.config.get(name) is not None), 64)
+        found = next((self.config[name] for name in names if self.config.get(name) is not None), None)
+        if found is None:
+            return None
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             raise MeshwrightError(f"the configuration says {found!r} positions", fix="a whole number of at least 1")
         return found
@@ -74,7 +76,8 @@ def model_file(name: str) -> ModelFile:
         return _from_config(path)
     if path.suffix != ".toml" and name not in presets():
         raise MeshwrightError(
-            f"there is no model {name!r}", fix=f"{', '.join(presets())}, a TOML, a config.json, or package.module:function"
+            f"there is no model {name!r}{did_you_mean(name, presets())}",
+            fix=f"{', '.join(presets())}, a TOML, a config.json, or package.module:function",
         )
     try:
         raw = path.read_text() if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()

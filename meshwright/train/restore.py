@@ -49,7 +49,7 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
     reader = HuggingFaceStorageReader(str(folder))
     sizes = {key: (about.size, about.properties.dtype) for key, about in _metadata(reader).items()}
     held = agree(lambda: _fits(engine, sizes, known), group=group)
-    agree(lambda: _refuse_strangers(sizes, set().union(*held)), group=group)
+    agree(lambda: _refuse_strangers(sizes, set().union(*held, known.get("unread", ()))), group=group)
     _fill(engine, sizes, known, reader, group)
     for stage in engine.stages.values():
         stage.seed = known["seed"]
@@ -84,14 +84,13 @@ def _metadata(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetada
 
 def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], known: Mapping[str, Any]) -> set[str]:
     """The keys of the model that this rank reads; what is missing or has another shape is refused."""
-    mine: dict[str, Tensor] = {f"{MODEL}/{name}": t for name, t in parameters(engine).items()}
-    mine |= {f"{BUFFER}/{name}": t for name, t in buffers(engine).items()}
+    mine = _weights(engine, known)
     if missing := sorted(set(mine) - set(sizes)):
         raise MeshwrightError(
             f"the checkpoint has no {_list(missing)}", fix="the model that it was written with, built from the same configuration"
         )
     for key, tensor in mine.items():
-        if (saved := tuple(sizes[key][0])) != (tuple(tensor.shape) or (1,)):
+        if (saved := tuple(sizes[key][0])) != tuple(tensor.shape):
             raise MeshwrightError(f"{key} is {saved} in the checkpoint and {tuple(tensor.shape)} in the model")
     kinds = {type(u.optimizer).__name__ for u in engine.units.values() if u.optimizer is not None}
     if kinds - {known["optimizer"]}:
@@ -101,6 +100,15 @@ def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], k
         )
     refuse_mixture(engine, known)
     return set(mine)
+
+
+def _weights(engine: Engine, known: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Parameters and buffers of this rank as they are filled, by their keys in the files."""
+    if known["schema"] > 1:
+        return {name: t.detach() for name, t in {**parameters(engine), **buffers(engine)}.items()}
+    found = {f"{MODEL}/{name}": p.detach() for name, p in parameters(engine).items()}
+    found |= {f"{BUFFER}/{name}": b.detach() for name, b in buffers(engine).items()}
+    return {key: t if t.dim() else t.view(1) for key, t in found.items()}
 
 
 def _refuse_strangers(sizes: Mapping[str, object], held: set[str]) -> None:
@@ -124,10 +132,7 @@ def _fill(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Read this rank's tensors in place, and what its optimizers keep into new ones."""
-    params = parameters(engine)
-    into: dict[str, Tensor] = {f"{MODEL}/{name}": p.detach() for name, p in params.items()}
-    into |= {f"{BUFFER}/{name}": b.detach() for name, b in buffers(engine).items()}
-    into = {key: t if t.dim() else t.view(1) for key, t in into.items()}
+    params, into = parameters(engine), _weights(engine, known)
     trained = {engine.layers.names[p] for unit in engine.units.values() for p in unit.params}
     kept: dict[str, dict[str, Tensor]] = {}
     for key, (size, dtype) in sizes.items():

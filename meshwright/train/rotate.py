@@ -22,8 +22,12 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 
-SCHEMA = 1
-"""The version of what stands in a checkpoint; a newer one is refused."""
+SCHEMA = 2
+"""The version of what stands in a checkpoint; a newer one is refused.
+
+1: all tensors in shard-*.safetensors, weights as model/NAME and buffer/NAME. 2: weights in model-*.safetensors, as NAME,
+the optimizer's tensors in optimizer-*.safetensors.
+"""
 
 MARKER, FACTS = "complete.json", "state.json"
 _NAME = re.compile(r"checkpoint-(\d+)(?:\.(tmp|old)-\w+)?")

@@ -51,7 +51,13 @@ def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     source = session.reads(source)
     loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
     if resume or trainer.args.save_strategy != "no":
-        loop.checkpoints = Checkpoints(trainer.folder, session.engine, limit=trainer.args.save_total_limit)
+        loop.checkpoints = Checkpoints(
+            trainer.folder,
+            session.engine,
+            limit=trainer.args.save_total_limit,
+            model=trainer.module,
+            processing=trainer.processing_class,
+        )
     if trainer.carried is not None and not resume:
         go_on(session, trainer.carried)
     if resume:
@@ -104,8 +110,12 @@ def evaluate_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> Judged:
     first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     session, source = _for_evaluation(trainer, first)
     watchers = watchers_for(trainer, session)
+    _speaks(trainer.state, trainer)
     loop = Loop(trainer, session, source, Course(None, 0, 0), watchers, trainer.state)
-    metrics = loop.evaluate(dataset, prefix)
+    try:
+        metrics = loop.evaluate(dataset, prefix)
+    finally:
+        watchers.close()
     session.close()
     return Judged(metrics, trainer.state)
 
@@ -236,6 +246,7 @@ def watchers_for(trainer: Trainer, session: Session) -> Watchers:
         trainer.callbacks,
         list(trainer.args.report_to or ()),
         bar=not trainer.args.disable_tqdm,
+        folder=trainer.folder / trainer.runs,
         model=trainer.model,
         processing_class=trainer.processing_class,
         optimizer=session.rates.reference,
@@ -248,6 +259,11 @@ def new_state(trainer: Trainer, course: Course) -> TrainerState:
     state: Any = TrainerState(max_steps=course.max_steps, num_train_epochs=course.epochs)
     state.compute_steps(trainer.args, course.max_steps)
     state.train_batch_size = trainer.args.train_batch_size
+    _speaks(state, trainer)
+    return state
+
+
+def _speaks(state: TrainerState, trainer: Trainer) -> None:
+    """Tell callbacks whether this rank logs for all; the state may come from another rank."""
     state.is_world_process_zero = dist.get_rank() == 0
     state.is_local_process_zero = trainer.args.local_process_index == 0
-    return state

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, set_seed
 from transformers import trainer_pt_utils as reports
+from transformers.integrations.integration_utils import default_logdir
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from meshwright.capture.export import flatten
@@ -95,6 +96,7 @@ class Trainer:
         self.evaluation = Evaluation()
         self.flat: Flat | None = None
         self._columns: frozenset[str] = frozenset()
+        self.runs = default_logdir()
         self._given, self._pool = workers, cast(Workers | None, None)
 
     # -- what a script calls

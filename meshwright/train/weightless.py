@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ from meshwright.capture.export import flatten
 from meshwright.capture.graph import capture
 from meshwright.capture.materialise import sketch
 from meshwright.errors import MeshwrightError
-from meshwright.ir.model import ModelGraph
+from meshwright.ir.model import Layer, ModelGraph
 from meshwright.train.named import function, model_file
 from meshwright.train.start import Start, verdict_of
 
@@ -28,16 +29,15 @@ def checked(
     name: str, stages: int, *, rows: int = 2, length: int | None = None, batch: str | None = None, cuts: Sequence[str] = ()
 ) -> Verdict | None:
     """Compare the captured layers of a named model with the model, filled for that; None if it is too large."""
+    example: Any = None
     if ":" in name:
         build, example = function(name), None if batch is None else function(batch)(0)
     else:
-        found = model_file(name)
-        build, length = found.build, min(found.length, length or TOKENS)
-        example = None
+        build = model_file(name).build
     sketched = sketch(build)
     model = sketched.model
     if example is None:
-        example = _drawn(model, _example(model, max(rows, 2), length or TOKENS))
+        example = _drawn(model, _example(name, model, max(rows, 2), length))
     flat = flatten(model, example)
     verdict = verdict_of(Start(sketched, flat, example, stages, list(cuts) or None))
     return None if verdict is None else verdict[0]
@@ -55,33 +55,69 @@ def _drawn(model: Any, example: dict[str, Tensor]) -> dict[str, Tensor]:
     return example
 
 
-def weightless(name: str, *, rows: int = 2, length: int | None = None, batch: str | None = None) -> ModelGraph:
-    """Capture a preset, a file or what a function returns, on meta."""
+def weightless(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> ModelGraph:
+    """Capture a preset, a file or what a function returns, on meta; without `rows` the example has two."""
+    if batch is not None and (rows is not None or length is not None):
+        raise MeshwrightError(f"{batch} says how many rows and tokens there are, --rows and --length are for models by name")
+    rows = 2 if rows is None else rows
     if rows < 1 or (length is not None and length < 1):
         raise MeshwrightError(
             f"an example has at least one row and one token, got {rows} and {length}", fix="--rows 2 --length 64"
         )
     if ":" in name:
         if batch is None:
-            raise MeshwrightError(f"{name} needs an example of its data", fix="--batch package.module:function")
+            raise MeshwrightError(f"{name} needs an example of its data", fix="--batch-function package.module:function")
         example: Any = function(batch)(0)
         with torch.device("meta"):
             model = function(name)()
     else:
-        found = model_file(name)
         with torch.device("meta"):
-            model = found.build()
-        example = _example(model, rows, min(found.length, length or TOKENS))
+            model = model_file(name).build()
+        example = _example(name, model, rows, length)
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
         raise MeshwrightError(
             f"{name} gives {type(model).__name__}: a list of layers is cut as it is, there is nothing to capture",
             fix="a function that returns one module",
         )
-    return capture(model, example)
+    if _rows(example) != 1:
+        return capture(model, example)
+    return one_row(capture(model, _repeated(example, 2)), capture(model, _repeated(example, 3)))
 
 
-def _example(model: Any, rows: int, length: int) -> dict[str, Tensor]:
+def _rows(example: Any) -> int:
+    columns = list(example.values() if isinstance(example, Mapping) else example)
+    return len(columns[0]) if columns and isinstance(columns[0], Tensor) and columns[0].dim() else 0
+
+
+def _repeated(example: Any, times: int) -> Any:
+    """An example of one row with that row several times."""
+    if isinstance(example, Mapping):
+        return {name: torch.cat([t] * times) for name, t in example.items()}
+    return type(example)(torch.cat([t] * times) for t in example)
+
+
+def one_row(two: ModelGraph, three: ModelGraph) -> ModelGraph:
+    """The layers for one row, from those for two and three: a trace with one row would take it for a size that never changes.
+
+    Operations and sizes grow evenly with rows, so what the third row adds is taken off two.
+    """
+    if [layer.name for layer in two.layers] != [layer.name for layer in three.layers]:
+        raise MeshwrightError("the layers of this model change with the number of rows", fix="--rows 2")
+    return replace(two, layers=tuple(map(_less, two.layers, three.layers)))
+
+
+def _less(two: Layer, three: Layer) -> Layer:
+    output = tuple(
+        replace(a, shape=tuple(2 * m - n for m, n in zip(a.shape, b.shape, strict=True)), bytes=2 * a.bytes - b.bytes)
+        for a, b in zip(two.output, three.output, strict=True)
+    )
+    saved = max(0, 2 * two.saved_bytes - three.saved_bytes)
+    return replace(two, flops=max(0.0, 2 * two.flops - three.flops), saved_bytes=saved, output=output)
+
+
+def _example(name: str, model: Any, rows: int, length: int | None) -> dict[str, Tensor]:
     """A batch for a model of transformers, by what it says of its main input and its task."""
+    length = _length(name, model, length)
     config, one_label = model.config, "Classification" in type(model).__name__ and "Token" not in type(model).__name__
     _refuse_size(rows, 1 if one_label else length)
     labels = torch.zeros((rows,) if one_label else (rows, length), dtype=torch.int64)
@@ -93,10 +129,22 @@ def _example(model: Any, rows: int, length: int) -> dict[str, Tensor]:
     if model.main_input_name != "input_ids":
         raise MeshwrightError(
             f"{type(model).__name__} takes {model.main_input_name!r}, of which no example can be made up",
-            fix="package.module:function with --batch",
+            fix="package.module:function with --batch-function",
         )
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def _length(name: str, model: Any, asked: int | None) -> int:
+    """Tokens per row: as many as are asked for, where the model has so many positions."""
+    if asked is not None and model.main_input_name == "pixel_values":
+        raise MeshwrightError(f"{name} takes pictures, which have no --length {asked}")
+    most = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        return asked or TOKENS
+    if asked is not None and asked > most:
+        raise MeshwrightError(f"{name} takes {most} tokens per row, not {asked}", fix=f"--length {most}")
+    return asked or min(TOKENS, most)
 
 
 def _refuse_size(*sizes: int) -> None:
