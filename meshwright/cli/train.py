@@ -13,6 +13,7 @@ import typer
 
 from meshwright.cli import inputs
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import toml
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
 from meshwright.schedules import refuse_plan
@@ -90,12 +91,7 @@ def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
 
 def _is_job(text: str) -> bool:
     """A job names its model; the file of a model does not."""
-    import tomllib
-
-    try:
-        return "config" not in tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise MeshwrightError(f"this is not TOML: {error}") from error
+    return "config" not in toml(text, "this file")
 
 
 def _report(trainer: Any, output: Any, *, as_json: bool) -> None:

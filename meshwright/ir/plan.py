@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import refuse_unfit, shown
 from meshwright.ir.reading import LARGEST
 
 LOCAL_RANKS = 256
@@ -59,12 +60,12 @@ class Parallel:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or not least <= count < LARGEST:
                 raise MeshwrightError(
-                    f"{name} must be a whole number of at least {max(least, 1)} and below {LARGEST}, got {count!r}",
+                    f"{name} must be a whole number of at least {max(least, 1)} and below {LARGEST}, got {shown(count)}",
                     fix=f"{name}=4",
                 )
         for name, example in (("schedule", "onef1b"), ("sync", "eager"), ("transport", "auto")):
             if not isinstance(word := getattr(self, name), str):
-                raise MeshwrightError(f"{name} is a name, got {word!r}", fix=f'{name}="{example}"')
+                raise MeshwrightError(f"{name} is a name, got {shown(word)}", fix=f'{name}="{example}"')
         parse_name(self.transport)
         object.__setattr__(self, "microbatches", self.microbatches or self.pp)
         object.__setattr__(self, "options", _options(self.options))
@@ -80,10 +81,10 @@ class Parallel:
         if isinstance(given, Parallel):
             return given
         if not isinstance(given, Mapping):
-            raise MeshwrightError(f"parallel is a Parallel or a mapping, got {given!r}", fix="parallel=dict(pp=2)")
+            raise MeshwrightError(f"parallel is a Parallel or a mapping, got {shown(given)}", fix="parallel=dict(pp=2)")
         known = [f.name for f in fields(cls)]
         if unknown := sorted(map(str, set(given) - set(known))):
-            raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))}", fix=", ".join(known))
+            raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))[:400]}", fix=", ".join(known))
         return cls(**given)
 
     @property
@@ -115,7 +116,8 @@ def _options(given: object) -> dict[str, object]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise MeshwrightError(f"options are a mapping from names to values, got {given!r}", fix="options={'chunks': 2}")
+        raise MeshwrightError(f"options are a mapping from names to values, got {shown(given)}", fix="options={'chunks': 2}")
+    refuse_unfit(given, "a mapping of options")
     return dict(given)
 
 
@@ -130,7 +132,8 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
         return float(given)
     if (shares := _listed(given)) is None or not all(_is_share(share) for share in shares):
         raise MeshwrightError(
-            f"recompute is a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, got {given!r}",
+            f"recompute is a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, "
+            f"got {shown(given)}",
             fix="recompute='inline', recompute='2GB', or recompute=[0.5, 1]",
         )
     return tuple(float(share) for share in shares)
@@ -153,7 +156,8 @@ def _stages(given: object) -> tuple[str | int, ...]:
     found = _listed(given)
     if found is None or not all(isinstance(at, str | int) and not isinstance(at, bool) for at in found):
         raise MeshwrightError(
-            f"stages names the modules that stages begin with, got {given!r}", fix='stages=["model.layers.4", "model.layers.8"]'
+            f"stages names the modules that stages begin with, got {shown(given)}",
+            fix='stages=["model.layers.4", "model.layers.8"]',
         )
     return found
 
@@ -164,5 +168,5 @@ def _width(given: object) -> tuple[int, ...]:
         return ()
     found = _listed(given)
     if found is None or any(isinstance(w, bool) or not isinstance(w, int) or not 0 < w < LARGEST for w in found):
-        raise MeshwrightError(f"width names workers per stage, got {given!r}", fix="width=(4, 2, 1, 1)")
+        raise MeshwrightError(f"width names workers per stage, got {shown(given)}", fix="width=(4, 2, 1, 1)")
     return found

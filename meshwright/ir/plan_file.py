@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import file_text, shown, toml
 from meshwright.ir.plan import Parallel
 from meshwright.ir.reading import Reader, parsed
 
@@ -36,21 +37,8 @@ def plan_from_json(text: str) -> Parallel:
 def read_plan(path: str | Path) -> dict[str, Any]:
     """What a plan file asks for, key by key, as it was written."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise MeshwrightError(
-            f"cannot read the plan {path}: {error}", fix="parallel=dict(pp=2), or a JSON or TOML file"
-        ) from error
-    if path.suffix == ".toml":
-        import tomllib
-
-        try:
-            found = _table(tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
-            raise MeshwrightError(f"{path} is not TOML: {error}") from error
-    else:
-        found = _table(parsed(text, WHAT))
+    text = file_text(path, "the plan", fix="parallel=dict(pp=2), or a JSON or TOML file")
+    found = _table(toml(text, f"the plan {path}") if path.suffix == ".toml" else parsed(text, WHAT))
     Parallel.of(found)
     return found
 
@@ -84,5 +72,5 @@ def _table(data: Any) -> dict[str, Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise MeshwrightError(f"{value!r} is no table")
+        raise MeshwrightError(f"{shown(value)} is no table")
     return value

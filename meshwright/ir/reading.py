@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import refuse_unfit, shown
 
 LARGEST = 1_000_000_000
 """No count in a file is larger."""
@@ -16,11 +17,13 @@ LARGEST = 1_000_000_000
 def parsed(text: str, what: str) -> Any:
     """The JSON in a text, or an error that says what was expected there."""
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, what))
+        found = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, what))
     except (ValueError, RecursionError) as error:
         raise MeshwrightError(
-            f"this is not {what}: it is not JSON ({error})", fix=f"see the documentation for the form of {what}"
+            f"this is not {what}: it is not JSON ({str(error)[:200]})", fix=f"see the documentation for the form of {what}"
         ) from error
+    refuse_unfit(found, what)
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
@@ -41,15 +44,15 @@ class Reader:
             raise MeshwrightError(f"this is not {what}: it is no object", fix=f"see the documentation for the form of {what}")
         self.data, self.what = data, what
         if kind is not None and data.get("kind") != kind:
-            raise MeshwrightError(f"this is not {what}: its kind is {data.get('kind')!r}", fix=f'"kind": "{kind}"')
+            raise MeshwrightError(f"this is not {what}: its kind is {shown(data.get('kind'))}", fix=f'"kind": "{kind}"')
         if "schema" in data or kind is not None:
             found = data.get("schema")
             if type(found) is not int or found < 1:
-                raise MeshwrightError(f"{what} has schema {_shown(found)}, which is no schema number", fix=f'"schema": {schema}')
+                raise MeshwrightError(f"{what} has schema {shown(found)}, which is no schema number", fix=f'"schema": {schema}')
             if found > schema:
-                raise MeshwrightError(f"{what} has schema {found!r}, this version reads up to {schema}", fix="update meshwright")
+                raise MeshwrightError(f"{what} has schema {found}, this version reads up to {schema}", fix="update meshwright")
         if unknown := sorted(map(str, set(data) - keys)):
-            raise MeshwrightError(f"{what} has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(sorted(keys))}")
+            raise MeshwrightError(f"{what} has unknown keys: {', '.join(unknown)[:400]}", fix=f"keys: {', '.join(sorted(keys))}")
 
     @property
     def _fix(self) -> str:
@@ -72,14 +75,14 @@ class Reader:
 def number(value: Any) -> float:
     """A finite number of at least zero."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e300 or not isfinite(value):
-        raise MeshwrightError(f"{_shown(value)} is not a number of at least 0")
+        raise MeshwrightError(f"{shown(value)} is not a number of at least 0")
     return float(value)
 
 
 def count(value: Any) -> int:
     """A whole number of at least zero."""
     if type(value) is not int or not 0 <= value < LARGEST:
-        raise MeshwrightError(f"{_shown(value)} is not a count")
+        raise MeshwrightError(f"{shown(value)} is not a count")
     return value
 
 
@@ -93,26 +96,19 @@ def positive(value: Any) -> int:
 def flag(value: Any) -> bool:
     """True or false."""
     if not isinstance(value, bool):
-        raise MeshwrightError(f"{_shown(value)} is neither true nor false")
+        raise MeshwrightError(f"{shown(value)} is neither true nor false")
     return value
 
 
 def text(value: Any) -> str:
     """A text."""
     if not isinstance(value, str):
-        raise MeshwrightError(f"{_shown(value)} is not a text")
+        raise MeshwrightError(f"{shown(value)} is not a text")
     return value
 
 
 def rows(value: Any) -> list[Any]:
     """A list."""
     if not isinstance(value, list):
-        raise MeshwrightError(f"{_shown(value)} is not a list")
+        raise MeshwrightError(f"{shown(value)} is not a list")
     return value
-
-
-def _shown(value: Any) -> str:
-    """A value in an error text, however large it is."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
-        return "a number that is too large"
-    return repr(value)[:80]
