@@ -25,6 +25,9 @@ app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("train", context_settings=train.CONTEXT)(train.train)
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
 
 def main() -> None:
     """Run a verb; what it prints is its answer, its exit code the short form."""
@@ -34,6 +37,13 @@ def main() -> None:
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # what typer makes of Ctrl-C
+            sys.stderr.write("interrupted\n")
+        raise
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)

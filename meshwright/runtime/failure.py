@@ -100,6 +100,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, doing: Doing) -> Failure:
         """What an exception on a rank means."""
+        if isinstance(error, KeyboardInterrupt):
+            return cls(doing.rank, How.STOPPED, "interrupted by Ctrl-C", doing.action, doing.stage)
         ours = isinstance(error, MeshwrightError)
         what = error.what if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}".rstrip(": ")
         detail = "" if ours else "".join(traceback.format_exception(error))

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -56,7 +57,7 @@ class Workers:
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         self.seats: list[Any] = []
-        self._start()
+        self._start_or_end()
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
         """Call `function(*args)` on the first `ranks` workers, each inside the process group; the first error is raised."""
@@ -77,7 +78,7 @@ class Workers:
         # A worker at rest writes nothing: a pipe that can be read has been closed by its death.
         if not self.processes or any(pipe.poll() for pipe in self.pipes):
             self.close()
-            self._start()
+            self._start_or_end()
         self.jobs += 1
         try:
             return self._do(work, folder, f"job{self.jobs}", world)
@@ -101,6 +102,14 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _start_or_end(self) -> None:
+        """Start all workers, or, where that fails or is interrupted, none."""
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self.preload)
@@ -111,12 +120,21 @@ class Workers:
             seat = context.RawArray("c", _SEAT_BYTES)
             given = (theirs, rank, self.store.port, self.patience, dict(os.environ), seat)
             process = context.Process(target=serve, args=given, daemon=True, name=f"{_NAME} {rank}")
-            with _importable_main():
-                process.start()
+            with _importable_main(), _without_interrupts():
+                self._begin(process)
             theirs.close()
             self.pipes.append(mine)
             self.seats.append(seat)
             self.processes.append(process)
+
+    def _begin(self, process: BaseProcess) -> None:
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            raise MeshwrightError(
+                "the server that local workers are forked from ended while they were started: killed, or by what it loads",
+                fix="see whether the machine ran out of memory (dmesg | tail), and start again",
+            ) from error
 
     def _do(self, work: bytes, folder: Path, name: str, world: int) -> list[Any]:
         assert self.store is not None, "workers have a store while they live"
@@ -180,6 +198,17 @@ def _importable_main() -> Iterator[None]:
         yield
     finally:
         main.__file__ = path
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches all processes of a terminal: those that are started here leave it to the one that starts them."""
+    resource_tracker.ensure_running()  # starting it would let the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _cause(code: int | None) -> str:

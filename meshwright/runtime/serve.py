@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
@@ -66,8 +68,8 @@ def serve(
     os.environ[MARK] = str(rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and decides
     faulthandler.enable()
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    watching = TCPStore("127.0.0.1", port, is_master=False, timeout=ANSWER_S)
+    store, watching = _connected(pipe, port), _connected(pipe, port)
+    watching.set_timeout(ANSWER_S)
     while True:
         try:
             work, folder, name, world = pipe.recv()
@@ -92,6 +94,24 @@ def serve(
         watch.finish()
         pipe.send_bytes(answer)
         del answer
+
+
+def _connected(pipe: Connection, port: int) -> TCPStore:
+    """The store of the parent; where that has ended in the meantime, nobody waits for it."""
+    parent = select.poll()
+    parent.register(pipe.fileno(), 0)  # its end alone
+    deadline = time.monotonic() + ANSWER_S.total_seconds()
+    while True:
+        if parent.poll(0):
+            leave()
+        try:
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+        except (DistNetworkError, DistStoreError):
+            if time.monotonic() > deadline:
+                raise
+        else:
+            store.set_timeout(dist.default_pg_timeout)
+            return store
 
 
 def leave(_: Failure | None = None) -> NoReturn:
