@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -26,8 +24,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.attach import Attached, attach
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Doing, Failure, How, RankFailed, as_error
-from meshwright.runtime.lend import Lending
-from meshwright.runtime.serve import ANSWER_S, LEFT, MARK, UNGUARDED, process_group, serve
+from meshwright.runtime.lend import Lending, unpack
+from meshwright.runtime.serve import ANSWER_S, LEFT, MARK, UNGUARDED, hand_over, handed_over, process_group, serve
 from meshwright.runtime.watch import TICK_S, Patience
 
 __all__ = ["Attached", "Patience", "RankFailed", "Workers", "attach", "process_group"]
@@ -72,16 +70,16 @@ class Workers:
                     f"this work cannot be sent to workers: {error}",
                     fix="a function that can be imported by name, plain arguments",
                 ) from error
-            return self._run(work, lending.folder, world)
+            return self._run(work, lending.file, world)
 
-    def _run(self, work: bytes, folder: Path, world: int) -> list[Any]:
+    def _run(self, work: bytes, file: int | None, world: int) -> list[Any]:
         # A worker at rest writes nothing: a pipe that can be read has been closed by its death.
         if not self.processes or any(pipe.poll() for pipe in self.pipes):
             self.close()
             self._start_or_end()
         self.jobs += 1
         try:
-            return self._do(work, folder, f"job{self.jobs}", world)
+            return self._do(work, file, f"job{self.jobs}", world)
         except BaseException:
             self.close()  # some of them are still at it
             raise
@@ -136,13 +134,14 @@ class Workers:
                 fix="see whether the machine ran out of memory (dmesg | tail), and start again",
             ) from error
 
-    def _do(self, work: bytes, folder: Path, name: str, world: int) -> list[Any]:
+    def _do(self, work: bytes, file: int | None, name: str, world: int) -> list[Any]:
         assert self.store is not None, "workers have a store while they live"
         board = Board(PrefixStore(f"{name}/watch", self.store), world)
         for pipe, seat in zip(self.pipes[:world], self.seats, strict=False):
             seat.value = b""
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death shows at the other end
-                pipe.send((work, folder, name, world))
+                pipe.send((work, name, world))
+                hand_over(pipe, file)
         del work
         found: dict[int, Any] = {}
         silent = set(range(world))
@@ -150,13 +149,12 @@ class Workers:
             ready = wait([self.pipes[rank] for rank in silent], timeout=TICK_S)
             for rank in [rank for rank in silent if self.pipes[rank] in ready]:
                 silent.discard(rank)
-                answer = b""
-                with contextlib.suppress(EOFError, ConnectionResetError):
-                    answer = self.pipes[rank].recv_bytes()
-                if answer:
-                    found[rank] = pickle.loads(answer)
-                else:
+                try:
+                    answer, lent = self.pipes[rank].recv_bytes(), handed_over(self.pipes[rank])
+                except (EOFError, ConnectionResetError):
                     self._note_death(rank, board)
+                else:
+                    found[rank] = unpack(answer, lent)
             if len(found) < world and (failure := board.failure()) is not None:
                 raise as_error(self._exact(failure), board.last_words(failure, _LAST_WORDS_S))
         return [found[rank] for rank in range(world)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import select
 import signal
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Failure
-from meshwright.runtime.lend import end, pack
+from meshwright.runtime.lend import Lending, unpack
 from meshwright.runtime.status import Seat
 from meshwright.runtime.watch import Patience, Watch
 
@@ -72,27 +71,29 @@ def serve(
     watching.set_timeout(ANSWER_S)
     while True:
         try:
-            work, folder, name, world = pipe.recv()
+            work, name, world = pipe.recv()
+            file = handed_over(pipe)
         except (EOFError, ConnectionError):
             return
         board = Board(PrefixStore(f"{name}/watch", watching), world)
         alarms = {pipe.fileno(): leave}
         watch = Watch(board, rank, patience, ends=leave, alarms=alarms, supervised=True, seat=seat)
+        lending = Lending()
         try:
-            function, args = _unpack(work)
+            function, args = _unpack(work, file)
             del work
-            if watching.add(f"{name}/unpacked", 1) == world:
-                end(folder)  # all have mapped it
             with process_group(rank, world, PrefixStore(name, store)):
                 result = function(*args)
             del function, args
-            answer = _pack(result, folder / str(rank))
+            answer = _pack(result, lending)
             del result
         except BaseException as error:
             watch.fail(error)
             leave()
         watch.finish()
-        pipe.send_bytes(answer)
+        with lending:
+            pipe.send_bytes(answer)
+            hand_over(pipe, lending.file)
         del answer
 
 
@@ -105,7 +106,7 @@ def _connected(pipe: Connection, port: int) -> TCPStore:
         if parent.poll(0):
             leave()
         try:
-            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
         except (DistNetworkError, DistStoreError):
             if time.monotonic() > deadline:
                 raise
@@ -127,9 +128,21 @@ def flush() -> None:
     thread.join(timeout=0.2)
 
 
-def _unpack(work: bytes) -> tuple[Any, Any]:
+def hand_over(pipe: Connection, file: int | None) -> None:
+    """Send an open file, or that there is none."""
+    pipe.send_bytes(b"-" if file is None else b"+")
+    if file is not None:
+        send_handle(pipe, file, None)
+
+
+def handed_over(pipe: Connection) -> int | None:
+    """Receive what was handed over."""
+    return recv_handle(pipe) if pipe.recv_bytes() == b"+" else None
+
+
+def _unpack(work: bytes, file: int | None) -> tuple[Any, Any]:
     try:
-        return pickle.loads(work)
+        return unpack(work, file)
     except (AttributeError, ImportError) as error:
         raise MeshwrightError(
             f"a worker cannot find what it is to run: {error}",
@@ -137,8 +150,8 @@ def _unpack(work: bytes) -> tuple[Any, Any]:
         ) from error
 
 
-def _pack(result: Any, folder: Path) -> bytes:
+def _pack(result: Any, lending: Lending) -> bytes:
     try:
-        return pack(result, folder)
+        return lending.pack(result)
     except Exception as error:  # pickle raises whatever an object's own methods raise
         raise MeshwrightError(f"what a worker returned cannot be sent: {error}", fix="return plain data or tensors") from error
