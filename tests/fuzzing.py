@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshwright import MeshwrightError, cluster_from_json, costs_from_json, from_csv, schedule_from_json
 from meshwright.capture.weights import Weights
 from meshwright.ir.plan_file import plan_from_json, read_plan
 from meshwright.ir.timeline import Timeline
-from meshwright.train import rotate
+from meshwright.runtime.board import Board
+from meshwright.runtime.failure import Doing, Failure, How
+from meshwright.train import folder_lock, rotate
 from meshwright.train.job import read_job
 from meshwright.train.named import model_file
 from tests.file_forms import READERS
@@ -56,6 +62,8 @@ MARKER = (
     b'{"schema": 1, "step": 3, "files": {"state.json": {"bytes": 7, "sha256": "%s"}, "shard-1": {"bytes": 9, "sha256": "%s"}}}'
 )
 
+LOCK = json.dumps(asdict(folder_lock.Holder.me())).encode()
+
 TOKENS = [
     b"", b"\0", b"\\u0000", b"\\ud800", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"9" * 5000, b"0x" + b"f" * 400,
     b"[" * 2000, b"{" * 70, b'{"a":' * 2000, b"a." * 100, b"a." * 30_000, b'""""', b"'''", b"\\", b'"', b"\n", b"=", b"[[", b"]]",
@@ -84,6 +92,18 @@ def _positions(path: Path) -> None:
     assert model_file(str(path)).length >= 1
 
 
+def _entry(read: Callable[[Board], object], key: str) -> Callable[[Path, bytes], None]:
+    """An entry on a board, which ignores what is none."""
+
+    def run(_: Path, content: bytes) -> None:
+        store = HashStore()
+        store.set(key, content.decode("utf-8", errors="replace"))
+        if read(Board(store, 8)) is None:
+            raise MeshwrightError("ignored")
+
+    return run
+
+
 FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "plan.json": (by_file(read_plan, "plan.json"), PLAN),
     "plan text": (by_text(plan_from_json), PLAN),
@@ -93,6 +113,9 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "config.json": (by_file(_positions, "config.json"), CONFIG),
     "index": (by_file(Weights.at, "model.safetensors.index.json"), INDEX),
     "marker": (by_file(lambda path: rotate.damage(path.parent), rotate.MARKER), MARKER % (DIGEST, DIGEST)),
+    "lock": (by_file(lambda path: folder_lock.refuse_held(path.parent), folder_lock.NAME), LOCK),
+    "doing": (_entry(lambda board: board.heard(3), "doing/3"), Doing(3, 7, "2F0", 2, 1, "act").to_json().encode()),
+    "failure": (_entry(Board.failure, "failure"), Failure(3, How.DIED, "killed", fix="dmesg").to_json().encode()),
     "schedule": (by_text(schedule_from_json), READERS["schedule"][1].encode()),
     "lowered": (by_text(schedule_from_json), READERS["lowered"][1].encode()),
     "costs": (by_text(costs_from_json), READERS["costs"][1].encode()),

@@ -34,7 +34,7 @@ def test_what_was_lent_is_what_was_given() -> None:
         assert os.fstat(lending.file).st_nlink == 0, "it has no name"
         open_before = len(os.listdir("/proc/self/fd"))
         one, other = (lend.unpack(data, os.dup(lending.file)) for _ in range(2))
-        assert len(os.listdir("/proc/self/fd")) == open_before, "mappings keep no descriptors"
+        assert len(os.listdir("/proc/self/fd")) <= open_before, "mappings keep no descriptors"
     for key in ("big", "part", "small", "half"):
         assert torch.equal(one[key], wanted[key]) and one[key].stride() == wanted[key].stride()
     assert one["part"].untyped_storage().data_ptr() == one["big"].untyped_storage().data_ptr()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -34,6 +36,8 @@ _LAST_WORDS_S = 1.5
 _SEAT_BYTES = 256
 _NAME = "meshwright worker"
 
+LOCAL = "127.0.0.1"
+
 
 class Workers:
     """Local processes, one per rank; `run` gives all of them the same function and returns what each returned.
@@ -52,6 +56,7 @@ class Workers:
         self.preload = ["meshwright.runtime.preload", *preload]
         self.patience = Patience(timeout_s=timeout_s)
         self.store: TCPStore | None = None
+        self.secret = b""
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         self.seats: list[Any] = []
@@ -112,11 +117,11 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self.preload)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=ANSWER_S)
+        self.store, self.secret = _local_store(), secrets.token_bytes(32)
         for rank in range(self.count):
             mine, theirs = context.Pipe()
             seat = context.RawArray("c", _SEAT_BYTES)
-            given = (theirs, rank, self.store.port, self.patience, dict(os.environ), seat)
+            given = (theirs, rank, self.store.port, self.secret, self.patience, _local(os.environ), seat)
             process = context.Process(target=serve, args=given, daemon=True, name=f"{_NAME} {rank}")
             with _importable_main(), _without_interrupts():
                 self._begin(process)
@@ -136,7 +141,7 @@ class Workers:
 
     def _do(self, work: bytes, file: int | None, name: str, world: int) -> list[Any]:
         assert self.store is not None, "workers have a store while they live"
-        board = Board(PrefixStore(f"{name}/watch", self.store), world)
+        board = Board(PrefixStore(f"{name}/watch", self.store), world, secret=self.secret + name.encode())
         for pipe, seat in zip(self.pipes[:world], self.seats, strict=False):
             seat.value = b""
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death shows at the other end
@@ -149,12 +154,13 @@ class Workers:
             ready = wait([self.pipes[rank] for rank in silent], timeout=TICK_S)
             for rank in [rank for rank in silent if self.pipes[rank] in ready]:
                 silent.discard(rank)
-                try:
-                    answer, lent = self.pipes[rank].recv_bytes(), handed_over(self.pipes[rank])
-                except (EOFError, ConnectionResetError):
-                    self._note_death(rank, board)
+                answer: tuple[bytes, int | None] | None = None
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    answer = self.pipes[rank].recv_bytes(), handed_over(self.pipes[rank])
+                if answer is not None:
+                    found[rank] = unpack(*answer)
                 else:
-                    found[rank] = unpack(answer, lent)
+                    self._note_death(rank, board)
             if len(found) < world and (failure := board.failure()) is not None:
                 raise as_error(self._exact(failure), board.last_words(failure, _LAST_WORDS_S))
         return [found[rank] for rank in range(world)]
@@ -181,6 +187,21 @@ class Workers:
             return failure
         action, stage = said.decode().rsplit(" ", 1)
         return replace(failure, action=action, stage=int(stage))
+
+
+def _local_store() -> TCPStore:
+    """A store that listens on the loopback interface alone: given an address it would still listen on all."""
+    with socket.socket() as door:
+        door.bind((LOCAL, 0))
+        door.listen()
+        port, file = door.getsockname()[1], door.detach()
+    return TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, timeout=ANSWER_S, master_listen_fd=file, use_libuv=True)
+
+
+def _local(environment: Mapping[str, str]) -> dict[str, str]:
+    """What workers find around them; gloo too listens on the loopback interface, unless a user has said where."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in {name for _, name in socket.if_nameindex()} else {}
+    return {**loopback, **environment}
 
 
 @contextlib.contextmanager

@@ -60,7 +60,13 @@ def process_group(rank: int, world: int, store: Store, *, local_rank: int | None
 
 
 def serve(
-    pipe: Connection, rank: int, port: int, patience: Patience, environment: Mapping[str, str], seat: Seat | None = None
+    pipe: Connection,
+    rank: int,
+    port: int,
+    secret: bytes,
+    patience: Patience,
+    environment: Mapping[str, str],
+    seat: Seat | None = None,
 ) -> None:
     """Do what comes through the pipe until it is closed."""
     os.environ.update(environment)
@@ -75,7 +81,7 @@ def serve(
             file = handed_over(pipe)
         except (EOFError, ConnectionError):
             return
-        board = Board(PrefixStore(f"{name}/watch", watching), world)
+        board = Board(PrefixStore(f"{name}/watch", watching), world, secret=secret + name.encode())
         alarms = {pipe.fileno(): leave}
         watch = Watch(board, rank, patience, ends=leave, alarms=alarms, supervised=True, seat=seat)
         lending = Lending()
