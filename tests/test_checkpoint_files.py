@@ -78,7 +78,56 @@ def test_a_folder_without_its_marker_is_never_resumed(pool: Pool, saved: Path, t
         marker.write_text(broken)
         with pytest.raises(MeshwrightError, match="cannot be read"):
             rotate.read_marker(folder / "checkpoint-1")
-    assert rotate.last_good(folder) is None
+    with pytest.raises(MeshwrightError, match=r"(?s)checkpoint-2: .*never finished.*checkpoint-1: .*cannot be read"):
+        rotate.last_good(folder)
+    assert "checkpoint-1: " in (said := refusal(pool, Run({"pp": 2}, str(folder), 3, resume=True, optimizer=adamw)))
+    assert "checkpoint-2: " in said, "every one of them with its reason"
+
+
+MARKERS = [
+    b'{"schema": 0, "step": 1, "files": {}}',
+    b'{"schema": "1", "step": 1, "files": {}}',
+    b'{"schema": true, "step": 1, "files": {}}',
+    b'{"schema": 1, "stes": 1, "files": {}}',
+    b'{"schema": 1, "step": "1", "files": {}}',
+    b'{"schema": 1, "step": 1, "files": []}',
+    b'{"schema": 1, "step": 1, "files": {"file": 3}}',
+    b'{"schema": 1, "step": 1, "files": {"file": {"bytes": 3}}}',
+    b'{"schema": 1, "step": 1, "files": {"file": {"bytes": "3", "sha256": ""}}}',
+    b'{"schema": 1, "step": 1, "files": {"../x": {"bytes": 3, "sha256": ""}}}',
+    b'{"schema": 1, "step": 1, "files": {"..": {"bytes": 3, "sha256": ""}}}',
+    b'{"schema": 1, "step": 1, "files": {"\\u0000": {"bytes": 3, "sha256": ""}}}',
+    b'{"schema": 1, "step": 1, "files": {"\\ud800": {"bytes": 3, "sha256": ""}}}',
+    b"9" * 5000,
+    b"[" * 100_000,
+    b"\xff\x00",
+]
+
+
+@pytest.mark.parametrize("marker", MARKERS, ids=lambda marker: repr(marker[-30:]))
+def test_a_marker_that_was_not_written_so_is_refused(marker: bytes, tmp_path: Path) -> None:
+    good, bad = fake(tmp_path, "checkpoint-1"), fake(tmp_path, "checkpoint-2")
+    (bad / rotate.MARKER).write_bytes(marker)
+    with pytest.raises(MeshwrightError, match=rotate.MARKER):
+        rotate.read_marker(bad)
+    assert rotate.last_good(tmp_path) == good
+
+
+def test_no_flipped_bit_of_a_marker_stops_a_resume(tmp_path: Path) -> None:
+    good, bad = fake(tmp_path, "checkpoint-1"), fake(tmp_path, "checkpoint-2")
+    content = (bad / rotate.MARKER).read_bytes()
+    for bit in range(len(content) * 8):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (bad / rotate.MARKER).write_bytes(flipped)
+        assert rotate.last_good(tmp_path) in (good, bad), bit
+
+
+def test_a_damaged_marker_is_passed_over_by_all_ranks(pool: Pool, saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved, tmp_path)
+    marker = folder / "checkpoint-2" / rotate.MARKER
+    marker.write_text(marker.read_text().replace('"bytes"', '"bytds"', 1))
+    assert run_on(pool, Run({"pp": 2}, str(folder), 2, resume=True, optimizer=adamw)).first == 1
 
 
 def plain_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright import Cluster, Link, MeshwrightError, StageCost, Timeline, cluster_to_json, costs_to_json, schedules
-from meshwright.cli import inputs
+from meshwright.cli import outputs
 from meshwright.cli.main import app
 
 
@@ -388,10 +388,10 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
 def test_the_look_at_an_output_leaves_it_as_it_is(tmp_path: Path) -> None:
     kept, new = tmp_path / "kept.json", tmp_path / "new.json"
     kept.write_text("before")
-    inputs.refuse_output(kept)
-    inputs.refuse_output(new)
+    outputs.refuse_output(kept)
+    outputs.refuse_output(new)
     assert kept.read_text() == "before" and not new.exists()
     with pytest.raises(MeshwrightError, match="cannot write"):
-        inputs.refuse_output(tmp_path)
+        outputs.refuse_output(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    inputs.refuse_output(tmp_path / "pipe")  # and does not wait for its reader
+    outputs.refuse_output(tmp_path / "pipe")  # and does not wait for its reader

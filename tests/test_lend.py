@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
+import gc
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,11 @@ def test_what_was_lent_is_what_was_given() -> None:
     wanted = given()
     with Lending() as lending:
         data = lending.pack(wanted)
-        assert len(data) < 20_000 and len(list(lending.folder.iterdir())) == 3
-        one, other = pickle.loads(data), pickle.loads(data)
-    assert not lending.folder.exists()
+        assert len(data) < 20_000 and lending.file is not None
+        assert os.fstat(lending.file).st_nlink == 0, "it has no name"
+        open_before = len(os.listdir("/proc/self/fd"))
+        one, other = (lend.unpack(data, os.dup(lending.file)) for _ in range(2))
+        assert len(os.listdir("/proc/self/fd")) <= open_before, "mappings keep no descriptors"
     for key in ("big", "part", "small", "half"):
         assert torch.equal(one[key], wanted[key]) and one[key].stride() == wanted[key].stride()
     assert one["part"].untyped_storage().data_ptr() == one["big"].untyped_storage().data_ptr()
@@ -43,13 +47,15 @@ def test_what_was_lent_is_what_was_given() -> None:
 
 
 @pytest.mark.parametrize("limit", ["room", "number"])
-def test_what_cannot_be_lent_is_sent(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_lent_is_sent(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = given()
     if limit == "number":
         monkeypatch.setattr(lend, "MOST", 1)
     else:
-        (tmp_path / "file").write_text("")
-    found = pickle.loads(lend.pack(wanted, tmp_path / "file" / "in" if limit == "room" else tmp_path))
+        monkeypatch.setattr(lend, "_nameless", partial(os.open, "/dev/full", os.O_RDWR))
+    with Lending() as lending:
+        data = lending.pack(wanted)
+        found = lend.unpack(data, None if lending.file is None else os.dup(lending.file))
     assert torch.equal(found["big"], wanted["big"]) and found["model"][0].weight is found["model"][1].weight
 
 
@@ -67,3 +73,18 @@ def test_workers_change_their_own_and_send_back(workers: Workers) -> None:
     for found in workers.run(more, model, ranks=2):
         assert all(torch.equal(found["weights"][name], before[name] + 1) for name in before)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_a_mapping_ends_with_its_last_tensor() -> None:
+    with Lending() as lending:
+        data = lending.pack([torch.zeros(1 << 20)])
+        assert lending.file is not None
+        (found,) = lend.unpack(data, os.dup(lending.file))
+    address = f"{found.data_ptr():x}-"
+    part = found[5:]
+    del found
+    gc.collect()
+    assert address in Path("/proc/self/maps").read_text() and float(part.sum()) == 0
+    del part
+    gc.collect()
+    assert address not in Path("/proc/self/maps").read_text()

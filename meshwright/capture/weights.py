@@ -7,7 +7,6 @@ weights.read("lm_head.weight", slice(0, 8))   or rows of it
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import file_text
+from meshwright.ir.reading import parsed
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -136,11 +137,11 @@ def _opened(path: Path) -> Any:
 
 
 def _index(path: Path) -> dict[str, Path]:
-    try:
-        table = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise MeshwrightError(f"{path} is no index of safetensors files", fix='{"weight_map": {name: file}}') from error
+    read = parsed(file_text(path, "the index"), f"the index {path}")
+    table = read.get("weight_map") if isinstance(read, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise MeshwrightError(f"{path} is no index of safetensors files", fix='{"weight_map": {name: file}}')
     found = {name: path.parent / file for name, file in table.items()}
-    if lost := sorted({str(file) for file in found.values() if not file.exists()}):
-        raise MeshwrightError(f"{path.name} names {lost[0]}, which is not there")
+    if lost := sorted({str(file) for file in found.values() if not os.path.exists(file)}):  # takes any name
+        raise MeshwrightError(f"{path.name} names {lost[0][:200]}, which is not there")
     return found

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from meshwright import schedules
-from meshwright.cli import inputs
+from meshwright.cli import inputs, outputs
 from meshwright.cli.inputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
@@ -82,7 +82,7 @@ def compare(
         raise MeshwrightError("a comparison has no trace", fix="--format text, json or csv; simulate draws one schedule")
     cap = None if memory is None else _cap(memory, flags)
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # sizes and costs that no schedule can take
-    flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(inputs.read(flags.file))
+    flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(outputs.read(flags.file))
     rows = [
         row(name, options, workers, microbatches, Given(flags, overlap, cap))
         for name in schedules.names()
@@ -94,9 +94,9 @@ def compare(
     rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
     if as_json or format is Format.JSON:
         answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})
-        inputs.give(answer, output)
+        outputs.give(answer, output)
     elif format is Format.CSV:
-        inputs.give(_csv(rows), output)
+        outputs.give(_csv(rows), output)
     else:
         _print(rows, flags, capped=cap is not None, output=output)
     if not any(r.feasible for r in rows):
@@ -123,7 +123,7 @@ def _refuse_misfit(rows: list[Row], flags: inputs.CostFlags, workers: int) -> No
     """A cost file that is for no schedule's stages is one mistake, not one refusal per schedule."""
     if flags.file is None or any(not r.refused for r in rows) or all(inputs.MISFIT not in str(r.refused) for r in rows):
         return
-    given = f"{len(costs_from_json(inputs.read(flags.file)))} {inputs.MISFIT}"
+    given = f"{len(costs_from_json(outputs.read(flags.file)))} {inputs.MISFIT}"
     raise MeshwrightError(
         f"--costs {flags.file} fits no schedule: {workers} workers have {workers} stages or a multiple, which {given}",
         fix=f"one row per stage: {workers}",
@@ -257,7 +257,7 @@ def _print(rows: list[Row], flags: inputs.CostFlags, *, capped: bool, output: Pa
         if r.refused:
             console.print(f"[dim]{r.schedule}: {r.refused}", soft_wrap=True)
     if output is not None:
-        inputs.write(output, written.getvalue())
+        outputs.write(output, written.getvalue())
 
 
 def _legend(rows: list[Row], measured: bool) -> list[str]:

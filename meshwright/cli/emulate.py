@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import inputs
+from meshwright.cli import outputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.profile import StageCost
@@ -69,7 +69,7 @@ class Wish:
             from meshwright.report.perfetto import both_to_perfetto
 
             assert measured.timeline is not None
-            inputs.write(self.trace, both_to_perfetto(predicted, measured.timeline))
+            outputs.write(self.trace, both_to_perfetto(predicted, measured.timeline))
         return measured
 
 
@@ -78,7 +78,7 @@ def wished(
 ) -> Wish | None:
     """The emulation that the flags ask for, if any; flags of one that is not asked for are refused."""
     if timing is not None:
-        inputs.refuse_output(trace)
+        outputs.refuse_output(trace)
         return Wish(timing, repeat or 5, "auto" if transport is None else transport, 60.0 if limit is None else limit, trace)
     if trace is not None:
         raise MeshwrightError("--trace is what an emulation measured", fix="--emulate wall")

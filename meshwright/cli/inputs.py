@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright import schedules
+from meshwright.cli import outputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json
 from meshwright.ir.csv_form import from_csv
@@ -123,14 +123,14 @@ class CostFlags:
     def stages(self, schedule: Schedule) -> Sequence[StageCost]:
         """One row per stage of this schedule."""
         if self.file is not None:
-            return costs_from_json(read(self.file))
+            return costs_from_json(outputs.read(self.file))
         return self.even(stages=schedule.stages, workers=schedule.workers)
 
     def spread(self, schedule: Schedule) -> Sequence[StageCost]:
         """The rows of a file over this schedule's stages: where it has v times as many, each row is cut into v equal parts."""
         if self.file is None:
             return self.stages(schedule)
-        rows = costs_from_json(read(self.file))
+        rows = costs_from_json(outputs.read(self.file))
         parts, left = divmod(schedule.stages, len(rows))
         if left:
             raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} {MISFIT}")
@@ -163,7 +163,7 @@ class CostFlags:
     def cluster(self) -> Cluster | None:
         """One kind of link between all workers; None where messages are free."""
         if self.cluster_file is not None:
-            return cluster_from_json(read(self.cluster_file))
+            return cluster_from_json(outputs.read(self.cluster_file))
         if not self.send and self.bandwidth == float("inf"):
             return None
         if self.bandwidth <= 0:
@@ -236,60 +236,8 @@ def load(
 
 def load_file(path: Path) -> Schedule:
     """A schedule from a JSON or CSV file."""
-    text = read(path)
+    text = outputs.read(path)
     return from_csv(text, path.stem) if path.suffix == ".csv" else schedule_from_json(text)
-
-
-def read(path: Path) -> str:
-    """The text of a file that a user named."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise MeshwrightError(f"cannot read {path}: {error}") from error
-
-
-def refuse_output(path: Path | None) -> None:
-    """Raise if a file cannot be written, before the work that it is for; what it holds by now stays as it is."""
-    if path is None:
-        return
-    try:
-        is_new = not path.exists()
-        if not is_new and not path.is_file() and not path.is_dir():
-            return  # a pipe or a device: to open it would take its reader away
-        with path.open("a"):
-            pass
-        if is_new:
-            path.unlink()
-    except (OSError, ValueError) as error:
-        raise MeshwrightError(f"cannot write {path}: {error}", fix="a file in a folder that exists") from error
-
-
-def write(path: Path, text: str) -> None:
-    """Write an output that a user asked for."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise MeshwrightError(f"cannot write {path}: {error}") from error
-
-
-def give(text: str, output: Path | None) -> None:
-    """Print an answer, or write it to the file that was asked for."""
-    if output is None:
-        typer.echo(text.rstrip("\n"), color=True)
-    else:
-        write(output, text.rstrip("\n") + "\n")
-
-
-def width() -> int:
-    """Columns to draw in: those of the terminal, or COLUMNS, or 120."""
-    return shutil.get_terminal_size((120, 24)).columns
-
-
-def coloured() -> bool:
-    """Does the output take colours? A terminal does, unless NO_COLOR is set; FORCE_COLOR gives them to anything."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def pairs(option: Sequence[str] | None) -> dict[str, Any]:

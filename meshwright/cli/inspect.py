@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import inputs
+from meshwright.cli import inputs, outputs
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def inspect(
     """
     from meshwright.ir.model import model_to_json  # here, so that the quick verbs need not load it
 
-    inputs.refuse_output(output)
+    outputs.refuse_output(output)
     batch = inputs.batch_function(batch, old_batch)
     graph = _graph(model, rows, length, batch)
     cuts = graph.cuts(stages, at=cut or None)
     if output is not None:
-        inputs.write(output, model_to_json(graph) + "\n")
+        outputs.write(output, model_to_json(graph) + "\n")
     verdict = _checked(model, stages, rows, length, batch, cut or []) if check else None
     if as_json:
         typer.echo(json.dumps({**_data(graph, cuts), **({} if verdict is None else {"check": _found(verdict)})}, indent=1))
@@ -69,7 +69,7 @@ def inspect(
 def _checked(model: str, stages: int, rows: int | None, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
     from meshwright.train.weightless import checked
 
-    if Path(model).suffix == ".json" and '"kind": "model"' in inputs.read(Path(model)):
+    if Path(model).suffix == ".json" and '"kind": "model"' in outputs.read(Path(model)):
         raise MeshwrightError(f"{model} has the layers of a model, not the model", fix="--check with the model itself")
     found = checked(model, stages, rows=rows or 2, length=length, batch=batch, cuts=cut)
     if found is None:
@@ -108,7 +108,7 @@ def _graph(model: str, rows: int | None, length: int | None, batch: str | None) 
     from meshwright.ir.model import model_from_json
 
     path = Path(model)
-    if path.suffix == ".json" and os.path.exists(path) and '"kind": "model"' in (text := inputs.read(path)):
+    if path.suffix == ".json" and os.path.exists(path) and '"kind": "model"' in (text := outputs.read(path)):
         if rows is not None or length is not None or batch is not None:
             raise MeshwrightError(
                 f"{model} has layers for one size of batch, --rows, --length and --batch-function do not change it"
@@ -148,7 +148,7 @@ def _data(graph: ModelGraph, cuts: Cuts) -> dict[str, Any]:
 def _print(graph: ModelGraph, cuts: Cuts) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True, width=None if inputs.coloured() else 160)
+    console = Console(highlight=False, soft_wrap=True, width=None if outputs.coloured() else 160)
     total = sum(_count(weight.shape) for weight in graph.weights)
     console.print(
         f"{graph.name}  {_short(total)} parameters, {len(graph.layers)} layers, {_short(graph.flops)} operations forward"

@@ -69,6 +69,9 @@ app.command(
     epilog=_examples("train gpt-tiny --pp 2 --dataset notes.txt --max-steps 100", "train job.toml"),
 )(train.train)
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
 
 def main() -> None:
     """Run a verb; what it prints is its answer, its exit code the short form."""
@@ -84,6 +87,13 @@ def main() -> None:
             raise
         sys.stderr.write(f"error: this needs {missing}, which is not installed\n  try: pip install 'meshwright[hf]'\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # what typer makes of Ctrl-C
+            sys.stderr.write("interrupted\n")
+        raise
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import inputs
+from meshwright.cli import inputs, outputs
 from meshwright.cli.inputs import Format
 from meshwright.cli.simulate import summary
 from meshwright.ir.cluster import Duplex
@@ -45,7 +45,7 @@ def show(
     output: inputs.Output = None,
 ) -> None:
     """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file."""
-    inputs.refuse_output(output)
+    outputs.refuse_output(output)
     recompute = inputs.recompute_cost(recompute, old_recompute)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
@@ -54,9 +54,9 @@ def show(
         schedule = lower(schedule, costs=flags.stages(schedule), cluster=flags.cluster)
     if as_json:
         timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
-        inputs.give(json.dumps(summary(schedule, timeline)), output)
+        outputs.give(json.dumps(summary(schedule, timeline)), output)
         return
-    inputs.give(_text(schedule, flags, overlap, format, colour=output is None and inputs.coloured()), output)
+    outputs.give(_text(schedule, flags, overlap, format, colour=output is None and outputs.coloured()), output)
 
 
 def _text(schedule: Schedule, flags: inputs.CostFlags, overlap: float, form: Format, *, colour: bool) -> str:
@@ -72,4 +72,4 @@ def _text(schedule: Schedule, flags: inputs.CostFlags, overlap: float, form: For
             return to_perfetto(simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap))
         case Format.TEXT:
             timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
-            return timeline_text(schedule, timeline, colour=colour, width=inputs.width())
+            return timeline_text(schedule, timeline, colour=colour, width=outputs.width())

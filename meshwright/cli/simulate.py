@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli import emulate as emulation
-from meshwright.cli import inputs
+from meshwright.cli import inputs, outputs
 from meshwright.cli.inputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex
@@ -67,12 +67,12 @@ def simulate(
     measured = wish.run(lowered, rows, links, overlap, timeline) if wish is not None else None
     if as_json:
         more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
-        inputs.give(json.dumps({**summary(schedule, timeline), **more}), output)
+        outputs.give(json.dumps({**summary(schedule, timeline), **more}), output)
         return
-    text = _text(schedule, timeline, format, colour=output is None and inputs.coloured())
+    text = _text(schedule, timeline, format, colour=output is None and outputs.coloured())
     if wish is not None and measured is not None and format is Format.TEXT:
         text += "\n" + emulation.text(wish, measured, timeline)
-    inputs.give(text, output)
+    outputs.give(text, output)
 
 
 def _text(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str:
@@ -88,7 +88,7 @@ def _text(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool)
 
             return to_perfetto(timeline)
         case Format.TEXT:
-            return timeline_text(schedule, timeline, colour=colour, width=inputs.width())
+            return timeline_text(schedule, timeline, colour=colour, width=outputs.width())
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

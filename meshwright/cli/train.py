@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import inputs
+from meshwright.cli import inputs, outputs
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import toml
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
 from meshwright.schedules import refuse_plan
@@ -81,7 +82,7 @@ def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
     from meshwright.train.job import KEYS, Job, flags_to_arguments, read_job
 
     path = Path(model)
-    if path.suffix == ".toml" and os.path.exists(path) and _is_job(inputs.read(path)):
+    if path.suffix == ".toml" and os.path.exists(path) and _is_job(outputs.read(path)):
         if beside := [f"--{name}" for name, value in given.items() if value] + flags:
             raise MeshwrightError(f"{model} is a whole job, and {beside[0]} stands beside it", fix=f"write it into {model}")
         return read_job(path)
@@ -91,12 +92,7 @@ def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
 
 def _is_job(text: str) -> bool:
     """A job names its model; the file of a model does not."""
-    import tomllib
-
-    try:
-        return "config" not in tomllib.loads(text)
-    except ValueError as error:  # of tomllib, or of a number with too many digits
-        raise MeshwrightError(f"this is not TOML: {error}") from error
+    return "config" not in toml(text, "this file")
 
 
 def _report(trainer: Any, output: Any, *, as_json: bool) -> None:

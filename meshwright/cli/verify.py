@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import inputs
+from meshwright.cli import inputs, outputs
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.plan_file import asked
@@ -84,7 +84,7 @@ def verify(
     refuse_plan(parallel)
     refuse_crowd(parallel.ranks)
     path = output or (None if as_json else Path("certificate.json"))
-    inputs.refuse_output(path)
+    outputs.refuse_output(path)
     build, data = _model(model, inputs.batch_function(batch, old_batch), parallel)
     from meshwright.train.verify import verify as compare
 
@@ -111,7 +111,7 @@ def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
 def _report(certificate: Certificate, path: Path | None, *, as_json: bool) -> None:
     """Write the certificate, and print it or what it says."""
     if path is not None:
-        inputs.write(path, certificate.to_json() + "\n")
+        outputs.write(path, certificate.to_json() + "\n")
     if as_json:
         typer.echo(certificate.to_json())
     else:

@@ -11,7 +11,8 @@ from numbers import Real
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.reading import LARGEST, shown
+from meshwright.ir.limits import refuse_unfit, shown
+from meshwright.ir.reading import LARGEST
 
 LOCAL_RANKS = 256
 """More processes than this are not started on one host."""
@@ -83,7 +84,7 @@ class Parallel:
             raise MeshwrightError(f"parallel is a Parallel or a mapping, got {shown(given)}", fix="parallel=dict(pp=2)")
         known = [f.name for f in fields(cls)]
         if unknown := sorted(map(str, set(given) - set(known))):
-            raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))}", fix=", ".join(known))
+            raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))[:400]}", fix=", ".join(known))
         return cls(**given)
 
     @property
@@ -125,6 +126,7 @@ def _options(given: object) -> dict[str, object]:
     for name, value in given.items():
         if isinstance(value, int) and abs(value) >= LARGEST:
             raise MeshwrightError(f"option {name} must be below {LARGEST}, got {shown(value)}", fix=f"options={{'{name}': 2}}")
+    refuse_unfit(given, "a mapping of options")
     return dict(given)
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import file_text, shown, toml
 from meshwright.ir.plan import Parallel
-from meshwright.ir.reading import Reader, parsed, shown
+from meshwright.ir.reading import Reader, parsed
 
 SCHEMA = 1
 WHAT = "a plan file"
@@ -36,21 +37,8 @@ def plan_from_json(text: str) -> Parallel:
 def read_plan(path: str | Path) -> dict[str, Any]:
     """What a plan file asks for, key by key, as it was written."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise MeshwrightError(
-            f"cannot read the plan {path}: {error}", fix="parallel=dict(pp=2), or a JSON or TOML file"
-        ) from error
-    if path.suffix == ".toml":
-        import tomllib
-
-        try:
-            found = _table(tomllib.loads(text))
-        except ValueError as error:  # of tomllib, or of a number with too many digits
-            raise MeshwrightError(f"{path} is not TOML: {error}") from error
-    else:
-        found = _table(parsed(text, WHAT))
+    text = file_text(path, "the plan", fix="parallel=dict(pp=2), or a JSON or TOML file")
+    found = _table(toml(text, f"the plan {path}") if path.suffix == ".toml" else parsed(text, WHAT))
     Parallel.of(found)
     return found
 

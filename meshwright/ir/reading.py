@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import refuse_unfit, shown
 
 LARGEST = 1_000_000_000
 """No count in a file is larger."""
@@ -16,11 +17,13 @@ LARGEST = 1_000_000_000
 def parsed(text: str, what: str) -> Any:
     """The JSON in a text, or an error that says what was expected there."""
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, what))
+        found = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, what))
     except (ValueError, RecursionError) as error:
         raise MeshwrightError(
-            f"this is not {what}: it is not JSON ({error})", fix=f"see the documentation for the form of {what}"
+            f"this is not {what}: it is not JSON ({str(error)[:200]})", fix=f"see the documentation for the form of {what}"
         ) from error
+    refuse_unfit(found, what)
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]], what: str) -> dict[str, Any]:
@@ -41,17 +44,15 @@ class Reader:
             raise MeshwrightError(f"this is not {what}: it is no object", fix=f"see the documentation for the form of {what}")
         self.data, self.what = data, what
         if kind is not None and data.get("kind") != kind:
-            raise MeshwrightError(f"this is not {what}: its kind is {data.get('kind')!r}", fix=f'"kind": "{kind}"')
+            raise MeshwrightError(f"this is not {what}: its kind is {shown(data.get('kind'))}", fix=f'"kind": "{kind}"')
         if "schema" in data or kind is not None:
             found = data.get("schema")
             if type(found) is not int or found < 1:
                 raise MeshwrightError(f"{what} has schema {shown(found)}, which is no schema number", fix=f'"schema": {schema}')
             if found > schema:
-                raise MeshwrightError(
-                    f"{what} has schema {shown(found)}, this version reads up to {schema}", fix="update meshwright"
-                )
+                raise MeshwrightError(f"{what} has schema {found}, this version reads up to {schema}", fix="update meshwright")
         if unknown := sorted(map(str, set(data) - keys)):
-            raise MeshwrightError(f"{what} has unknown keys: {', '.join(unknown)}", fix=f"keys: {', '.join(sorted(keys))}")
+            raise MeshwrightError(f"{what} has unknown keys: {', '.join(unknown)[:400]}", fix=f"keys: {', '.join(sorted(keys))}")
 
     @property
     def _fix(self) -> str:
@@ -111,13 +112,3 @@ def rows(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise MeshwrightError(f"{shown(value)} is not a list")
     return value
-
-
-def shown(value: Any) -> str:
-    """A value in an error text, however large it is."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
-        return "a number that is too large"
-    try:
-        return repr(value)[:80]
-    except ValueError:  # Python writes no number of more than some thousand digits
-        return f"a {type(value).__name__} with a number that is too large"

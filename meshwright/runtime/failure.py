@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -60,9 +60,38 @@ class Doing:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Doing:
-        """Back from it."""
-        return cls(**json.loads(text))
+        """Back from it; a ValueError where it is anything else."""
+        return cls(**_fields(cls, text))
 
+
+def _fields(kind: type, text: str | bytes) -> dict[str, Any]:
+    """The fields of a record, each of its own type: a store may hold what others wrote."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    kinds = {f.name: _KINDS[str(f.type)] for f in fields(kind)}
+    if not isinstance(found, dict) or set(found) != set(kinds):
+        raise ValueError(f"it has not the fields of {kind.__name__}")
+    for name, value in found.items():
+        if type(value) not in kinds[name]:
+            raise ValueError(f"{name} is a {type(value).__name__}")
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ValueError(f"{name} is too large")
+    return found
+
+
+_LARGEST = 1 << 62
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "float": (float, int),
+    "bool": (bool,),
+    "int | None": (int, type(None)),
+    "str | None": (str, type(None)),
+    "How": (str,),
+}
+"""What JSON may have for the types of fields."""
 
 LONGEST = 20_000
 """Characters of a text that go through a store, which takes no message of any size."""
@@ -100,6 +129,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, doing: Doing) -> Failure:
         """What an exception on a rank means."""
+        if isinstance(error, KeyboardInterrupt):
+            return cls(doing.rank, How.STOPPED, "interrupted by Ctrl-C", doing.action, doing.stage)
         ours = isinstance(error, MeshwrightError)
         what = error.what if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}".rstrip(": ")
         detail = "" if ours else "".join(traceback.format_exception(error))
@@ -133,8 +164,8 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Failure:
-        """Back from it."""
-        found = json.loads(text)
+        """Back from it; a ValueError where it is anything else."""
+        found = _fields(cls, text)
         return cls(**{**found, "how": How(found["how"])})
 
 

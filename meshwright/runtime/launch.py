@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
+import secrets
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -25,8 +26,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.attach import Attached, attach
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Doing, Failure, How, RankFailed, as_error
-from meshwright.runtime.lend import Lending
-from meshwright.runtime.serve import ANSWER_S, LEFT, MARK, UNGUARDED, process_group, serve
+from meshwright.runtime.lend import Lending, unpack
+from meshwright.runtime.serve import ANSWER_S, LEFT, MARK, UNGUARDED, hand_over, handed_over, process_group, serve
 from meshwright.runtime.watch import TICK_S, Patience
 
 __all__ = ["Attached", "Patience", "RankFailed", "Workers", "attach", "process_group"]
@@ -34,6 +35,8 @@ __all__ = ["Attached", "Patience", "RankFailed", "Workers", "attach", "process_g
 _LAST_WORDS_S = 1.5
 _SEAT_BYTES = 256
 _NAME = "meshwright worker"
+
+LOCAL = "127.0.0.1"
 
 
 class Workers:
@@ -53,10 +56,11 @@ class Workers:
         self.preload = ["meshwright.runtime.preload", *preload]
         self.patience = Patience(timeout_s=timeout_s)
         self.store: TCPStore | None = None
+        self.secret = b""
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         self.seats: list[Any] = []
-        self._start()
+        self._start_or_end()
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
         """Call `function(*args)` on the first `ranks` workers, each inside the process group; the first error is raised."""
@@ -71,16 +75,16 @@ class Workers:
                     f"this work cannot be sent to workers: {error}",
                     fix="a function that can be imported by name, plain arguments",
                 ) from error
-            return self._run(work, lending.folder, world)
+            return self._run(work, lending.file, world)
 
-    def _run(self, work: bytes, folder: Path, world: int) -> list[Any]:
+    def _run(self, work: bytes, file: int | None, world: int) -> list[Any]:
         # A worker at rest writes nothing: a pipe that can be read has been closed by its death.
         if not self.processes or any(pipe.poll() for pipe in self.pipes):
             self.close()
-            self._start()
+            self._start_or_end()
         self.jobs += 1
         try:
-            return self._do(work, folder, f"job{self.jobs}", world)
+            return self._do(work, file, f"job{self.jobs}", world)
         except BaseException:
             self.close()  # some of them are still at it
             raise
@@ -101,30 +105,48 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _start_or_end(self) -> None:
+        """Start all workers, or, where that fails or is interrupted, none."""
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self.preload)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=ANSWER_S)
+        self.store, self.secret = _local_store(), secrets.token_bytes(32)
         for rank in range(self.count):
             mine, theirs = context.Pipe()
             seat = context.RawArray("c", _SEAT_BYTES)
-            given = (theirs, rank, self.store.port, self.patience, dict(os.environ), seat)
+            given = (theirs, rank, self.store.port, self.secret, self.patience, _local(os.environ), seat)
             process = context.Process(target=serve, args=given, daemon=True, name=f"{_NAME} {rank}")
-            with _importable_main():
-                process.start()
+            with _importable_main(), _without_interrupts():
+                self._begin(process)
             theirs.close()
             self.pipes.append(mine)
             self.seats.append(seat)
             self.processes.append(process)
 
-    def _do(self, work: bytes, folder: Path, name: str, world: int) -> list[Any]:
+    def _begin(self, process: BaseProcess) -> None:
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            raise MeshwrightError(
+                "the server that local workers are forked from ended while they were started: killed, or by what it loads",
+                fix="see whether the machine ran out of memory (dmesg | tail), and start again",
+            ) from error
+
+    def _do(self, work: bytes, file: int | None, name: str, world: int) -> list[Any]:
         assert self.store is not None, "workers have a store while they live"
-        board = Board(PrefixStore(f"{name}/watch", self.store), world)
+        board = Board(PrefixStore(f"{name}/watch", self.store), world, secret=self.secret + name.encode())
         for pipe, seat in zip(self.pipes[:world], self.seats, strict=False):
             seat.value = b""
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death shows at the other end
-                pipe.send((work, folder, name, world))
+                pipe.send((work, name, world))
+                hand_over(pipe, file)
         del work
         found: dict[int, Any] = {}
         silent = set(range(world))
@@ -132,11 +154,11 @@ class Workers:
             ready = wait([self.pipes[rank] for rank in silent], timeout=TICK_S)
             for rank in [rank for rank in silent if self.pipes[rank] in ready]:
                 silent.discard(rank)
-                answer = b""
+                answer: tuple[bytes, int | None] | None = None
                 with contextlib.suppress(EOFError, ConnectionResetError):
-                    answer = self.pipes[rank].recv_bytes()
-                if answer:
-                    found[rank] = pickle.loads(answer)
+                    answer = self.pipes[rank].recv_bytes(), handed_over(self.pipes[rank])
+                if answer is not None:
+                    found[rank] = unpack(*answer)
                 else:
                     self._note_death(rank, board)
             if len(found) < world and (failure := board.failure()) is not None:
@@ -167,6 +189,21 @@ class Workers:
         return replace(failure, action=action, stage=int(stage))
 
 
+def _local_store() -> TCPStore:
+    """A store that listens on the loopback interface alone: given an address it would still listen on all."""
+    with socket.socket() as door:
+        door.bind((LOCAL, 0))
+        door.listen()
+        port, file = door.getsockname()[1], door.detach()
+    return TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, timeout=ANSWER_S, master_listen_fd=file, use_libuv=True)
+
+
+def _local(environment: Mapping[str, str]) -> dict[str, str]:
+    """What workers find around them; gloo too listens on the loopback interface, unless a user has said where."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in {name for _, name in socket.if_nameindex()} else {}
+    return {**loopback, **environment}
+
+
 @contextlib.contextmanager
 def _importable_main() -> Iterator[None]:
     """Workers import the script that starts them, by its file; what was typed or piped in has a name but no file."""
@@ -180,6 +217,17 @@ def _importable_main() -> Iterator[None]:
         yield
     finally:
         main.__file__ = path
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches all processes of a terminal: those that are started here leave it to the one that starts them."""
+    resource_tracker.ensure_running()  # starting it would let the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _cause(code: int | None) -> str:

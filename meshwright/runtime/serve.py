@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Failure
-from meshwright.runtime.lend import end, pack
+from meshwright.runtime.lend import Lending, unpack
 from meshwright.runtime.status import Seat
 from meshwright.runtime.watch import Patience, Watch
 
@@ -59,39 +60,65 @@ def process_group(rank: int, world: int, store: Store, *, local_rank: int | None
 
 
 def serve(
-    pipe: Connection, rank: int, port: int, patience: Patience, environment: Mapping[str, str], seat: Seat | None = None
+    pipe: Connection,
+    rank: int,
+    port: int,
+    secret: bytes,
+    patience: Patience,
+    environment: Mapping[str, str],
+    seat: Seat | None = None,
 ) -> None:
     """Do what comes through the pipe until it is closed."""
     os.environ.update(environment)
     os.environ[MARK] = str(rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and decides
     faulthandler.enable()
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    watching = TCPStore("127.0.0.1", port, is_master=False, timeout=ANSWER_S)
+    store, watching = _connected(pipe, port), _connected(pipe, port)
+    watching.set_timeout(ANSWER_S)
     while True:
         try:
-            work, folder, name, world = pipe.recv()
+            work, name, world = pipe.recv()
+            file = handed_over(pipe)
         except (EOFError, ConnectionError):
             return
-        board = Board(PrefixStore(f"{name}/watch", watching), world)
+        board = Board(PrefixStore(f"{name}/watch", watching), world, secret=secret + name.encode())
         alarms = {pipe.fileno(): leave}
         watch = Watch(board, rank, patience, ends=leave, alarms=alarms, supervised=True, seat=seat)
+        lending = Lending()
         try:
-            function, args = _unpack(work)
+            function, args = _unpack(work, file)
             del work
-            if watching.add(f"{name}/unpacked", 1) == world:
-                end(folder)  # all have mapped it
             with process_group(rank, world, PrefixStore(name, store)):
                 result = function(*args)
             del function, args
-            answer = _pack(result, folder / str(rank))
+            answer = _pack(result, lending)
             del result
         except BaseException as error:
             watch.fail(error)
             leave()
         watch.finish()
-        pipe.send_bytes(answer)
+        with lending:
+            pipe.send_bytes(answer)
+            hand_over(pipe, lending.file)
         del answer
+
+
+def _connected(pipe: Connection, port: int) -> TCPStore:
+    """The store of the parent; where that has ended in the meantime, nobody waits for it."""
+    parent = select.poll()
+    parent.register(pipe.fileno(), 0)  # its end alone
+    deadline = time.monotonic() + ANSWER_S.total_seconds()
+    while True:
+        if parent.poll(0):
+            leave()
+        try:
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        except (DistNetworkError, DistStoreError):
+            if time.monotonic() > deadline:
+                raise
+        else:
+            store.set_timeout(dist.default_pg_timeout)
+            return store
 
 
 def leave(_: Failure | None = None) -> NoReturn:
@@ -107,9 +134,21 @@ def flush() -> None:
     thread.join(timeout=0.2)
 
 
-def _unpack(work: bytes) -> tuple[Any, Any]:
+def hand_over(pipe: Connection, file: int | None) -> None:
+    """Send an open file, or that there is none."""
+    pipe.send_bytes(b"-" if file is None else b"+")
+    if file is not None:
+        send_handle(pipe, file, None)
+
+
+def handed_over(pipe: Connection) -> int | None:
+    """Receive what was handed over."""
+    return recv_handle(pipe) if pipe.recv_bytes() == b"+" else None
+
+
+def _unpack(work: bytes, file: int | None) -> tuple[Any, Any]:
     try:
-        return pickle.loads(work)
+        return unpack(work, file)
     except (AttributeError, ImportError) as error:
         raise MeshwrightError(
             f"a worker cannot find what it is to run: {error}",
@@ -117,8 +156,8 @@ def _unpack(work: bytes) -> tuple[Any, Any]:
         ) from error
 
 
-def _pack(result: Any, folder: Path) -> bytes:
+def _pack(result: Any, lending: Lending) -> bytes:
     try:
-        return pack(result, folder)
+        return lending.pack(result)
     except Exception as error:  # pickle raises whatever an object's own methods raise
         raise MeshwrightError(f"what a worker returned cannot be sent: {error}", fix="return plain data or tensors") from error

@@ -18,9 +18,9 @@ from math import isfinite, nan, prod
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import LARGEST
+from meshwright.ir.limits import shown
 from meshwright.ir.plan import Parallel
 from meshwright.ir.profile import StageCost
-from meshwright.ir.reading import shown
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.lower import named
 from meshwright.passes.recompute import Mode

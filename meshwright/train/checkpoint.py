@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine import Engine
-from meshwright.train import rotate, state
+from meshwright.train import folder_lock, rotate, state
 from meshwright.train.options import facts, merged
 from meshwright.train.readable import apart, name_optimizer_files, write_weights
 from meshwright.train.restore import Resumed, restore
@@ -69,6 +69,7 @@ class Checkpoints:
     processing: Any = None
     _thread: threading.Thread | None = field(default=None, init=False)
     _failed: BaseException | None = field(default=None, init=False)
+    _held: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.root = Path(self.root)
@@ -80,7 +81,8 @@ class Checkpoints:
     def _prepare(self) -> None:
         if dist.get_rank() == 0:
             self.root.mkdir(parents=True, exist_ok=True)
-            rotate.tidy(self.root)
+            if not folder_lock.held_by_another(self.root):  # what looks left behind may be on its way
+                rotate.tidy(self.root)
 
     def save(
         self,
@@ -92,6 +94,9 @@ class Checkpoints:
     ) -> Path:
         """Save what there is after `step` steps; `data` (where the data stands) and `extra` are kept as rank 0 gives them."""
         self.wait()
+        if not self._held:
+            agree(lambda: folder_lock.take(self.root) if dist.get_rank() == 0 else None, group=self._group)
+            self._held = True
         scaler = self.engine.scaler
         given = {"data": data, "scaler": None if scaler is None else scaler.state_dict(), "extra": extra}
         _refuse(self.engine, given)
@@ -132,6 +137,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            if self._held and dist.get_rank() == 0:
+                folder_lock.release(self.root)
             dist.destroy_process_group(self._group)
 
     # -- in the thread

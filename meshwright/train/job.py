@@ -13,7 +13,8 @@ output_dir = "out"
 
 from __future__ import annotations
 
-import tomllib
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -23,6 +24,7 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.limits import file_text, shown, toml
 from meshwright.ir.plan_file import asked
 from meshwright.ir.reading import Reader, positive, text
 from meshwright.train import datasets, rotate
@@ -33,6 +35,8 @@ from meshwright.train.trainer import Trainer
 SCHEMA = 1
 KEYS = frozenset({"schema", "model", "dataset", "length", "parallel", "arguments", "resume"})
 OUTPUT = "trainer_output"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,20 +111,17 @@ def arguments(given: Mapping[str, Any]) -> TrainingArguments:
     numbers = {f.name for f in fields(TrainingArguments) if type(f.default) in (int, float)}
     for name in sorted(numbers & set(given)):
         if isinstance(given[name], bool) or not isinstance(given[name], int | float):
-            raise MeshwrightError(f"the training argument {name} is a number, got {given[name]!r}", fix=f"{name} = 1")
+            raise MeshwrightError(f"the training argument {name} is a number, got {shown(given[name])}", fix=f"{name} = 1")
     return TrainingArguments(**given)
 
 
 def read_job(path: Path) -> Job:
     """A job from a TOML file."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MeshwrightError(f"cannot read {path}: {error}") from error
+    data = toml(file_text(path, "the job"), f"the job {path}")
     read = Reader(data, f"the job {path}", kind=None, schema=SCHEMA, keys=KEYS)
     if "schema" not in data:
         raise MeshwrightError(f"the job {path} has no 'schema'", fix=f"schema = {SCHEMA}")
-    return Job(
+    job = Job(
         model=read("model", text),
         dataset=read("dataset", text, None),
         length=read("length", positive, None),
@@ -128,6 +129,15 @@ def read_job(path: Path) -> Job:
         arguments=read("arguments", _table, {}),
         resume=read("resume", lambda value: value if isinstance(value, bool) else text(value), None),
     )
+    _say_code(job, path)
+    return job
+
+
+def _say_code(job: Job, path: Path) -> None:
+    """A job file may come from others, and functions that it names are run: once, by the rank that speaks for all."""
+    named = [name for name in (job.model, job.dataset) if name is not None and ":" in name]
+    if named and os.environ.get("RANK", "0") == "0":
+        _log.warning("%s names %s: training imports and runs this code with your rights", path, " and ".join(named))
 
 
 def flags_to_arguments(flags: Sequence[str]) -> dict[str, Any]:
@@ -163,5 +173,5 @@ def _snake(flag: str) -> str:
 
 def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise MeshwrightError(f"{value!r} is no table")
+        raise MeshwrightError(f"{shown(value)} is no table")
     return value

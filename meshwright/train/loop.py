@@ -91,11 +91,14 @@ class _Losses:
     total: float = 0.0
     logged_at: int = 0
     finite: int = 0
+    odd: int = 0
+    odd_total: int = 0
     ever: bool = False
     last: StepResult | None = None
 
     def add(self, result: StepResult, step: int, *, filtered: bool) -> bool:
         """One more step; one that is no number counts as the mean so far, where that is asked for, and False is returned."""
+        self.odd += not isfinite(result.loss)
         odd = filtered and not isfinite(result.loss)
         self.since += self.since / (1 + step - self.logged_at) if odd else result.loss
         self.finite += not odd
@@ -111,8 +114,10 @@ class _Losses:
             "grad_norm": self.last.grad_norm,
             "learning_rate": self.last.learning_rate,
         }
+        logs |= {"nan_losses": self.odd} if self.odd else {}
+        self.odd_total += self.odd
         self.total += self.since
-        self.since, self.logged_at, self.finite = 0.0, step, 0
+        self.since, self.logged_at, self.finite, self.odd = 0.0, step, 0, 0
         return logs
 
 
@@ -148,6 +153,7 @@ class Loop:
             "total_flos": state.total_flos,
             "train_loss": self.losses.total / max(steps, 0.001) if self.losses.ever or not steps else nan,
         }
+        metrics |= {"nan_losses": odd} if (odd := self.losses.odd_total + self.losses.odd) else {}
         self.log(metrics)
         self._load_best()
         self._tell("on_train_end")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module, resources
@@ -12,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.ir.reading import Reader, text
+from meshwright.ir.limits import file_text, shown, toml
+from meshwright.ir.reading import Reader, parsed, text
 
 SCHEMA = 1
 CAUSAL = "AutoModelForCausalLM"
@@ -60,7 +59,7 @@ class ModelFile:
         if found is None:
             return None
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            raise MeshwrightError(f"the configuration says {found!r} positions", fix="a whole number of at least 1")
+            raise MeshwrightError(f"the configuration says {shown(found)} positions", fix="a whole number of at least 1")
         return found
 
 
@@ -79,11 +78,8 @@ def model_file(name: str) -> ModelFile:
             f"there is no model {name!r}{did_you_mean(name, presets())}",
             fix=f"{', '.join(presets())}, a TOML, a config.json, or package.module:function",
         )
-    try:
-        raw = path.read_text() if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()
-        data = tomllib.loads(raw)
-    except (OSError, ValueError) as error:
-        raise MeshwrightError(f"cannot read the model {name}: {error}") from error
+    raw = file_text(path, "the model") if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()
+    data = toml(raw, f"the model {name}")
     read = Reader(data, f"the model {name}", kind=None, schema=SCHEMA, keys=KEYS)
     config = read("config", _table)
     if "model_type" not in config:
@@ -98,8 +94,10 @@ def function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise MeshwrightError(f"cannot import {name}: {error}", fix="package.module:function, seen from here") from error
+    except (ImportError, AttributeError, ValueError, TypeError, RecursionError) as error:
+        raise MeshwrightError(
+            f"cannot import {name[:200]}: {str(error)[:500]}", fix="package.module:function, seen from here"
+        ) from error
     if not callable(found):
         raise MeshwrightError(f"{name} is no function but {type(found).__name__}")
     made: Callable[..., Any] = found
@@ -107,10 +105,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def _from_config(path: Path) -> ModelFile:
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise MeshwrightError(f"cannot read the configuration {path}: {error}") from error
+    config = parsed(file_text(path, "the configuration"), f"the configuration {path}")
     if not isinstance(config, dict) or "model_type" not in config:
         raise MeshwrightError(
             f"{path} is no configuration of transformers: it has no model_type", fix="the config.json of a model"
@@ -118,7 +113,7 @@ def _from_config(path: Path) -> ModelFile:
     heads = config.get("architectures") or [CAUSAL]
     if not isinstance(config["model_type"], str) or not isinstance(heads, list) or not isinstance(heads[0], str):
         raise MeshwrightError(
-            f"{path} has the model_type {config['model_type']!r} and the architectures {heads!r}",
+            f"{path} has the model_type {shown(config['model_type'])} and the architectures {shown(heads)}",
             fix='"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]',
         )
     return ModelFile(heads[0], config)
@@ -130,5 +125,5 @@ def _folder() -> Any:
 
 def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise MeshwrightError(f"{value!r} is no table")
+        raise MeshwrightError(f"{shown(value)} is no table")
     return value

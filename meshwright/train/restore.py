@@ -61,7 +61,7 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
 
 def _newest(root: Path, group: dist.ProcessGroup | None) -> Path | None:
     """The last good checkpoint, as all ranks see it."""
-    folders = agree(lambda: rotate.checkpoints(root), group=group)[0]
+    folders = agree(lambda: rotate.candidates(root), group=group)[0]
     return rotate.last_good(root, folders=folders, judge=lambda folder: _damage(folder, group))
 
 

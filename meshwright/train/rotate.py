@@ -47,6 +47,13 @@ def checkpoints(root: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def candidates(root: Path) -> list[Path]:
+    """The same, and folders of that name without a marker: what a resume looks at, and says why it passes them over."""
+    found = {step: path for step, kind, path in _folders(root) if kind is None}
+    found |= {step_of(path): path for path in checkpoints(root)}
+    return [found[step] for step in sorted(found)]
+
+
 def _folders(root: Path) -> Iterator[tuple[int, str | None, Path]]:
     """Everything here that is ours by its name: step, what it is, where."""
     if root.is_dir():
@@ -81,12 +88,29 @@ def read_marker(folder: Path) -> dict[str, dict[str, Any]]:
         why = "is not there" if not os.path.isdir(folder) else f"has no {MARKER}: it was never finished"
         raise MeshwrightError(f"{str(folder)[:200]} {why}", fix="resume from the last good one: resume_from_checkpoint=True")
     try:
-        read = json.loads(path.read_text())
-        schema, files = read["schema"], dict(read["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        read = json.loads(path.read_bytes())
+        return _files(read)
+    except (OSError, ValueError, RecursionError) as error:
         raise MeshwrightError(f"{path} cannot be read: {error}", fix="resume from another checkpoint") from error
+
+
+def _files(read: Any) -> dict[str, dict[str, Any]]:
+    """The files that a marker names; whatever is not as `finish` writes it is a ValueError, or a newer schema."""
+    if not isinstance(read, dict) or set(read) != {"schema", "step", "files"}:
+        raise ValueError("it is no object of schema, step and files")
+    if type(schema := read["schema"]) is not int or schema < 1:
+        raise ValueError("its schema is no number of at least 1")
     if schema > SCHEMA:
-        raise MeshwrightError(f"{folder} has schema {schema}, this version reads up to {SCHEMA}", fix="a newer meshwright")
+        raise MeshwrightError(f"{MARKER} has schema {schema}, this version reads up to {SCHEMA}", fix="a newer meshwright")
+    if type(read["step"]) is not int or not isinstance(files := read["files"], dict):
+        raise ValueError("its step is no number, or its files are no object")
+    for name, about in files.items():
+        if name in ("", ".", "..") or not name.isprintable() or "/" in name:
+            raise ValueError(f"{name[:80]!r} is no name of a file")
+        if not isinstance(about, dict) or set(about) != {"bytes", "sha256"}:
+            raise ValueError(f"bytes and sha256 of {name[:80]} are not there")
+        if type(about["bytes"]) is not int or not isinstance(about["sha256"], str):
+            raise ValueError(f"bytes or sha256 of {name[:80]} are not what they should be")
     return files
 
 
@@ -95,28 +119,39 @@ def damage(folder: Path, *, share: int = 0, shares: int = 1) -> list[str]:
     found = []
     for index, (name, wanted) in enumerate(sorted(read_marker(folder).items())):
         path = folder / name
-        if not path.is_file():
-            found.append(f"{path} is missing")
-        elif (size := path.stat().st_size) != wanted["bytes"]:
-            found.append(f"{path} has {size} bytes, {wanted['bytes']} were written")
-        elif index % shares == share and digest(path) != wanted["sha256"]:
-            found.append(f"{path} does not hold what was written to it")
+        try:
+            if not path.is_file():
+                found.append(f"{path} is missing")
+            elif (size := path.stat().st_size) != wanted["bytes"]:
+                found.append(f"{path} has {size} bytes, {wanted['bytes']} were written")
+            elif index % shares == share and digest(path) != wanted["sha256"]:
+                found.append(f"{path} does not hold what was written to it")
+        except OSError as error:
+            found.append(f"{path} cannot be read: {error.strerror}")
     return found
 
 
 def last_good(root: Path, *, folders: Sequence[Path] | None = None, judge: Callable[[Path], list[str]] = damage) -> Path | None:
     """The newest checkpoint whose files are all as they were written; damaged ones are named in the log and passed over.
 
+    None where there is no checkpoint at all; where there are some and none is good, an error says what is wrong with each.
     Ranks that look together give the folders that they have agreed on, and a judge that they ask together.
     """
-    for folder in reversed(checkpoints(root) if folders is None else folders):
+    reasons = []
+    for folder in reversed(candidates(root) if folders is None else folders):
         try:
             wrong = judge(folder)
         except MeshwrightError as error:
             wrong = [error.what]
         if not wrong:
             return folder
+        reasons.append(f"{folder.name}: {'; '.join(wrong)}")
         _log.warning("%s is passed over: %s", folder.name, "; ".join(wrong))
+    if reasons:
+        raise MeshwrightError(
+            "\n  ".join([f"no checkpoint in {root} can be resumed:", *reasons]),
+            fix="start anew without resume_from_checkpoint, or bring back the files from a copy",
+        )
     return None
 
 

@@ -16,6 +16,7 @@ from meshwright.runtime.batch import Batch, Given, Objective
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.trace import Trace
+from meshwright.train import folder_lock
 from meshwright.train.callbacks import Watchers, reports
 from meshwright.train.carried import carried, go_on
 from meshwright.train.checkpoint import Checkpoints
@@ -32,7 +33,7 @@ from meshwright.train.save import save
 from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
 from meshwright.train.start import Evaluation, Start, check_start
-from meshwright.train.together import refuse_differences
+from meshwright.train.together import agree, refuse_differences
 from meshwright.train.usable import refuse_folder
 from meshwright.train.vocabulary import vocabularies
 from meshwright.train.whole_loss import ROWS
@@ -42,7 +43,22 @@ if TYPE_CHECKING:
 
 
 def train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
-    """Train on this rank; all ranks call this together."""
+    """Train on this rank; all ranks call this together, and the first holds the folder that is written to."""
+    first = dist.get_rank() == 0
+    agree(lambda: _hold(trainer.folder) if first else None)
+    try:
+        return _train_on_rank(trainer, resume)
+    finally:
+        if first:
+            folder_lock.release(trainer.folder)
+
+
+def _hold(folder: Path) -> None:
+    refuse_folder("output_dir", folder)
+    folder_lock.take(folder)
+
+
+def _train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     set_seed(trainer.args.seed)
     source = trainer.source(trainer.train_dataset)
     course = Course.of(trainer.args, source)
@@ -88,6 +104,7 @@ def refuse_unusable(trainer: Trainer) -> None:
     args = trainer.args
     if trainer.is_world_process_zero():
         refuse_folder("output_dir", trainer.folder)
+        folder_lock.refuse_held(trainer.folder)
     reports(args.report_to)
     if trainer.optimizers[0] is None:
         steps = max(1, args.max_steps)

@@ -153,7 +153,7 @@ class Trainer:
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write what `from_pretrained` reads: rank 0, which has a whole model, or of a sketch every rank its part, together."""
-        folder = Path(output_dir) if output_dir else self.folder
+        folder = Path(output_dir or self.folder)
         if self.skeleton is not None:
             self._cut_and(save_on_rank, folder)
         elif self.is_world_process_zero():
@@ -164,8 +164,7 @@ class Trainer:
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
         """The most likely continuation of every row under the plan; see `Session.generate`."""
         self.evaluation.refuse()
-        found: list[Tensor] = self._cut_and(generate_on_rank, input_ids, {"max_new_tokens": max_new_tokens, **more})
-        return found[0]
+        return self._cut_and(generate_on_rank, input_ids, {"max_new_tokens": max_new_tokens, **more})[0]  # type: ignore[no-any-return]
 
     # -- what ranks ask
 
@@ -186,8 +185,7 @@ class Trainer:
 
     def capture(self, dataset: Any, *, trains: bool = False) -> None:
         """The graph of the model, once for all ranks; what cannot be captured is said here, before anything starts."""
-        plan = self.args.plan
-        refuse_world(plan)
+        refuse_world(plan := self.args.plan)
         stages_of(plan)
         if plan.ranks > 1 and not launched():
             border.refuse_checkpointing(self.model)
@@ -207,8 +205,8 @@ class Trainer:
             last = (source.size or 0) % self.args.rows.step if not self.args.dataloader_drop_last else 0
             refuse_small_cuts(self.flat.refusal, example, {self.args.rows.step, last} - {0}, plan.microbatches * plan.dp)
         if trains and isinstance(example, Mapping):
-            samples, cuts = self.args.rows.device * self.args.rows.accumulation, plan.microbatches
-            if note := flattened_note(example, min(samples, source.size or samples), cuts):
+            samples = self.args.rows.device * self.args.rows.accumulation
+            if note := flattened_note(example, min(samples, source.size or samples), plan.microbatches):
                 log.warning(note)
         if fresh and self.check_capture:
             self.evaluation = check(self, self.source(dataset), example)
@@ -224,8 +222,8 @@ class Trainer:
     @property
     def output_name(self) -> str | None:
         """What the model calls its first output; None where it returns a bare tensor."""
-        names = self.flat.outputs if self.flat is not None else ()
-        return names[0] if names and names[0] != "output" else None
+        name = next(iter(self.flat.outputs), "output") if self.flat is not None else "output"
+        return None if name == "output" else name
 
     def source(self, dataset: Any) -> Source:
         """A data set, and how its rows become tensors."""
