@@ -101,3 +101,15 @@ def test_own_loops_share_the_rule(pool: Pool, holder: subprocess.Popen[str], tmp
     holder.wait()
     run_on(pool, Run({"pp": 2}, str(tmp_path), 1, saves=(1,)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+JOB = 'schema = 1\nmodel = "gpt-tiny"\n[parallel]\npp = 2\n[arguments]\nmax_steps = 1\nreport_to = "none"\noutput_dir = "{}"\n'
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_first_rank_says_it_for_all(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(JOB.format(tmp_path))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright.cli.main", "train", job]
+    found = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    assert found.returncode and found.stderr.count(f"another run writes to {tmp_path}: process {holder.pid}") == 1

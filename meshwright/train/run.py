@@ -28,7 +28,7 @@ from meshwright.train.loop import Course, Judged, Loop, Outcome
 from meshwright.train.losses import OwnLoss, count_for, items
 from meshwright.train.optimizers import rates_for
 from meshwright.train.own import drop_others, ground, materialise
-from meshwright.train.place import alone, device_for
+from meshwright.train.place import alone, device_for, launched
 from meshwright.train.save import save
 from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
@@ -104,7 +104,8 @@ def refuse_unusable(trainer: Trainer) -> None:
     args = trainer.args
     if trainer.is_world_process_zero():
         refuse_folder("output_dir", trainer.folder)
-        folder_lock.refuse_held(trainer.folder)
+        if not launched():  # there all ranks are told, once they have met
+            folder_lock.refuse_held(trainer.folder)
     reports(args.report_to)
     if trainer.optimizers[0] is None:
         steps = max(1, args.max_steps)
