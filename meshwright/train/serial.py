@@ -147,7 +147,7 @@ class Serial:
         total: Weights = {}
         for p in self.params:
             p.grad = None
-        weight, count = 0.0, self.schedule.microbatches
+        weight, ran, count = 0.0, False, self.schedule.microbatches
         for copy in range(self.copies):
             added: Weights = {}
             for mb in range(round_ * count, (round_ + 1) * count):
@@ -158,6 +158,7 @@ class Serial:
                 rows = data.cuts[local]
                 if rows.start == rows.stop:
                     continue
+                ran = True
                 sums[step, copy][0] += self._microbatch(data, step, local, self._weights(mb), added)
                 counted = self._weight(data, rows)
                 sums[step, copy][1] += counted
@@ -169,7 +170,7 @@ class Serial:
         factor = self.scaler.factor if self.scaler else 1.0
         self.reached |= total.keys()
         for p in self.params:
-            nothing = torch.zeros_like(p) if not weight and (p in self.reached or not self.reached) else None
+            nothing = torch.zeros_like(p) if ran and not weight and (p in self.reached or not self.reached) else None
             p.grad = total[p] / ((weight or 1.0) * factor) if p in total else nothing
 
     def _batch(self, given: Given, copy: int) -> Batch:
