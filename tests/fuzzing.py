@@ -89,7 +89,7 @@ def by_text(read: Callable[[str], Any]) -> Callable[[Path, bytes], None]:
 
 
 def _positions(path: Path) -> None:
-    assert model_file(str(path)).length >= 1
+    assert (model_file(str(path)).positions or 1) >= 1
 
 
 def _entry(read: Callable[[Board], object], key: str) -> Callable[[Path, bytes], None]:

@@ -20,11 +20,18 @@ from tests.trainers import gpt2, ours, text
 NAN = float("nan")
 
 
+def _hears_ctrl_c() -> None:
+    """As in a terminal: what a shell starts in the background ignores it, and so would this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def begun(folder: Path, pp: int) -> subprocess.Popen[bytes]:
     flags = ["--pp", str(pp), "--max-steps", "100000", "--output-dir", str(folder / "out"), "--report-to", "none"]
     command = [sys.executable, "-m", "meshwright.cli.main", "train", "gpt-tiny", *flags, "--logging-steps", "1"]
     with (folder / "said").open("wb") as said:
-        return subprocess.Popen(command, cwd=folder, stderr=said, stdout=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=folder, stderr=said, stdout=subprocess.DEVNULL, start_new_session=True, preexec_fn=_hears_ctrl_c
+        )
 
 
 def interrupted(run: subprocess.Popen[bytes], folder: Path) -> str:
