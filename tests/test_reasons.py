@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from meshwright import MeshwrightError
 from meshwright.capture.export import flatten
+from meshwright.runtime.layers import Layers
 from meshwright.train.layers import layers_for, through
 from tests.checking import answers, checked
 from tests.tiny import SIZES, library
@@ -294,6 +295,14 @@ def test_experts_of_transformers_are_told_what_to_do() -> None:
         flatten(model, {"input_ids": ids, "labels": ids})
 
 
+def equal_in_both_modes(model: nn.Module, layers: Layers, given: dict[str, Tensor]) -> None:
+    for training in (True, False):
+        for module in (model, *layers.modules):
+            module.train(training)
+        with torch.set_grad_enabled(training):
+            torch.testing.assert_close(through(layers, given)[0], model(**given), rtol=1e-6, atol=0)
+
+
 class Padded(nn.Module):
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -316,11 +325,7 @@ def test_padded_places_of_an_encoder_are_those_of_evaluation(norm: bool, at_the_
     padded = torch.arange(5)[None] >= torch.tensor([5, 3, 2, 4])[:, None]
     given = {"x": torch.randn(4, 5, 8), "padded": padded if at_the_end else padded.flip(1)}
     layers = layers_for(model, given, 2)
-    for training in (True, False):
-        for module in (model, *layers.modules):
-            module.train(training)
-        with torch.set_grad_enabled(training):
-            torch.testing.assert_close(through(layers, given)[0], model(**given), rtol=1e-6, atol=0)
+    equal_in_both_modes(model, layers, given)
     assert "forward" not in vars(model.encoder) and (model.encoder.norm is not None) == norm
 
 
@@ -346,9 +351,5 @@ def test_masks_of_torch_transformers_are_used_as_they_are() -> None:
     window = (torch.arange(5)[:, None] - torch.arange(5)[None]).abs() > 1
     given = {"x": torch.randn(4, 6, 8), "y": torch.randn(4, 5, 8), "window": window.expand(4, 5, 5)}
     layers = layers_for(model, given, 3)
-    for training in (True, False):
-        for module in (model, *layers.modules):
-            module.train(training)
-        with torch.set_grad_enabled(training):
-            torch.testing.assert_close(through(layers, given)[0], model(**given), rtol=1e-6, atol=0)
+    equal_in_both_modes(model, layers, given)
     assert not any("forward" in vars(m) for m in model.modules())

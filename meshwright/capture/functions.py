@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.capture.operations import is_random
 from meshwright.errors import MeshwrightError
 
 FUNCTION = "meshwright.function"
@@ -108,7 +109,7 @@ class _Watching(TorchDispatchMode):
         self.draws = self.writes = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= is_random(func, args, kwargs or {})
         written = [args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write]
         self.writes |= any(isinstance(t, Tensor) and id(t.untyped_storage()) in self.held for t in written)
         return func(*args, **(kwargs or {}))

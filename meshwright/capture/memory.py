@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from meshwright.capture.modes import MODE
-from meshwright.capture.operations import VIEWS, is_one_of
+from meshwright.capture.operations import DROPOUTS, VIEWS, is_one_of
 
 _NORMS = ("aten.batch_norm", "aten.instance_norm")
 """Composite operations that update running statistics; their schemas do not say so."""
-
-_DROPOUTS = ("aten.dropout", "aten.alpha_dropout", "aten.feature_dropout", "aten.feature_alpha_dropout")
 
 FRESH = "aten.lift_fresh_copy"
 
@@ -53,7 +51,7 @@ class Memory:
             self._held.append(value.untyped_storage())
             self._numbers[id(value.untyped_storage())] = (len(self._held) - 1,)
             self._states.pop(id(value.untyped_storage()), None)
-        elif is_one_of(str(node.target), _DROPOUTS) and node.args[1] == 0 and isinstance(value, Tensor):
+        elif is_one_of(str(node.target), DROPOUTS) and node.args[1] == 0 and isinstance(value, Tensor):
             # Without anything to drop torch returns the very tensor that it was given; the trace has another one.
             source = _value(node.args[0]).untyped_storage()
             self._held.append(value.untyped_storage())

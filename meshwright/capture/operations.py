@@ -85,12 +85,15 @@ def function_of(name: str) -> Callable[..., Any]:
     return result
 
 
+DROPOUTS = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout")
+
+
 def is_random(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Does an operation draw numbers? Dropout that is switched off does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
     name = str(function)
-    if is_one_of(name, ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout")):
+    if is_one_of(name, DROPOUTS):
         return bool(args[1]) and bool(args[2])
     if is_one_of(name, ("aten.scaled_dot_product_attention",)):
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))

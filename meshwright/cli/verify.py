@@ -81,8 +81,6 @@ def verify(
     flags |= {"sync": sync and sync.value, "recompute": _recompute(recompute), "transport": transport}
     flags |= {"width": tuple(_numbers("--width", width, int)) if width else None}
     parallel = _plan(plan, {name: value for name, value in flags.items() if value is not None})
-    refuse_plan(parallel)
-    refuse_crowd(parallel.ranks)
     path = output or (None if as_json else Path("certificate.json"))
     outputs.refuse_output(path)
     build, data = _model(model, inputs.batch_function(batch, old_batch), parallel)
@@ -98,14 +96,16 @@ def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
     if plan is not None and given:
         flag = next(iter(given)).replace("options", "option")
         raise MeshwrightError(f"--plan and --{flag} both say how to split", fix="one of them")
-    if plan is not None:
-        return Parallel.of(asked(plan))
     count = given.get("microbatches", 4)
     if count < 1:
         raise MeshwrightError(
             f"--microbatches must be at least 1, got {count}", fix=f"--microbatches {max(given.get('pp', 2), 1)}"
         )
-    return Parallel.of({"pp": 2, "schedule": "onef1b", "microbatches": 4, "sync": "eager", **given})
+    usual = {"pp": 2, "schedule": "onef1b", "microbatches": 4, "sync": "eager"}
+    parallel = Parallel.of({**usual, **given} if plan is None else asked(plan))
+    refuse_plan(parallel)
+    refuse_crowd(parallel.ranks)
+    return parallel
 
 
 def _report(certificate: Certificate, path: Path | None, *, as_json: bool) -> None:

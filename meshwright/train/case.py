@@ -24,13 +24,13 @@ from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.unit import Optimizer, Scheduler
 from meshwright.schedules import refuse_plan
-from meshwright.train.asked import refuse_loss, refuse_seed
 from meshwright.train.coupled import refuse_closure, refuse_coupled, wants_more
 from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
 from meshwright.train.start import Start, check_start
 from meshwright.train.staying import stay_in_evaluation
+from meshwright.train.user_arguments import refuse_loss, refuse_seed
 from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}

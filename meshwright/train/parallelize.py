@@ -31,7 +31,6 @@ from meshwright.runtime.launch import attach
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.schedules import refuse_plan
-from meshwright.train.asked import refuse_loss, refuse_model, refuse_optimizer, refuse_seed
 from meshwright.train.collate import tensors
 from meshwright.train.hooks import refuse_lost
 from meshwright.train.layers import is_captured, layers_for
@@ -43,6 +42,7 @@ from meshwright.train.saved import kept_for
 from meshwright.train.session import Session, SessionSettings
 from meshwright.train.start import Evaluation, Start, check_start
 from meshwright.train.staying import stay_in_evaluation
+from meshwright.train.user_arguments import refuse_arguments
 from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -75,23 +75,15 @@ def parallelize(
     parallel = Parallel.of(asked(plan))
     refuse_plan(parallel)
     refuse_world(parallel)
-    refuse_model(model)
-    refuse_optimizer(optimizer, scheduler)
-    refuse_loss(loss)
-    refuse_seed(seed)
-    if not launched() and not dist.is_initialized() and parallel.ranks > 1:
-        raise MeshwrightError(
-            f"the plan needs {parallel.ranks} ranks and this is one process",
-            fix=f"torchrun --nproc-per-node {parallel.ranks} script.py, or meshwright.Trainer, which starts workers by itself",
-        )
+    _refuse_alone(parallel.ranks)
+    refuse_arguments(model, optimizer, scheduler, loss, seed)
     skeleton, model = (model, model.model) if isinstance(model, Skeleton) else (None, model)
     if weights is not None and skeleton is None:
         raise MeshwrightError("weights are read into a model that has none", fix="parallelize(meshwright.sketch(build), ...)")
-    if skeleton is not None:
-        refuse_lost(model, parallel.ranks, sketched=True)
     rates = _rates(model, optimizer, scheduler)
     kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
     if skeleton is not None:
+        refuse_lost(model, parallel.ranks, sketched=True)
         ground(skeleton, weights)
     with ExitStack() as closing:
         closing.callback(stay_in_evaluation(model))
@@ -116,6 +108,15 @@ def parallelize(
             skeleton.forget()
         session.closing = closing.pop_all()
     return session
+
+
+def _refuse_alone(ranks: int) -> None:
+    """A plan for several ranks, and nobody who has started them."""
+    if ranks > 1 and not launched() and not dist.is_initialized():
+        raise MeshwrightError(
+            f"the plan needs {ranks} ranks and this is one process",
+            fix=f"torchrun --nproc-per-node {ranks} script.py, or meshwright.Trainer, which starts workers by itself",
+        )
 
 
 def _captured(model: Any, example: Given, loss: Loss | None) -> Flat | None:

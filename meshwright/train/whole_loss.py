@@ -21,7 +21,7 @@ from meshwright.capture.arguments import Columns
 from meshwright.capture.check.sizes import TOKENS, shortened
 from meshwright.capture.check.streams import Alike, seed_all
 from meshwright.capture.check.untouched import put_back, untouched
-from meshwright.capture.check.weights import weights_kept
+from meshwright.capture.check.written import weights_kept
 from meshwright.capture.export import results
 from meshwright.capture.flat import Flat
 from meshwright.capture.operations import is_one_of

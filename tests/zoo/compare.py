@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.capture.check.weights import weights_kept
+from meshwright.capture.check.written import weights_kept
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Objective
 from meshwright.runtime.layers import Layers, columns_of

@@ -161,7 +161,7 @@ class Check:
             louder = see(self.own, example.columns, self.model, backward=True, scale=LOUDER)
             distance = furthest(Seen({}, own.gradients), Seen({}, louder.gradients), self.tolerance)
             if not distance.error <= self.tolerance:
-                self.verdict.refused = reasons.of_scale(distance.what, distance.error)
+                self.verdict.refused = reasons.of_scale(distance.what, distance.error, LOUDER)
 
     def _ask_without_options(self, example: Example, own: Seen) -> None:
         """Caches are switched off, as Hugging Face's Trainer does: does the model say something else with its own defaults?"""

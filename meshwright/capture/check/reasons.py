@@ -53,11 +53,11 @@ def of_itself(error: float) -> Reason:
     )
 
 
-def of_scale(what: str, error: float) -> Reason:
+def of_scale(what: str, error: float, scale: float) -> Reason:
     """A backward that does not grow with the loss."""
     return Reason(
-        f"the model's own backward is not linear: with the loss times 4096, {what} over 4096 differs by {error:.1e}. An "
-        "autograd.Function or a hook adds to gradients, or clips them by value; microbatches are added up as sums and divided "
+        f"the model's own backward is not linear: with the loss times {scale:g}, {what} over {scale:g} differs by {error:.1e}. "
+        "An autograd.Function or a hook adds to gradients, or clips them by value; microbatches are added up as sums and divided "
         "once, so that it would see other gradients than in one process",
         "an auxiliary loss added to the loss in forward, max_grad_norm in place of clipping by value",
     )

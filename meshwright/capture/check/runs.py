@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.arguments import Columns
 from meshwright.capture.check.marks import ZERO, Mark, apart, mark
-from meshwright.capture.check.weights import weights_kept
+from meshwright.capture.check.written import weights_kept
 from meshwright.capture.export import results
 
 FLOOR = 1e-3

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way sees every draw; missing, capture could not run either
 
+from meshwright.capture.operations import is_random
+
 
 def seed_all(number: int) -> None:
     """Seed torch, Python, and numpy where the script has loaded it."""
@@ -58,7 +60,7 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        if is_random(func, args, kwargs) and kwargs.get("generator") is None:
             first = args[0] if args else None
             key = f"{func} {tuple(first.shape) if isinstance(first, Tensor) else first}"
             torch.manual_seed(crc32(key.encode()))
@@ -71,8 +73,9 @@ class Alike(TorchDispatchMode):
     VALUE = 0.4
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(found, Tensor) and found.is_floating_point():
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if is_random(func, args, kwargs) and isinstance(found, Tensor) and found.is_floating_point():
             found.fill_(self.VALUE)
         return found
 
@@ -85,5 +88,6 @@ class Counted(TorchDispatchMode):
         self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self.draws += torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.draws += is_random(func, args, kwargs)
+        return func(*args, **kwargs)

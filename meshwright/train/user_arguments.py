@@ -15,6 +15,14 @@ SEEDS = 1 << 63
 """A seed is below this: more does not fit into torch's generators."""
 
 
+def refuse_arguments(model: Any, optimizer: Any, scheduler: Any, loss: Any, seed: Any) -> None:
+    """What `parallelize` is given."""
+    refuse_model(model)
+    refuse_optimizer(optimizer, scheduler)
+    refuse_loss(loss)
+    refuse_seed(seed)
+
+
 def refuse_seed(seed: Any) -> None:
     """A seed that generators do not take."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
