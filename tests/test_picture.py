@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from examples.pictures import FOLDER, PICTURES, draw
 from meshwright import MeshwrightError, schedules, simulate
 from meshwright.cli.main import app
 from meshwright.ir.action import Cell
@@ -130,3 +131,8 @@ def test_the_verbs_draw_schedules_and_timelines(tmp_path: Path) -> None:
 def test_the_verbs_refuse_pictures_that_they_cannot_give(words: list[str], said: str) -> None:
     with pytest.raises(MeshwrightError, match=said):
         CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pictures_of_the_docs_are_current(name: str, tmp_path: Path) -> None:
+    assert draw(name, tmp_path).read_text() == (FOLDER / f"{name}.svg").read_text(), "make pictures"

@@ -122,7 +122,7 @@ def picture(timeline: Timeline, *, title: str = "", width: int = 1200) -> Pictur
 def _title(timeline: Timeline) -> str:
     return (
         f"{timeline.schedule}: {timeline.workers} workers, makespan {timeline.makespan_s:.6g}, "
-        f"{timeline.bubble_ratio:.1%} of it idle"
+        f"{timeline.bubble_ratio:.1%} {'of it idle' if timeline.flush else 'idle between fill and drain'}"
     )
 
 
@@ -130,7 +130,7 @@ def _rows(timeline: Timeline, top: float, scale: float) -> Iterator[Shape]:
     """Actions on a grey ground, which shows where a worker is idle; collectives as thin bars along the lower edge."""
     found = [a for spans in timeline.compute for span in spans for a in actions(span.entry)]
     replicas = max((a.replica for a in found), default=0) + 1
-    staged = max((a.stage for a in found), default=0) >= timeline.workers
+    staged = any(_holds_several(spans) for spans in timeline.compute)
     for worker in range(timeline.workers):
         y = top + worker * (ROW + GAP)
         yield Text(LEFT - 8, y + ROW / 2 + 4, f"worker {worker}", anchor="end")
@@ -142,6 +142,12 @@ def _rows(timeline: Timeline, top: float, scale: float) -> Iterator[Shape]:
             y = top + span.worker * (ROW + GAP) + ROW - THIN
             length = (span.end_s - span.start_s) * scale
             yield Box(LEFT + span.start_s * scale, y, length, THIN, COLLECTIVE, _hover(span))
+
+
+def _holds_several(spans: Sequence[Span]) -> bool:
+    """Does a worker run several stages of one replica, so that labels must name the stage?"""
+    stages = {(a.replica, a.stage) for span in spans for a in actions(span.entry)}
+    return len(stages) > len({replica for replica, _ in stages})
 
 
 def _action(span: Span, y: float, scale: float, replicas: int, *, staged: bool) -> Iterator[Shape]:
