@@ -49,6 +49,11 @@ _KEYS = frozenset(
 
 def schedule_to_json(schedule: Schedule) -> str:
     """Write a schedule; `schedule_from_json` gives back an equal one."""
+    return json.dumps(schedule_to(schedule), indent=1)
+
+
+def schedule_to(schedule: Schedule) -> dict[str, Any]:
+    """The file form of a schedule as an object, for files that hold one."""
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "schedule",
@@ -73,13 +78,17 @@ def schedule_to_json(schedule: Schedule) -> str:
         "norm": (schedule.norm, False),
         "lowered": (schedule.lowered, False),
     }
-    data |= {key: value for key, (value, default) in optional.items() if value != default}
-    return json.dumps(data, indent=1)
+    return data | {key: value for key, (value, default) in optional.items() if value != default}
 
 
 def schedule_from_json(text: str) -> Schedule:
     """Read a schedule; whatever is wrong with the file is said, with the place."""
-    read = Reader(parsed(text, "a schedule file"), "a schedule file", kind="schedule", schema=SCHEMA, keys=_KEYS)
+    return schedule_from(parsed(text, "a schedule file"), "a schedule file")
+
+
+def schedule_from(data: Any, what: str) -> Schedule:
+    """Read a schedule from the object that a file held."""
+    read = Reader(data, what, kind="schedule", schema=SCHEMA, keys=_KEYS)
     placement = Placement(read("placement", _teams), read("rows", count, 0))
     workers, stages = placement.workers, placement.stages
     schedule = Schedule(

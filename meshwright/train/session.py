@@ -87,7 +87,7 @@ class Session:
         fill: Callable[[Iterable[nn.Module]], None] | None = None,
     ) -> None:
         """`fill` gives values to layers of a model that has none; it is called with those of this rank."""
-        schedule = lists_for(parallel, ties=layers.ties, kept=kept)
+        schedule = lists_for(parallel, ties=layers.ties, kept=kept, costs=layers.costs)
         refuse_endless(parallel, flush=schedule.flush)
         refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
         if fill is not None:

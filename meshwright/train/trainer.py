@@ -212,7 +212,7 @@ class Trainer:
             self.evaluation = check(self, self.source(dataset), example)
         if plan.ranks > 1 and not launched():
             layers, kept = cut(self, example)
-            refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept).flush)
+            refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept, costs=layers.costs).flush)
 
     @property
     def example_rows(self) -> int:
