@@ -49,11 +49,6 @@ _KEYS = frozenset(
 
 def schedule_to_json(schedule: Schedule) -> str:
     """Write a schedule; `schedule_from_json` gives back an equal one."""
-    return json.dumps(schedule_to(schedule), indent=1)
-
-
-def schedule_to(schedule: Schedule) -> dict[str, Any]:
-    """The file form of a schedule as an object, for files that hold one."""
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "schedule",
@@ -78,7 +73,8 @@ def schedule_to(schedule: Schedule) -> dict[str, Any]:
         "norm": (schedule.norm, False),
         "lowered": (schedule.lowered, False),
     }
-    return data | {key: value for key, (value, default) in optional.items() if value != default}
+    data |= {key: value for key, (value, default) in optional.items() if value != default}
+    return json.dumps(data, indent=1)
 
 
 def schedule_from_json(text: str) -> Schedule:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.files import schedule_to
+from meshwright.ir.files import schedule_to_json
 from meshwright.ir.limits import file_text, shown, toml
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_order import order_of
@@ -44,7 +44,7 @@ def plan_table(given: Parallel | Mapping[str, Any]) -> dict[str, Any]:
     found = given.given() if isinstance(given, Parallel) else dict(given)
     order, costs = found.pop("order", None), found.pop("costs", ())
     if order is not None:
-        found["order"] = order if isinstance(order, Mapping) else schedule_to(order)
+        found["order"] = order if isinstance(order, Mapping) else json.loads(schedule_to_json(order))
     if costs:
         found["costs"] = [row if isinstance(row, Mapping) else asdict(row) for row in costs]
     return found

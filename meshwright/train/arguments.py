@@ -148,6 +148,8 @@ class TrainingArguments(transformers.TrainingArguments):
         """What `parallel` asks for, with an own schedule read, or built for as many microbatches as there will be."""
         found = asked(self.parallel)
         plan, steps = Parallel.of(found), self.gradient_accumulation_steps
+        if plan.order is not None:
+            return plan.given()
         if not refers(plan.schedule):
             return found
         return settled(plan, accumulation=steps if isinstance(steps, int) and 0 < steps < LARGEST else 1).given()
