@@ -15,6 +15,7 @@ from meshwright import (
     Link,
     MeshwrightError,
     Op,
+    Parallel,
     Schedule,
     Timeline,
     check,
@@ -25,6 +26,8 @@ from meshwright import (
     even_costs,
     from_csv,
     lower,
+    plan_from_json,
+    plan_to_json,
     schedule_from_json,
     schedule_to_json,
     schedules,
@@ -102,6 +105,12 @@ def _cluster(text: str) -> None:
     assert cluster.between(0, 1).busy_s(1.0) >= 0
 
 
+def _plan(text: str) -> None:
+    plan = plan_from_json(text)
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert plan.ranks >= 1 and (plan.order is None or plan.order.workers * plan.dp <= plan.ranks)
+
+
 def csv_reads(text: str) -> None:
     schedule = from_csv(text)
     assert without_ends(schedule) == without_ends(from_csv(text))
@@ -117,6 +126,7 @@ def readers() -> dict[str, tuple[Read, str]]:
         "costs": (_costs, costs_to_json(even_costs(stages=3, workers=3))),
         "timeline": (_timeline, timeline_of(plain()).to_json()),
         "cluster": (_cluster, cluster_to_json(Cluster(Link(0.5), {(0, 1): Link(0.25, 8.0)}, Duplex.HALF))),
+        "order": (_plan, plan_to_json(Parallel(order=cyclic, costs=even_costs(stages=2, workers=2)))),
         "csv": (csv_reads, to_csv(lower(line))),
     }
 

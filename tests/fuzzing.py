@@ -13,16 +13,16 @@ from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from meshwright import MeshwrightError, cluster_from_json, costs_from_json, from_csv, schedule_from_json
+from meshwright import MeshwrightError, Parallel, cluster_from_json, costs_from_json, even_costs, from_csv, schedule_from_json
 from meshwright.capture.weights import Weights
-from meshwright.ir.plan_file import plan_from_json, read_plan
+from meshwright.ir.plan_file import plan_from_json, plan_to_json, read_plan
 from meshwright.ir.timeline import Timeline
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Doing, Failure, How
 from meshwright.train import folder_lock, rotate
 from meshwright.train.job import read_job
 from meshwright.train.named import model_file
-from tests.file_forms import READERS
+from tests.file_forms import READERS, plain
 
 QUICK_S = 2.0
 
@@ -35,6 +35,19 @@ schedule = "onef1b"
 stages = ["model.layers.4"]
 [parallel.options]
 warmup = 0x2
+"""
+ORDER = plan_to_json(Parallel(order=plain("chimera", 2, 2), costs=even_costs(stages=2, workers=2), dp=2)).encode()
+"""A plan with lists of its own and with costs."""
+ORDER_TOML = b"""schema = 1
+[parallel]
+costs = [{forward_s = 1.0, input_s = 1, weight_s = 0.5}, {forward_s = 2.0, output_bytes = 8}]
+[order]
+schema = 1
+kind = "schedule"
+name = "pair"
+microbatches = 2
+placement = [[[[0]], [[1]]]]
+period = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
 """
 JOB = b"""schema = 1
 model = "gpt-tiny"
@@ -108,6 +121,9 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "plan.json": (by_file(read_plan, "plan.json"), PLAN),
     "plan text": (by_text(plan_from_json), PLAN),
     "plan.toml": (by_file(read_plan, "plan.toml"), PLAN_TOML),
+    "order.json": (by_file(read_plan, "plan.json"), ORDER),
+    "order text": (by_text(plan_from_json), ORDER),
+    "order.toml": (by_file(read_plan, "plan.toml"), ORDER_TOML),
     "job.toml": (by_file(read_job, "job.toml"), JOB),
     "model.toml": (by_file(_positions, "model.toml"), MODEL),
     "config.json": (by_file(_positions, "config.json"), CONFIG),

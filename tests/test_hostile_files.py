@@ -12,9 +12,10 @@ import pytest
 
 from meshwright import MeshwrightError, Parallel
 from meshwright.capture.weights import Weights
+from meshwright.ir.imported import function
 from meshwright.ir.plan_file import asked, read_plan
 from meshwright.train.job import read_job
-from meshwright.train.named import function, model_file
+from meshwright.train.named import model_file
 
 QUICK_S = 2.0
 

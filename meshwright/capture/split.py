@@ -36,6 +36,8 @@ class Split:
     weigh: Weigher | None
     flat: Flat
     graph: ModelGraph
+    flops: tuple[float, ...]
+    """Operations of each stage's forward."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -108,11 +110,13 @@ def split(
     line = line_of(model, flat)
     places = Chain(line).starts
     graph = graph_of(model, line, places)
-    starts = graph.cuts(stages, at=cuts).starts
+    found = graph.cuts(stages, at=cuts)
+    starts = found.starts
     _refuse_far_buffers(line, [places[start] for start in starts])
     states = States(model)
     runs = [places[a : b + 1] for a, b in itertools.pairwise(starts)]
     modules = tuple(module for run in runs for module in stage(line, run, states, device))
     for module in modules:
         module.train(model.training)
-    return Split(modules, starts, states.first, weigher(line, states, device), flat, graph)
+    flops = tuple(part.flops for part in found.parts)
+    return Split(modules, starts, states.first, weigher(line, states, device), flat, graph, flops)

@@ -22,6 +22,7 @@ from meshwright.ir.plan import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
+from meshwright.passes.check import prove
 from meshwright.simulate import simulate as predict
 
 
@@ -44,7 +45,8 @@ class Row:
 
 def compare(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Schedule files (.json, .csv) to compare with them.")
+        list[str] | None,
+        typer.Argument(metavar="[FILE]...", help="Schedule files (.json, .csv) or package.module:function to compare with them."),
     ] = None,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 8,
@@ -90,8 +92,9 @@ def compare(
         for name in schedules.names()
         for options in option_sets(name, None if flags.file else cap)
     ]
-    own = {str(path): _own(path, workers, microbatches) for path in files or ()}
-    rows += [row_of(name, built, Given(flags, overlap, cap)) for name, built in own.items()]
+    given = Given(flags, overlap, cap)
+    own = {name: _own(name, workers, microbatches, given) for name in files or ()}
+    rows += [row_of(name, built, given) for name, built in own.items()]
     _refuse_misfit(rows, flags, workers)
     rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
     if as_json or format is Format.JSON:
@@ -166,15 +169,28 @@ def row(name: str, options: dict[str, object], workers: int, microbatches: int, 
     return row_of(" ".join([name, *text]), built, given)
 
 
-def _own(path: Path, workers: int, microbatches: int) -> Builder:
-    """A schedule from a file, for as many steps as asked; one for other sizes is not the same work."""
-    schedule = inputs.load_file(path)
+def _own(name: str, workers: int, microbatches: int, given: Given) -> Builder:
+    """A schedule from a file or a function, for as many steps as asked; one for other sizes is not the same work."""
+
+    def loaded(steps: int | None) -> Schedule:
+        return inputs.load(
+            name, workers=workers, microbatches=microbatches, steps=steps, option=None, flags=given.flags, spread=True
+        )
+
+    schedule = loaded(None)
     found = schedule.microbatches * (schedule.steps if schedule.flush else 1)
     if schedule.workers != workers or microbatches % found or (schedule.flush and microbatches != found):
         sizes = f"-w {schedule.workers} -n {found}"
-        raise MeshwrightError(f"{path} is for {sizes}, which is other work than -w {workers} -n {microbatches}", fix=sizes)
+        raise MeshwrightError(f"{name} is for {sizes}, which is other work than -w {workers} -n {microbatches}", fix=sizes)
     rounds = microbatches // schedule.microbatches
-    return lambda steps: schedule if schedule.flush or steps is None else schedule.repeated(steps * rounds)
+
+    def built(steps: int | None) -> Schedule:
+        if not schedule.flush and steps is not None:
+            return schedule.repeated(steps * rounds)
+        prove(schedule)  # one that breaks a law has no time
+        return schedule
+
+    return built
 
 
 def row_of(title: str, built: Builder, given: Given) -> Row:

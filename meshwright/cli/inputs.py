@@ -16,8 +16,6 @@ from meshwright.cli import outputs
 from meshwright.cli.outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json
-from meshwright.ir.csv_form import from_csv
-from meshwright.ir.files import schedule_from_json
 from meshwright.ir.plan import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
@@ -39,7 +37,20 @@ def _bandwidth(text: str | float) -> float:
         raise MeshwrightError(f"--bandwidth is a number or a size, got {text!r}", fix="--bandwidth 25GB") from None
 
 
-Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule by name, or a file with one (.json, .csv).")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME|FILE", help="A schedule by name, a file with one (.json, .csv), or package.module:function."),
+]
+ScheduleChoice = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="NAME|FILE",
+        show_default="onef1b",
+        help="A schedule by name, a file with one (.json, .csv), or package.module:function.",
+        rich_help_panel=SIZES,
+    ),
+]
 Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-n", help="Microbatches per step.", rich_help_panel=SIZES)]
 Steps = Annotated[int | None, typer.Option(help="Steps to run: 1, or 4 for schedules without a flush.", rich_help_panel=SIZES)]
@@ -221,20 +232,19 @@ def load(
     chosen = pairs(option)
     if steps is None:
         steps = ENDLESS_STEPS if "steps" in schedules.parameters(name) else 1
-    schedule = schedules.build(name, workers=workers, microbatches=microbatches, steps=steps, **chosen)
-    if "costs" not in schedules.parameters(name):
-        return schedule
-    # How many rows of costs there are follows from the schedule; those that costs shape are then built with them.
-    costs = flags.spread(schedule) if spread else flags.stages(schedule)
-    return schedules.build(
-        name, workers=workers, microbatches=microbatches, steps=steps, costs=costs, cluster=flags.cluster, **chosen
-    )
+    sizes = {"workers": workers, "microbatches": microbatches, "steps": steps}
+    costs = flags.spread if spread else flags.stages
+    return schedules.shaped(name, costs=costs, cluster=flags.cluster, **sizes, **chosen)
 
 
 def load_file(path: Path) -> Schedule:
     """A schedule from a JSON or CSV file."""
-    text = outputs.read(path)
-    return from_csv(text, path.stem) if path.suffix == ".csv" else schedule_from_json(text)
+    return schedules.read(path)
+
+
+def read_costs(path: Path | None) -> tuple[StageCost, ...] | None:
+    """The rows of --costs."""
+    return None if path is None else costs_from_json(outputs.read(path))
 
 
 def timeline_file(name: str) -> Timeline | None:

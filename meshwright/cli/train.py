@@ -16,7 +16,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.limits import toml
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
-from meshwright.schedules import refuse_plan
+from meshwright.ir.plan_order import refers
+from meshwright.train.settled import settled
 from meshwright.train.usable import refuse_folder
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ def train(
     parallel: inputs.Plan = None,
     pp: Annotated[int | None, typer.Option(help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)] = None,
     dp: Annotated[int | None, typer.Option(help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)] = None,
-    schedule: Annotated[str | None, typer.Option(help="A schedule by name.", rich_help_panel=inputs.SIZES)] = None,
+    schedule: inputs.ScheduleChoice = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.", rich_help_panel=inputs.SIZES)] = None,
+    costs: inputs.Costs = None,
     dataset: Annotated[
         str | None,
         typer.Option(help="stdlib, digits, a text or JSONL file, a Hugging Face data set, or package.module:function."),
@@ -53,14 +55,15 @@ def train(
     Exit code 0: trained. 2: the job cannot be used. 3: it ran, and the loss is no number.
     """
     gc.enable()  # unlike other verbs this one runs for long
-    degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches}
+    degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
     given = {name: value for name, value in degrees.items() if value is not None}
     if microbatches is not None and microbatches < 1:
         raise MeshwrightError(f"a step has at least 1 microbatch, got --microbatches {microbatches}", fix="--microbatches 4")
     if parallel is not None and given:
         raise MeshwrightError(f"--plan and --{next(iter(given))} both say how to split", fix="one of them")
     plan = asked(parallel) if parallel is not None else given
-    refuse_plan(Parallel.of(asked(plan)))
+    if not refers(Parallel.of(plan).schedule):
+        settled(Parallel.of(plan))  # own schedules are read or called once, by the training arguments
     job = _job(model, context.args, {"parallel": plan, "dataset": dataset, "length": length, "resume": resume})
     checkpoint = job.checkpoint
     trainer = job.trainer()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from traceback import format_exception
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright import schedules
 from meshwright.cli import inputs, outputs
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.ir.imported import function
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.plan_file import asked
+from meshwright.ir.plan_order import refers
 from meshwright.passes.sync import Sync
-from meshwright.schedules import refuse_plan
+from meshwright.train.settled import settled
 
 if TYPE_CHECKING:
     from meshwright.train.certificate import Certificate
@@ -32,9 +31,7 @@ Maker = Callable[..., Any]
 def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:function.")],
     plan: inputs.Plan = None,
-    schedule: Annotated[
-        str | None, typer.Option(show_default="onef1b", help="A schedule by name.", rich_help_panel=inputs.SIZES)
-    ] = None,
+    schedule: inputs.ScheduleChoice = None,
     pp: Annotated[
         int | None, typer.Option(show_default="2", help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)
     ] = None,
@@ -46,6 +43,7 @@ def verify(
         int | None, typer.Option(show_default="1", help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)
     ] = None,
     option: inputs.Option = None,
+    costs: inputs.Costs = None,
     steps: Annotated[int, typer.Option(help="Steps to train.", rich_help_panel=inputs.SIZES)] = 5,
     width: Annotated[
         str | None, typer.Option(metavar="3,2,1", help="Workers that share each stage.", rich_help_panel=inputs.SIZES)
@@ -79,7 +77,7 @@ def verify(
         "options": inputs.pairs(option) or None,
     }
     flags |= {"sync": sync and sync.value, "recompute": _recompute(recompute), "transport": transport}
-    flags |= {"width": tuple(_numbers("--width", width, int)) if width else None}
+    flags |= {"costs": inputs.read_costs(costs), "width": tuple(_numbers("--width", width, int)) if width else None}
     parallel = _plan(plan, {name: value for name, value in flags.items() if value is not None})
     path = output or (None if as_json else Path("certificate.json"))
     outputs.refuse_output(path)
@@ -102,8 +100,11 @@ def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
             f"--microbatches must be at least 1, got {count}", fix=f"--microbatches {max(given.get('pp', 2), 1)}"
         )
     usual = {"pp": 2, "schedule": "onef1b", "microbatches": 4, "sync": "eager"}
-    parallel = Parallel.of({**usual, **given} if plan is None else asked(plan))
-    refuse_plan(parallel)
+    own = given.get("schedule")
+    if own is not None and refers(own):  # its sizes are its own, or arguments of a function that wants them
+        wanted = schedules.needed(own) if ":" in own else frozenset()
+        usual = {flag: usual[flag] for flag, size in (("pp", "workers"), ("microbatches", "microbatches")) if size in wanted}
+    parallel = settled(Parallel.of({**usual, **given} if plan is None else asked(plan)))
     refuse_crowd(parallel.ranks)
     return parallel
 
@@ -159,32 +160,7 @@ def _model(model: str, batch: str | None, parallel: Parallel) -> tuple[Maker, Ma
         return partial(models.gpt, blocks=max(8, stages - 2)), partial(models.text_batch, rows=rows)
     if batch is None:
         raise MeshwrightError(f"{model} needs data to train on", fix="--batch-function package.module:function")
-    sys.path.insert(0, str(Path.cwd()))
-    return _function(model), _function(batch)
-
-
-def _function(name: str) -> Maker:
-    """A function by module and name."""
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise MeshwrightError(f"cannot import {name}: {error}", fix="package.module:function, seen from here") from error
-    except (Exception, SystemExit) as error:
-        where = "".join(format_exception(type(error), error, _own_frames(error.__traceback__))).rstrip()
-        raise MeshwrightError(f"{module} raised {type(error).__name__} while it was imported: {error}\n{where}") from error
-    if not callable(found):
-        raise MeshwrightError(f"{name} is no function but {type(found).__name__}")
-    maker: Maker = found
-    return maker
-
-
-def _own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback from the first line of the user's own on; importing has many before it."""
-    ours = (__file__, "<frozen importlib._bootstrap", sys.modules["importlib"].__file__ or "")
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
-        frames = frames.tb_next
-    return frames
+    return function(model), function(batch)
 
 
 def _recompute(text: str | None) -> str | list[float] | None:

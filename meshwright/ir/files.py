@@ -79,7 +79,12 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 def schedule_from_json(text: str) -> Schedule:
     """Read a schedule; whatever is wrong with the file is said, with the place."""
-    read = Reader(parsed(text, "a schedule file"), "a schedule file", kind="schedule", schema=SCHEMA, keys=_KEYS)
+    return schedule_from(parsed(text, "a schedule file"), "a schedule file")
+
+
+def schedule_from(data: Any, what: str) -> Schedule:
+    """Read a schedule from the object that a file held."""
+    read = Reader(data, what, kind="schedule", schema=SCHEMA, keys=_KEYS)
     placement = Placement(read("placement", _teams), read("rows", count, 0))
     workers, stages = placement.workers, placement.stages
     schedule = Schedule(

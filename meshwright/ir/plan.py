@@ -8,11 +8,15 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import inf, nan
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.limits import refuse_unfit, shown
+from meshwright.ir.plan_order import Follows, followed, order_of, refers
+from meshwright.ir.profile import StageCost, costs_from
 from meshwright.ir.reading import LARGEST
+from meshwright.ir.schedule import Schedule
 
 LOCAL_RANKS = 256
 """More processes than this are not started on one host."""
@@ -39,13 +43,25 @@ def parse_name(name: str) -> TransportName:
         raise MeshwrightError(f"'{name}' is not a transport", fix=f"one of {', '.join(TransportName)}") from None
 
 
+class Unsaid(int):
+    """A count that nobody gave: an own schedule may say another one."""
+
+
+class UnsaidName(str):
+    """A name that nobody gave."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """`pp` workers per pipeline, `dp` copies of it, `width[s]` workers that share the rows of stage s."""
+    """`pp` workers per pipeline, `dp` copies of it, `width[s]` workers that share the rows of stage s.
 
-    pp: int = 1
+    `schedule` is a name, a `Schedule`, a schedule file, or `package.module:function`. The last two stay as they are until
+    `schedules.settled` has read or called them.
+    """
+
+    pp: int = Unsaid(1)
     dp: int = 1
-    schedule: str = "onef1b"
+    schedule: str = UnsaidName("onef1b")
     microbatches: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
     sync: str = "eager"
@@ -54,8 +70,13 @@ class Parallel:
     transport: str = "auto"
     stages: tuple[str | int, ...] = ()
     """Where stages behind the first begin: modules by name, or numbers of layers; empty for cuts that are worked out."""
+    order: Schedule | None = None
+    """The lists themselves, where they are not what the builder of a named schedule gives; `pp` and others follow from it."""
+    costs: tuple[StageCost, ...] = ()
+    """What each stage costs, where it was measured: builders and lowering shape a schedule by it."""
 
     def __post_init__(self) -> None:
+        self._take_own()
         for name, least in (("pp", 1), ("dp", 1), ("microbatches", 0)):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or not least <= count < LARGEST:
@@ -67,13 +88,50 @@ class Parallel:
             if not isinstance(word := getattr(self, name), str):
                 raise MeshwrightError(f"{name} is a name, got {shown(word)}", fix=f'{name}="{example}"')
         parse_name(self.transport)
-        object.__setattr__(self, "microbatches", self.microbatches or self.pp)
-        object.__setattr__(self, "options", _options(self.options))
-        object.__setattr__(self, "recompute", _recompute(self.recompute))
-        object.__setattr__(self, "width", _width(self.width))
-        object.__setattr__(self, "stages", _stages(self.stages))
-        if self.width and len(self.width) != self.pp:
+        options = _options(self.options)
+        self._set(options=options, recompute=_recompute(self.recompute), width=_width(self.width), stages=_stages(self.stages))
+        self._set(costs=() if self.costs in (None, (), []) else costs_from(self.costs, "the costs of a plan"))
+        if self.order is not None:
+            self._follow(self.order)
+        elif refers(self.schedule):
+            self._set(microbatches=self.microbatches or Unsaid(self.pp))
+        else:
+            self._set(pp=int(self.pp), schedule=str(self.schedule), microbatches=int(self.microbatches) or int(self.pp))
+        if self.width and len(self.width) != self.pp and not isinstance(self.pp, Unsaid):
             raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
+
+    def _take_own(self) -> None:
+        """A schedule that is given as such is an order; a path is the name of a file."""
+        given: object = self.schedule
+        if isinstance(given, Schedule):
+            if self.order is not None:
+                raise MeshwrightError("schedule and order are both a schedule", fix="one of them")
+            self._set(schedule=given.name, order=given)
+        elif isinstance(given, Path):
+            self._set(schedule=str(given))
+        self._set(order=order_of(self.order))
+
+    def _follow(self, order: Schedule) -> None:
+        """Counts that an order says; what was given besides must agree."""
+        given = Follows(
+            pp=None if isinstance(self.pp, Unsaid) else self.pp,
+            microbatches=None if isinstance(self.microbatches, Unsaid) else self.microbatches or None,
+            width=self.width,
+            schedule=None if isinstance(self.schedule, UnsaidName) else self.schedule,
+            options=self.options or None,
+        )
+        found = followed(order, given)
+        self._set(pp=found.pp, microbatches=found.microbatches, width=found.width, schedule=found.schedule)
+        self._set(options=_options(found.options))
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def given(self) -> dict[str, Any]:
+        """All fields by name, but for counts that nobody gave."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if not isinstance(value, Unsaid | UnsaidName)}
 
     @classmethod
     def of(cls, given: Parallel | Mapping[str, Any]) -> Parallel:
@@ -95,7 +153,7 @@ class Parallel:
     @property
     def workers(self) -> int:
         """Workers of one copy."""
-        return sum(self.width) if self.width else self.pp
+        return sum(self.width) if self.width else int(self.pp)
 
     @property
     def ranks(self) -> int:

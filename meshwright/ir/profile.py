@@ -72,6 +72,13 @@ def even_costs(
     return (whole.scaled(share),) * stages
 
 
+def relative_costs(flops: Sequence[float]) -> tuple[StageCost, ...]:
+    """Costs from operations: a stage of average work costs one slot forward, and one for each half of its backward."""
+    mean = sum(flops) / len(flops)
+    shares = [max(each / mean, 1e-3) if mean > 0 else 1.0 for each in flops]  # whatever is there takes some time
+    return tuple(StageCost(forward_s=share, input_s=share, weight_s=share) for share in shares)
+
+
 def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCost]:
     """The costs of `stages` stages: those given, or equal parts of one slot each."""
     if costs is None:
@@ -95,18 +102,21 @@ def costs_to_json(costs: Sequence[StageCost]) -> str:
 
 def costs_from_json(text: str) -> tuple[StageCost, ...]:
     """Read stage costs: an object with `stages`, or a bare list of rows; a row may leave out what is zero."""
-    data = parsed(text, "a cost file")
+    return costs_from(parsed(text, "a cost file"), "the cost file")
+
+
+def costs_from(data: object, what: str) -> tuple[StageCost, ...]:
+    """Stage costs from what a file held, or from Python: rows are mappings or `StageCost`."""
     keys = frozenset({"schema", "stages"})
-    found = data if isinstance(data, list) else Reader(data, "a cost file", kind=None, schema=SCHEMA, keys=keys)("stages", rows)
+    given = list(data) if isinstance(data, list | tuple) else None
+    found = Reader(data, what, kind=None, schema=SCHEMA, keys=keys)("stages", rows) if given is None else given
     if not found:
-        raise MeshwrightError(
-            "the cost file has no stages", fix='{"stages": [{"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}]}'
-        )
-    return tuple(_row(index, row) for index, row in enumerate(found))
+        raise MeshwrightError(f"{what} has no stages", fix='{"stages": [{"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}]}')
+    return tuple(row if isinstance(row, StageCost) else _row(f"stage {index} of {what}", row) for index, row in enumerate(found))
 
 
-def _row(index: int, row: object) -> StageCost:
+def _row(what: str, row: object) -> StageCost:
     names = [field.name for field in fields(StageCost)]
-    read = Reader(row, f"stage {index} of the cost file", kind=None, schema=SCHEMA, keys=frozenset(names))
+    read = Reader(row, what, kind=None, schema=SCHEMA, keys=frozenset(names))
     values = {name: read(name, number, 0.0) for name in names if name != "gradient_bytes"}
     return StageCost(**values, gradient_bytes=read("gradient_bytes", number, values["output_bytes"]))

@@ -6,7 +6,7 @@ large grid than its simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from meshwright.ir.action import Op, actions
 from meshwright.ir.grid import columns, label
@@ -40,22 +40,27 @@ def timeline_text(schedule: Schedule, timeline: Timeline, *, colour: bool = Fals
     steps = f", {schedule.steps} rounds" if schedule.steps > 1 else ""
     size = f"{schedule.workers} workers, {schedule.stages} stages, {schedule.microbatches} microbatches{steps}"
     replicas = f", {schedule.placement.replicas} replicas" if schedule.placement.replicas > 1 else ""
+    bound = f"   lower bound {timeline.lower_bound_s:.6g}" if timeline.memory else ""
     totals = (
         f"makespan {timeline.makespan_s:.6g}   bubble {timeline.bubble_ratio:.2%}   by longest span"
-        f" {timeline.span_bubble_ratio:.2%}   lower bound {timeline.lower_bound_s:.6g}"
+        f" {timeline.span_bubble_ratio:.2%}{bound}"
     )
     title = f"{paint(schedule.name, BOLD)}  {size}{replicas}"
     return "\n".join([title, *_grid(schedule, timeline, max(width, NARROWEST), paint), totals, *_table(timeline, paint)])
 
 
 def _table(timeline: Timeline, paint: Paint) -> list[str]:
-    """What each worker does and holds."""
-    names = ("worker", "busy", "idle", "peak activations", "parameter copies")
-    rows = []
-    for w in range(timeline.workers):
-        busy = timeline.busy_s(w)
-        numbers = (busy, timeline.makespan_s - busy, timeline.peak(w), timeline.parameter_copies[w])
-        rows.append([str(w), *(f"{number:.6g}" for number in numbers)])
+    """What each worker does, and what it holds where that is known: a measured timeline has times alone."""
+    found: dict[str, Callable[[int], float]] = {
+        "busy": timeline.busy_s,
+        "idle": lambda w: timeline.makespan_s - timeline.busy_s(w),
+    }
+    if timeline.memory:
+        found["peak activations"] = timeline.peak
+    if timeline.parameter_copies:
+        found["parameter copies"] = lambda w: timeline.parameter_copies[w]
+    names = ("worker", *found)
+    rows = [[str(w), *(f"{number(w):.6g}" for number in found.values())] for w in range(timeline.workers)]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     header, *lines = ("  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)) for row in (names, *rows))
     return [paint(header, BOLD), *lines]

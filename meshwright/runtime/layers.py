@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.profile import StageCost
 from meshwright.runtime.batch import Weigh
 from meshwright.torch_internals import gradient_hooks
 
@@ -40,6 +41,8 @@ class Layers:
     """The buffers that a captured model changes in its forward."""
     evaluation: Layers | None = None
     """The layers of another graph for evaluation, where the model does something else there."""
+    costs: tuple[StageCost, ...] | None = None
+    """What stages cost against each other, by the operations of a captured model; None where nothing says so."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:

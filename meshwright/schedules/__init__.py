@@ -1,7 +1,8 @@
 """A file here is a schedule; its name is what users type. `build` finds it, checks the options and calls it.
 
 A schedule file has one function `build(*, workers, microbatches, ...) -> Schedule`. Its other keyword arguments are its
-options; `steps` and `costs` are passed to those that ask for them. A schedule with a flush builds one step.
+options; `steps` and `costs` are passed to those that ask for them. A schedule with a flush builds one step. A user's own
+function `package.module:function` is a builder too, wherever a name is taken; it may leave out sizes.
 """
 
 from __future__ import annotations
@@ -14,17 +15,32 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite, nan, prod
+from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files import LARGEST
 from meshwright.ir.limits import shown
-from meshwright.ir.plan import Parallel
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
-from meshwright.passes.lower import named
-from meshwright.passes.recompute import Mode
-from meshwright.passes.sync import Sync
+from meshwright.schedules._own import own_builder, parameters_of, read, refuse_malformed
+
+__all__ = [
+    "build",
+    "builder",
+    "capped",
+    "compared",
+    "converted",
+    "names",
+    "needed",
+    "options",
+    "parameters",
+    "read",
+    "refuse_malformed",
+    "shaped",
+    "summary",
+    "values_of",
+]
 
 GIVEN = ("workers", "microbatches", "steps", "costs", "cluster")
 """Arguments that are not options."""
@@ -37,6 +53,8 @@ def names() -> list[str]:
 
 def builder(name: str) -> Callable[..., Schedule]:
     """The build function of a schedule."""
+    if isinstance(name, str) and ":" in name:
+        return own_builder(name)
     if not isinstance(name, str) or name not in names():
         raise MeshwrightError(f"there is no schedule '{name}'{did_you_mean(name, names())}", fix=", ".join(names()))
     found: Callable[..., Schedule] = importlib.import_module(f"{__name__}.{name}").build
@@ -51,9 +69,7 @@ def summary(name: str) -> str:
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:
     """All keyword arguments of a schedule's build function, with their types."""
-    function = builder(name)
-    hints = typing.get_type_hints(function)
-    return {key: p.replace(annotation=hints[key]) for key, p in inspect.signature(function).parameters.items()}
+    return parameters_of(builder(name))
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:
@@ -61,18 +77,25 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     return {key: parameter for key, parameter in parameters(name).items() if key not in GIVEN}
 
 
+def needed(name: str) -> frozenset[str]:
+    """The arguments that a build function has no default for."""
+    return frozenset(key for key, parameter in parameters(name).items() if parameter.default is parameter.empty)
+
+
 def capped(name: str) -> dict[str, object] | None:
     """The options under which a schedule makes use of its option `memory`: its CAPPED, or any; None if it has no such option."""
-    module = importlib.import_module(f"{__name__}.{name}")
-    found: dict[str, object] = getattr(module, "CAPPED", {})
+    found: dict[str, object] = getattr(_module(name), "CAPPED", {})
     return found if "memory" in options(name) else None
 
 
 def compared(name: str) -> tuple[dict[str, object], ...]:
     """The sets of options worth comparing: a schedule file's COMPARED, or its defaults alone."""
-    module = importlib.import_module(f"{__name__}.{name}")
-    found: tuple[dict[str, object], ...] = getattr(module, "COMPARED", ({},))
+    found: tuple[dict[str, object], ...] = getattr(_module(name), "COMPARED", ({},))
     return found
+
+
+def _module(name: str) -> types.ModuleType:
+    return importlib.import_module(name.partition(":")[0] if ":" in name else f"{__name__}.{name}")
 
 
 def build(
@@ -101,9 +124,21 @@ def build(
     takes = parameters(name)
     given = {"steps": steps, "costs": costs, "cluster": cluster}
     extra: dict[str, object] = {key: value for key, value in given.items() if key in takes}
-    schedule = builder(name)(workers=workers, microbatches=microbatches, **extra, **values)
+    extra |= {key: value for key, value in {"workers": workers, "microbatches": microbatches}.items() if key in takes}
+    schedule = builder(name)(**extra, **values)
     schedule = replace(schedule, options=tuple(sorted(values.items())))
-    return schedule if "steps" in takes else schedule.repeated(steps)
+    return schedule if "steps" in takes or not schedule.flush else schedule.repeated(steps)
+
+
+def shaped(
+    name: str, *, costs: Callable[[Schedule], Sequence[StageCost] | None], cluster: Cluster | None = None, **given: Any
+) -> Schedule:
+    """Build a schedule by name with `costs(schedule)`: how many rows there are follows from the schedule, built without them."""
+    schedule = build(name, **given)
+    found = costs(schedule) if "costs" in parameters(name) else None
+    if found is None and (cluster is None or "cluster" not in parameters(name)):
+        return schedule
+    return build(name, costs=found, cluster=cluster, **given)
 
 
 def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:
@@ -115,17 +150,11 @@ def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:
     return {key: _converted(name, known[key], value) for key, value in chosen.items()}
 
 
-def refuse_plan(parallel: Parallel) -> None:
-    """Refuse names and options that do not exist. Everything that takes a plan calls this before it does anything else."""
-    converted(parallel.schedule, parallel.options)
-    named(Sync, parallel.sync)
-    if isinstance(parallel.recompute, str):
-        named(Mode, parallel.recompute)
-
-
 def _converted(name: str, parameter: inspect.Parameter, value: object) -> object:
     """An option's value in its declared type; `Literal` types list what is allowed."""
     kind = parameter.annotation
+    if kind is parameter.empty:  # a user's own function need not say what it takes
+        return value
     allowed = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     kinds: list[object] = [type(a) for a in allowed[:1]] or [k for k in _members(kind) if k is not type(None)]
     for each in kinds:

@@ -19,12 +19,13 @@ from transformers.training_args import ParallelMode
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
-from meshwright.ir.plan_file import asked
+from meshwright.ir.plan_file import asked, plan_table
+from meshwright.ir.plan_order import refers
 from meshwright.ir.reading import LARGEST
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
-from meshwright.schedules import refuse_plan
 from meshwright.train.rows import StepRows, plan_for
+from meshwright.train.settled import settled
 from meshwright.train.usable import refuse_kinds, usable
 
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -78,7 +79,7 @@ class TrainingArguments(transformers.TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        self.parallel = asked(self.parallel)
+        self.parallel = self._asked()
         self.loss_kind = LossKind.of(self.loss_kind).value
         if not torch.cuda.is_available():
             self.use_cpu = True
@@ -89,7 +90,7 @@ class TrainingArguments(transformers.TrainingArguments):
             super().__post_init__()
         self._refuse_unsupported()  # some are set by others
         self._refuse()
-        refuse_plan(self.plan)  # contradictions are said here, before anything starts
+        settled(self.plan)  # contradictions are said here, before anything starts
 
     @property
     def plan(self) -> Parallel:
@@ -138,6 +139,20 @@ class TrainingArguments(transformers.TrainingArguments):
     def local_process_index(self) -> int:
         """This process among those of its host."""
         return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else self.process_index
+
+    def to_dict(self) -> dict[str, Any]:
+        """All arguments as JSON has them, as trackers and logs want them."""
+        return {**super().to_dict(), "parallel": plan_table(self.parallel or {})}  # type: ignore[arg-type]
+
+    def _asked(self) -> dict[str, Any]:
+        """What `parallel` asks for, with an own schedule read, or built for as many microbatches as there will be."""
+        found = asked(self.parallel)
+        plan, steps = Parallel.of(found), self.gradient_accumulation_steps
+        if plan.order is not None:
+            return plan.given()
+        if not refers(plan.schedule):
+            return found
+        return settled(plan, accumulation=steps if isinstance(steps, int) and 0 < steps < LARGEST else 1).given()
 
     def _refuse_numbers(self) -> None:
         """Numbers that no training could use: no numbers, negative ones, seeds that no generator takes."""

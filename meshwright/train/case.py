@@ -23,11 +23,11 @@ from meshwright.runtime.parameters import Rules, refuse_rules
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.unit import Optimizer, Scheduler
-from meshwright.schedules import refuse_plan
 from meshwright.train.coupled import refuse_closure, refuse_coupled, wants_more
 from meshwright.train.layers import LISTS, Uncut, is_captured, layers_for
 from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.saved import kept_for
+from meshwright.train.settled import settled
 from meshwright.train.start import Start, check_start
 from meshwright.train.staying import stay_in_evaluation
 from meshwright.train.user_arguments import refuse_loss, refuse_seed
@@ -138,7 +138,7 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
         raise MeshwrightError(f"steps must be a whole number of at least 1, got {case.steps!r}", fix="steps=5")
     refuse_seed(case.seed)
     refuse_loss(case.loss)
-    refuse_plan(case.parallel)
+    case = replace(case, parallel=settled(case.parallel))
     refuse_crowd(case.parallel.ranks)
     _refuse_local(case)
     stages = stages_of(case.parallel)
@@ -156,7 +156,7 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
     _refuse_capture(case, built, stages)
     objective = Objective(case.loss, weigh=layers.weigh, kind=case.loss_kind)
     kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
-    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept)
+    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept, costs=layers.costs)
     refuse_coupled(lambda pair, _: case.optimizer(pair), [layers.unit(u) for u in range(schedule.units)])
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     refuse_rules(case.rules, schedule)

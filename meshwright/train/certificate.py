@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.ir.plan_file import plan_table
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.mesh import Mesh
@@ -111,7 +112,7 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, tr
         clip=case.rules.clip,
         skipped=tuple(reference.skipped),
         seed=case.seed,
-        parallel=asdict(case.parallel),
+        parallel=plan_table(case.parallel),
         schedule=schedule.name,
         versions=_software(),
     )

@@ -13,8 +13,6 @@ output_dir = "out"
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -24,19 +22,18 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.imported import function
 from meshwright.ir.limits import file_text, shown, toml
-from meshwright.ir.plan_file import asked
+from meshwright.ir.plan_file import asked, say_code
 from meshwright.ir.reading import Reader, positive, text
 from meshwright.train import datasets, rotate
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.named import function, model_file
+from meshwright.train.named import model_file
 from meshwright.train.trainer import Trainer
 
 SCHEMA = 1
 KEYS = frozenset({"schema", "model", "dataset", "length", "parallel", "arguments", "resume"})
 OUTPUT = "trainer_output"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -129,15 +126,9 @@ def read_job(path: Path) -> Job:
         arguments=read("arguments", _table, {}),
         resume=read("resume", lambda value: value if isinstance(value, bool) else text(value), None),
     )
-    _say_code(job, path)
+    named = job.parallel.get("schedule") if isinstance(data.get("parallel"), dict) else None  # a plan file says it itself
+    say_code(path, job.model, job.dataset, named)
     return job
-
-
-def _say_code(job: Job, path: Path) -> None:
-    """A job file may come from others, and functions that it names are run: once, by the rank that speaks for all."""
-    named = [name for name in (job.model, job.dataset) if name is not None and ":" in name]
-    if named and os.environ.get("RANK", "0") == "0":
-        _log.warning("%s names %s: training imports and runs this code with your rights", path, " and ".join(named))
 
 
 def flags_to_arguments(flags: Sequence[str]) -> dict[str, Any]:

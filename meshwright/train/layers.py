@@ -21,6 +21,7 @@ from meshwright.capture.ready import require_ready
 from meshwright.capture.split import Split, split, split_like
 from meshwright.errors import MeshwrightError
 from meshwright.ir.columns import TARGETS
+from meshwright.ir.profile import relative_costs
 from meshwright.runtime.batch import Batch
 from meshwright.runtime.layers import Layers
 from meshwright.runtime.layers import columns_of as stage_columns
@@ -71,7 +72,8 @@ def layers_for(
 def engine_layers(cut: Split, again: Again | None) -> Layers:
     """A cut model as an engine takes it."""
     flat = cut.flat
-    return Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, again, flat.dtypes, flat.moved)
+    found = Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, again, flat.dtypes, flat.moved)
+    return replace(found, costs=relative_costs(cut.flops))
 
 
 @dataclass(frozen=True)

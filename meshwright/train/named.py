@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -85,23 +84,6 @@ def model_file(name: str) -> ModelFile:
     if "model_type" not in config:
         raise MeshwrightError(f"the model {name} has no config.model_type", fix='model_type = "gpt2"')
     return ModelFile(read("head", text), config, read("dataset", text, None))
-
-
-def function(name: str) -> Callable[..., Any]:
-    """A function by module and name, seen from here."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError, RecursionError) as error:
-        raise MeshwrightError(
-            f"cannot import {name[:200]}: {str(error)[:500]}", fix="package.module:function, seen from here"
-        ) from error
-    if not callable(found):
-        raise MeshwrightError(f"{name} is no function but {type(found).__name__}")
-    made: Callable[..., Any] = found
-    return made
 
 
 def _from_config(path: Path) -> ModelFile:

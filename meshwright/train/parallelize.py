@@ -30,7 +30,6 @@ from meshwright.runtime.batch import Given, Loss, Objective
 from meshwright.runtime.launch import attach
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.precision import Precision
-from meshwright.schedules import refuse_plan
 from meshwright.train.collate import tensors
 from meshwright.train.hooks import refuse_lost
 from meshwright.train.layers import is_captured, layers_for
@@ -40,6 +39,7 @@ from meshwright.train.place import device_for, launched, one_process, refuse_wor
 from meshwright.train.rates import Rates, Recipe
 from meshwright.train.saved import kept_for
 from meshwright.train.session import Session, SessionSettings
+from meshwright.train.settled import settled
 from meshwright.train.start import Evaluation, Start, check_start
 from meshwright.train.staying import stay_in_evaluation
 from meshwright.train.user_arguments import refuse_arguments
@@ -72,8 +72,7 @@ def parallelize(
     `check_capture=False` leaves out the comparison of captured layers with the model. Submodules that are in evaluation while
     the model is in training stay there until the session is closed.
     """
-    parallel = Parallel.of(asked(plan))
-    refuse_plan(parallel)
+    parallel = settled(Parallel.of(asked(plan)))
     refuse_world(parallel)
     _refuse_alone(parallel.ranks)
     refuse_arguments(model, optimizer, scheduler, loss, seed)

@@ -48,8 +48,8 @@ def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Par
             raise MeshwrightError(
                 f"{name} must be a whole number of at least 1 and below {LARGEST}, got {count!r}", fix=f"{name}=8"
             )
-    given = asked.get("microbatches") or 0
     plan = Parallel.of(asked)
+    given = asked.get("microbatches") or (plan.microbatches if plan.order is not None else 0)
     microbatches = plan.microbatches if given else accumulation * ceil(plan.pp / accumulation)
     if given and given % accumulation:
         raise MeshwrightError(

@@ -34,7 +34,7 @@ from meshwright.train.coupled import refuse_coupled
 from meshwright.train.data import Source
 from meshwright.train.export import SHARD_BYTES, export
 from meshwright.train.generate import configured, generate, refuse_options
-from meshwright.train.lists import lists_for
+from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
 from meshwright.train.saved import Kept
@@ -87,7 +87,8 @@ class Session:
         fill: Callable[[Iterable[nn.Module]], None] | None = None,
     ) -> None:
         """`fill` gives values to layers of a model that has none; it is called with those of this rank."""
-        schedule = lists_for(parallel, ties=layers.ties, kept=kept)
+        refuse_early(parallel)
+        schedule = lists_for(parallel, ties=layers.ties, kept=kept, costs=layers.costs)
         refuse_endless(parallel, flush=schedule.flush)
         refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
         if fill is not None:
@@ -275,6 +276,12 @@ class Session:
 
     def _first_of(self, stage: int) -> bool:
         return self.engine.mesh.holders(self.engine.schedule, stage)[0] == self.rank
+
+
+def refuse_early(parallel: Parallel) -> None:
+    """Refuse what is wrong with a schedule whatever the model is."""
+    refuse_endless(parallel, flush=parallel.order is None or parallel.order.flush)
+    stages_of(parallel)
 
 
 def refuse_endless(parallel: Parallel, *, flush: bool) -> None:

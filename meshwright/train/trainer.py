@@ -34,14 +34,14 @@ from meshwright.train.collate import Collate, Collator, accepted, default_collat
 from meshwright.train.data import Source, without_unused
 from meshwright.train.hooks import refuse_lost
 from meshwright.train.layers import is_captured, refuse_lossless
-from meshwright.train.lists import lists_for, stages_of
+from meshwright.train.lists import lists_for
 from meshwright.train.loop import Judged, Outcome
 from meshwright.train.own import refuse_others, seeded, stamp
 from meshwright.train.place import everywhere, launched, refuse_world
 from meshwright.train.rows import refuse_small_cuts
 from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
 from meshwright.train.save import save_whole
-from meshwright.train.session import refuse_endless
+from meshwright.train.session import refuse_early, refuse_endless
 from meshwright.train.start import Evaluation
 from meshwright.train.vocabulary import refuse_ids, vocabularies
 
@@ -186,7 +186,7 @@ class Trainer:
     def capture(self, dataset: Any, *, trains: bool = False) -> None:
         """The graph of the model, once for all ranks; what cannot be captured is said here, before anything starts."""
         refuse_world(plan := self.args.plan)
-        stages_of(plan)
+        refuse_early(plan)
         if plan.ranks > 1 and not launched():
             border.refuse_checkpointing(self.model)
         if trains:
@@ -212,7 +212,7 @@ class Trainer:
             self.evaluation = check(self, self.source(dataset), example)
         if plan.ranks > 1 and not launched():
             layers, kept = cut(self, example)
-            refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept).flush)
+            refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept, costs=layers.costs).flush)
 
     @property
     def example_rows(self) -> int:

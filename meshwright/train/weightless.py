@@ -15,8 +15,9 @@ from meshwright.capture.export import flatten
 from meshwright.capture.graph import capture
 from meshwright.capture.materialise import sketch
 from meshwright.errors import MeshwrightError
+from meshwright.ir.imported import function
 from meshwright.ir.model import Layer, ModelGraph
-from meshwright.train.named import function, model_file
+from meshwright.train.named import model_file
 from meshwright.train.start import Start, verdict_of
 
 TOKENS = 64

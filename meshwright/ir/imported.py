@@ -1,0 +1,42 @@
+"""Functions that a user names as `package.module:function`: imported as seen from the current folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from traceback import format_exception
+from types import TracebackType
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+
+
+def function(name: str) -> Callable[..., Any]:
+    """A function by module and name; what its module raises while it is imported is said with the user's own lines."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    module, _, attribute = name.partition(":")
+    fix = "package.module:function, seen from here"
+    if not module or not attribute or module.startswith("."):
+        raise MeshwrightError(f"cannot import {name[:200]}: it names no module and function", fix=fix)
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, RecursionError) as error:
+        raise MeshwrightError(f"cannot import {name[:200]}: {str(error)[:500]}", fix=fix) from error
+    except (Exception, SystemExit) as error:
+        where = "".join(format_exception(type(error), error, own_frames(error.__traceback__))).rstrip()
+        raise MeshwrightError(f"{module} raised {type(error).__name__} while it was imported: {error}\n{where}") from error
+    if not callable(found):
+        raise MeshwrightError(f"{name} is no function but {type(found).__name__}")
+    made: Callable[..., Any] = found
+    return made
+
+
+def own_frames(frames: TracebackType | None, *ours: str) -> TracebackType | None:
+    """A traceback from the first line of the user's own on; importing has many before it, and so have callers in `ours`."""
+    before = (__file__, "<frozen importlib._bootstrap", sys.modules["importlib"].__file__ or "", *ours)
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(before):
+        frames = frames.tb_next
+    return frames
