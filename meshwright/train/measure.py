@@ -44,12 +44,18 @@ def measure(trainer: Trainer, *, steps: int = 3) -> Measurement:
         found = meshwright.measure(trainer)
         Path("costs.json").write_text(meshwright.costs_to_json(found.costs))
     """
+    found = measured(trainer, steps)
+    if found is None:
+        raise MeshwrightError("only rank 0 has the timeline of all ranks", fix="call measure on all ranks, use it on rank 0")
+    return found
+
+
+def measured(trainer: Trainer, steps: int) -> Measurement | None:
+    """The same; None on ranks that do not speak for all."""
     if type(steps) is not int or steps < 1:
         raise MeshwrightError(f"at least 1 step is measured, got steps={steps!r}", fix="steps=3")
     trainer.capture(trainer.train_dataset)
     found: list[Measurement | None] = trainer.everywhere(_measure_on_rank, steps)
-    if found[0] is None:
-        raise MeshwrightError("only rank 0 has the timeline of all ranks", fix="call measure on all ranks, use it on rank 0")
     return found[0]
 
 
