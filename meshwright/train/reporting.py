@@ -35,9 +35,9 @@ _ASKED = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
 """Names in transformers' questions whether a package is there, where they are not those of the programs."""
 
 
-def refuse_reporters(names: str | Sequence[str] | None) -> None:
-    """Refuse what cannot be reported to; "all" is what is installed, "none" nothing."""
-    wanted = list(names or ()) if not isinstance(names, str) else [names]
+def refuse_reporters(names: Sequence[str] | None) -> None:
+    """Refuse what cannot be reported to; training arguments have made a list of "all", which is installed, and of "none"."""
+    wanted = list(names or ())
     with _reporting(wanted):
         theirs.get_reporting_integration_callbacks(wanted)
     for name in wanted:
