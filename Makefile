@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test quick full bench lint docs readme ci clean
+.PHONY: setup demo test quick full bench lint pictures docs readme ci clean
 
 setup: .venv/.done ## build .venv
 
@@ -36,6 +36,9 @@ lint: setup ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
+
+pictures: setup ## draw the pictures of README and docs anew
+	$(BIN)/python -m examples.pictures
 
 docs: setup ## the documentation as a site
 	$(BIN)/mkdocs build --strict --quiet

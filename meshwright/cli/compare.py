@@ -14,7 +14,7 @@ import typer
 
 from meshwright import schedules
 from meshwright.cli import inputs, outputs
-from meshwright.cli.inputs import Format
+from meshwright.cli.outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
 from meshwright.ir.cluster import Duplex
@@ -78,8 +78,10 @@ def compare(
     """
     recompute = inputs.recompute_cost(recompute, old_recompute)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
-    if format is Format.PERFETTO:
-        raise MeshwrightError("a comparison has no trace", fix="--format text, json or csv; simulate draws one schedule")
+    if format in (Format.PERFETTO, Format.SVG, Format.PNG):
+        raise MeshwrightError(
+            f"a comparison is not drawn as {format}", fix="--format text, json or csv; simulate draws one schedule"
+        )
     cap = None if memory is None else _cap(memory, flags)
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # sizes and costs that no schedule can take
     flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(outputs.read(flags.file))

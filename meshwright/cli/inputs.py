@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ import typer
 
 from meshwright import schedules
 from meshwright.cli import outputs
+from meshwright.cli.outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json
 from meshwright.ir.csv_form import from_csv
@@ -21,6 +21,7 @@ from meshwright.ir.files import schedule_from_json
 from meshwright.ir.plan import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Timeline
 
 SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
 MISFIT = "rows of costs do not divide"
@@ -80,17 +81,13 @@ Plan = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the numbers as one JSON object.", rich_help_panel=OUTPUT)]
 
 
-class Format(StrEnum):
-    """The forms in which a verb gives its answer."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
-    PERFETTO = "perfetto"
-
-
 FormatChoice = Annotated[
-    Format, typer.Option("--format", help="text, a file of JSON or CSV, or a Perfetto trace.", rich_help_panel=OUTPUT)
+    Format,
+    typer.Option(
+        "--format",
+        help="text, a file of JSON or CSV, a Perfetto trace, or a picture (svg; png needs -o).",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=OUTPUT)]
 
@@ -238,6 +235,15 @@ def load_file(path: Path) -> Schedule:
     """A schedule from a JSON or CSV file."""
     text = outputs.read(path)
     return from_csv(text, path.stem) if path.suffix == ".csv" else schedule_from_json(text)
+
+
+def timeline_file(name: str) -> Timeline | None:
+    """The timeline in a file that has one; None for everything else, which is a schedule."""
+    path = Path(name)
+    if path.suffix != ".json" or not os.path.isfile(path):
+        return None
+    text = outputs.read(path)
+    return Timeline.from_json(text) if '"kind": "timeline"' in text[:200] else None
 
 
 def pairs(option: Sequence[str] | None) -> dict[str, Any]:

@@ -5,11 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from enum import StrEnum
 from pathlib import Path
 
 import typer
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.timeline import Timeline
+
+
+class Format(StrEnum):
+    """The forms in which a verb gives its answer."""
+
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
+    PERFETTO = "perfetto"
+    SVG = "svg"
+    PNG = "png"
 
 
 def read(path: Path) -> str:
@@ -38,15 +51,47 @@ def refuse_output(path: Path | None) -> None:
 
 def write(path: Path, text: str) -> None:
     """Write an output that a user asked for."""
+    _write(path, text.encode("utf-8"))
+
+
+def _write(path: Path, content: bytes) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     except (OSError, ValueError) as error:
         raise MeshwrightError(f"cannot write {path}: {error}") from error
 
 
-def give(text: str, output: Path | None) -> None:
+def refuse_binary(form: Format, output: Path | None) -> None:
+    """A PNG is not printed."""
+    if form is Format.PNG and output is None:
+        raise MeshwrightError("a PNG needs a file to be written to", fix="-o picture.png, or --format svg")
+
+
+def drawn(timeline: Timeline, form: Format) -> str | bytes:
+    """A timeline as a trace or a picture; libraries are loaded when they are needed."""
+    if form is Format.PERFETTO:
+        from meshwright.report.perfetto import to_perfetto
+
+        return to_perfetto(timeline)
+    from meshwright.report.picture import picture
+
+    if form is Format.SVG:
+        from meshwright.report.svg import to_svg
+
+        return to_svg(picture(timeline))
+    if form is Format.PNG:
+        from meshwright.report.png import to_png
+
+        return to_png(picture(timeline))
+    raise MeshwrightError(f"a timeline is not drawn as {form}", fix="--format svg, png or perfetto")
+
+
+def give(text: str | bytes, output: Path | None) -> None:
     """Print an answer, or write it to the file that was asked for."""
-    if output is None:
+    if isinstance(text, bytes):
+        assert output is not None, "refused before"
+        _write(output, text)
+    elif output is None:
         typer.echo(text.rstrip("\n"), color=True)
     else:
         write(output, text.rstrip("\n") + "\n")

@@ -1,4 +1,4 @@
-"""`meshwright show`: a schedule as a grid, or as a file."""
+"""`meshwright show`: a schedule as a grid, as a picture, or as a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli import inputs, outputs
-from meshwright.cli.inputs import Format
+from meshwright.cli.outputs import Format
 from meshwright.cli.simulate import summary
 from meshwright.ir.cluster import Duplex
 from meshwright.ir.csv_form import to_csv
@@ -44,8 +44,15 @@ def show(
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:
-    """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file."""
+    """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file.
+
+    A file with a timeline (`simulate --format json`) is drawn as it is, as a picture or a trace.
+    """
     outputs.refuse_output(output)
+    outputs.refuse_binary(format, output)
+    if (timeline := inputs.timeline_file(name)) is not None:
+        outputs.give(outputs.drawn(timeline, format), output)
+        return
     recompute = inputs.recompute_cost(recompute, old_recompute)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
@@ -56,20 +63,16 @@ def show(
         timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
         outputs.give(json.dumps(summary(schedule, timeline)), output)
         return
-    outputs.give(_text(schedule, flags, overlap, format, colour=output is None and outputs.coloured()), output)
+    outputs.give(_form(schedule, flags, overlap, format, colour=output is None and outputs.coloured()), output)
 
 
-def _text(schedule: Schedule, flags: inputs.CostFlags, overlap: float, form: Format, *, colour: bool) -> str:
+def _form(schedule: Schedule, flags: inputs.CostFlags, overlap: float, form: Format, *, colour: bool) -> str | bytes:
     """A schedule in one of the forms; times are simulated for those that have any."""
-    match form:
-        case Format.JSON:
-            return schedule_to_json(schedule)
-        case Format.CSV:
-            return to_csv(schedule)
-        case Format.PERFETTO:
-            from meshwright.report.perfetto import to_perfetto
-
-            return to_perfetto(simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap))
-        case Format.TEXT:
-            timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
-            return timeline_text(schedule, timeline, colour=colour, width=outputs.width())
+    if form is Format.JSON:
+        return schedule_to_json(schedule)
+    if form is Format.CSV:
+        return to_csv(schedule)
+    timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
+    if form is Format.TEXT:
+        return timeline_text(schedule, timeline, colour=colour, width=outputs.width())
+    return outputs.drawn(timeline, form)

@@ -9,7 +9,7 @@ import typer
 
 from meshwright.cli import emulate as emulation
 from meshwright.cli import inputs, outputs
-from meshwright.cli.inputs import Format
+from meshwright.cli.outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex
 from meshwright.ir.plan import refuse_crowd
@@ -50,6 +50,7 @@ def simulate(
     output: inputs.Output = None,
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
+    outputs.refuse_binary(format, output)
     wish = emulation.wished(emulate, repeat=repeat, transport=transport, limit=limit, trace=trace)
     recompute = inputs.recompute_cost(recompute, old_recompute)
     flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
@@ -69,13 +70,13 @@ def simulate(
         more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
         outputs.give(json.dumps({**summary(schedule, timeline), **more}), output)
         return
-    text = _text(schedule, timeline, format, colour=output is None and outputs.coloured())
-    if wish is not None and measured is not None and format is Format.TEXT:
-        text += "\n" + emulation.text(wish, measured, timeline)
-    outputs.give(text, output)
+    found = _form(schedule, timeline, format, colour=output is None and outputs.coloured())
+    if wish is not None and measured is not None and isinstance(found, str) and format is Format.TEXT:
+        found += "\n" + emulation.text(wish, measured, timeline)
+    outputs.give(found, output)
 
 
-def _text(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str:
+def _form(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str | bytes:
     """A prediction in one of the forms."""
     match form:
         case Format.JSON:
@@ -83,12 +84,10 @@ def _text(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool)
         case Format.CSV:
             spans = (f"{s.worker},{s.lane.value},{s.entry},{s.start_s!r},{s.end_s!r}" for s in timeline.spans)
             return "\n".join(["worker,lane,entry,start_s,end_s", *spans])
-        case Format.PERFETTO:
-            from meshwright.report.perfetto import to_perfetto
-
-            return to_perfetto(timeline)
         case Format.TEXT:
             return timeline_text(schedule, timeline, colour=colour, width=outputs.width())
+        case Format.PERFETTO | Format.SVG | Format.PNG:
+            return outputs.drawn(timeline, form)
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def scaled(rows: Sequence[Sequence[Bar]], makespan_s: float, slot_s: float | Non
 
 def axis(scale: Scale, first: int, last: int) -> str:
     """Times at round distances, each over the column in which it is."""
-    distance = _round(scale.column_s * 10)
+    distance = round_step(scale.column_s * 10)
     line = ""
     tick = ceil(first * scale.column_s / distance - 1e-9)
     while (at := round(tick * distance / scale.column_s) - first) < last - first:
@@ -94,8 +94,8 @@ def axis(scale: Scale, first: int, last: int) -> str:
     return line or f"{first * scale.column_s:.6g}"
 
 
-def _round(least: float) -> float:
-    """The next of 1, 2, 5, 10, 20, 50, ..."""
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... (times a power of ten) that is at least this."""
     power = 10.0 ** floor(log10(least))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))
 
