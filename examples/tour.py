@@ -14,12 +14,11 @@ from typing import Any
 import transformers
 from rich.console import Console
 
-from meshwright import check, even_costs, lower, schedules, simulate
+from meshwright import check, even_costs, lower, measure, schedules, simulate
+from meshwright.report.measured import measured_text, prediction
 from meshwright.report.perfetto import both_to_perfetto
 from meshwright.report.terminal import timeline_text
-from meshwright.report.versus import versus, versus_text
 from meshwright.train.job import Job, read_job
-from meshwright.train.measure import measure
 
 FOLDER = Path("build/demo")
 TRACE = FOLDER / "trace.json"
@@ -66,12 +65,11 @@ def main() -> None:
     CONSOLE.print(str(check(chimera)))
     CONSOLE.print(str(check(broken())), markup=False)
 
-    step("3. Predicted against measured, on this machine")
+    step("3. Predicted against measured, on this machine", f"meshwright measure build/demo/job.toml --trace {TRACE}")
     trainer = job(STEPS, STEPS).trainer()
     found = measure(trainer)
-    predicted = simulate(found.schedule, found.costs)
-    TRACE.write_text(both_to_perfetto(predicted, found.timeline))
-    CONSOLE.print(versus_text(versus(predicted, found.timeline, largest=1)), markup=False, soft_wrap=True)
+    TRACE.write_text(both_to_perfetto(prediction(found), found.timeline))
+    CONSOLE.print(measured_text(found), markup=False, soft_wrap=True)
     if (cores := os.cpu_count() or 1) < chimera.workers:
         CONSOLE.print(f"the prediction gives every worker a core of its own; here {chimera.workers} workers share {cores}")
     CONSOLE.print(f"wrote {TRACE}, prediction and measurement side by side: open it at ui.perfetto.dev")

@@ -24,10 +24,12 @@ from meshwright.simulate.budget import stage_aware
 if TYPE_CHECKING:
     from meshwright import capture
     from meshwright.capture.materialise import sketch
+    from meshwright.ir.measurement import Measurement, measurement_from_json, measurement_to_json
     from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
     from meshwright.ir.plan_file import plan_from_json, plan_to_json
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.certificate import Certificate
+    from meshwright.train.measure import measure
     from meshwright.train.parallelize import parallelize
     from meshwright.train.session import Session
     from meshwright.train.trainer import Trainer
@@ -45,6 +47,7 @@ __all__ = [
     "Duplex",
     "Lane",
     "Link",
+    "Measurement",
     "MeshwrightError",
     "ModelGraph",
     "Op",
@@ -71,6 +74,9 @@ __all__ = [
     "forward_only",
     "from_csv",
     "lower",
+    "measure",
+    "measurement_from_json",
+    "measurement_to_json",
     "model_from_json",
     "model_to_json",
     "parallelize",
@@ -89,11 +95,15 @@ __all__ = [
 _LATER = {
     "Certificate": "meshwright.train.certificate",
     "Cuts": "meshwright.ir.model",
+    "Measurement": "meshwright.ir.measurement",
     "ModelGraph": "meshwright.ir.model",
     "Session": "meshwright.train.session",
     "Trainer": "meshwright.train.trainer",
     "TrainingArguments": "meshwright.train.arguments",
     "capture": "meshwright.capture",
+    "measure": "meshwright.train.measure",
+    "measurement_from_json": "meshwright.ir.measurement",
+    "measurement_to_json": "meshwright.ir.measurement",
     "model_from_json": "meshwright.ir.model",
     "model_to_json": "meshwright.ir.model",
     "parallelize": "meshwright.train.parallelize",

@@ -13,6 +13,7 @@ from meshwright import (
     Cluster,
     Duplex,
     Link,
+    Measurement,
     MeshwrightError,
     Op,
     Parallel,
@@ -26,6 +27,8 @@ from meshwright import (
     even_costs,
     from_csv,
     lower,
+    measurement_from_json,
+    measurement_to_json,
     plan_from_json,
     plan_to_json,
     schedule_from_json,
@@ -35,6 +38,7 @@ from meshwright import (
     to_csv,
 )
 from meshwright.ir.action import Entry
+from meshwright.report.measured import measured_text
 from tests.cases import usual_steps
 
 FUZZ = settings(deadline=None, derandomize=True)
@@ -99,6 +103,12 @@ def _timeline(text: str) -> None:
     assert all(isinstance(number, int | float) for number in found)
 
 
+def _measurement(text: str) -> None:
+    found = measurement_from_json(text)
+    assert measurement_from_json(measurement_to_json(found)) == found
+    assert "bottleneck: " in measured_text(found)
+
+
 def _cluster(text: str) -> None:
     cluster = cluster_from_json(text)
     assert cluster_from_json(cluster_to_json(cluster)) == cluster
@@ -120,11 +130,13 @@ def csv_reads(text: str) -> None:
 def readers() -> dict[str, tuple[Read, str]]:
     """Each reader, used on what it gives back, and a good file for it."""
     cyclic, line = plain("cyclic"), plain("dualpipev", 2, 4)
+    ran, costs = lower(plain()), even_costs(stages=2, workers=2)
     return {
         "schedule": (_schedule, schedule_to_json(cyclic)),
         "lowered": (_schedule, schedule_to_json(lower(line, recompute="early"))),
         "costs": (_costs, costs_to_json(even_costs(stages=3, workers=3))),
         "timeline": (_timeline, timeline_of(plain()).to_json()),
+        "measurement": (_measurement, measurement_to_json(Measurement(ran, costs, timeline_of(ran), (3, 6)))),
         "cluster": (_cluster, cluster_to_json(Cluster(Link(0.5), {(0, 1): Link(0.25, 8.0)}, Duplex.HALF))),
         "order": (_plan, plan_to_json(Parallel(order=cyclic, costs=even_costs(stages=2, workers=2)))),
         "csv": (csv_reads, to_csv(lower(line))),

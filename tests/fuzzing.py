@@ -136,6 +136,7 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "lowered": (by_text(schedule_from_json), READERS["lowered"][1].encode()),
     "costs": (by_text(costs_from_json), READERS["costs"][1].encode()),
     "timeline": (by_text(Timeline.from_json), READERS["timeline"][1].encode()),
+    "measurement": (by_text(READERS["measurement"][0]), READERS["measurement"][1].encode()),
     "cluster": (by_text(cluster_from_json), READERS["cluster"][1].encode()),
     "csv": (by_text(from_csv), READERS["csv"][1].encode()),
 }

@@ -21,7 +21,7 @@ ANSWERS = {
     "schedules": (),
 }
 """Verbs that need no torch."""
-NEEDS = {"inspect": ("gpt-tiny",), "verify": ("mlp",), "train": ("gpt-tiny", "--max-steps", "1")}
+NEEDS = {"inspect": ("gpt-tiny",), "verify": ("mlp",), "train": ("gpt-tiny", "--max-steps", "1"), "measure": ("gpt-tiny",)}
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:

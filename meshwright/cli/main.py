@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import check, compare, inspect, schedules, show, simulate, train, verify
+from meshwright.cli import check, compare, inspect, measure, schedules, show, simulate, train, verify
 from meshwright.errors import MeshwrightError
 
 EXTRA = frozenset({"torch", "transformers", "safetensors", "numpy"})
-"""Packages that come with the extra `hf`: inspect, verify and train need them."""
+"""Packages that come with the extra `hf`: inspect, verify, train and measure need them."""
 
 
 def _version(asked: bool) -> None:
@@ -39,7 +39,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=_examples("schedules", "show chimera --workers 4 --microbatches 8", "train gpt-tiny --pp 2 --max-steps 20"),
+    epilog=_examples(
+        "schedules",
+        "show chimera --workers 4 --microbatches 8",
+        "train gpt-tiny --pp 2 --max-steps 20",
+        "measure gpt-tiny --pp 2",
+    ),
 )
 app.callback()(command)
 app.command("show", epilog=_examples("show onef1b -w 4 -n 8", "show zero_bubble --option variant=h2 --format json -o plan.json"))(
@@ -66,8 +71,13 @@ app.command(
 app.command(
     "train",
     context_settings=train.CONTEXT,
-    epilog=_examples("train gpt-tiny --pp 2 --dataset notes.txt --max-steps 100", "train job.toml"),
+    epilog=_examples("train gpt-tiny --pp 2 --dataset notes.txt --max-steps 100 --trace trace.json", "train job.toml"),
 )(train.train)
+app.command(
+    "measure",
+    context_settings=train.CONTEXT,
+    epilog=_examples("measure gpt-small --pp 4 --schedule chimera -o costs.json", "measure trainer_output --trace both.json"),
+)(measure.measure)
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import inputs, outputs
+from meshwright.cli import inputs, outputs, running
 from meshwright.errors import MeshwrightError
 from meshwright.ir.limits import toml
 from meshwright.ir.plan import Parallel
@@ -48,6 +48,7 @@ def train(
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="last|FOLDER", help="Go on from a checkpoint.")] = None,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained model here.")] = None,
+    trace: running.TraceFile = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Train a model. Every training argument of Hugging Face is a flag: --max-steps 100 --learning-rate 1e-3 ...
@@ -56,7 +57,26 @@ def train(
     """
     gc.enable()  # unlike other verbs this one runs for long
     degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
-    given = {name: value for name, value in degrees.items() if value is not None}
+    job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": resume})
+    checkpoint = job.checkpoint
+    trainer = job.trainer()
+    if "logging_nan_inf_filter" not in job.arguments:
+        trainer.args.logging_nan_inf_filter = False  # a loss that is no number is shown as such
+    if save_model is not None and trainer.is_world_process_zero():
+        refuse_folder("--save-model", save_model)
+    running.follow(trainer, trace, as_json=as_json)
+    output = trainer.train(resume_from_checkpoint=checkpoint)
+    if save_model is not None:
+        trainer.save_model(str(save_model))
+    if trainer.is_world_process_zero():
+        running.report(trainer, output, trace, as_json=as_json)
+    if not isfinite(output.training_loss):
+        raise typer.Exit(3)
+
+
+def asked_job(model: str, flags: list[str], parallel: str | None, degrees: Mapping[str, Any], more: Mapping[str, Any]) -> Job:
+    """The job that flags ask for: a plan by `--plan` or by degrees, `more` of the job, and flags of training arguments."""
+    given, microbatches = {name: value for name, value in degrees.items() if value is not None}, degrees["microbatches"]
     if microbatches is not None and microbatches < 1:
         raise MeshwrightError(f"a step has at least 1 microbatch, got --microbatches {microbatches}", fix="--microbatches 4")
     if parallel is not None and given:
@@ -64,20 +84,7 @@ def train(
     plan = asked(parallel) if parallel is not None else given
     if not refers(Parallel.of(plan).schedule):
         settled(Parallel.of(plan))  # own schedules are read or called once, by the training arguments
-    job = _job(model, context.args, {"parallel": plan, "dataset": dataset, "length": length, "resume": resume})
-    checkpoint = job.checkpoint
-    trainer = job.trainer()
-    if "logging_nan_inf_filter" not in job.arguments:
-        trainer.args.logging_nan_inf_filter = False  # a loss that is no number is shown as such
-    if save_model is not None and trainer.is_world_process_zero():
-        refuse_folder("--save-model", save_model)
-    output = trainer.train(resume_from_checkpoint=checkpoint)
-    if save_model is not None:
-        trainer.save_model(str(save_model))
-    if trainer.is_world_process_zero():
-        _report(trainer, output, as_json=as_json)
-    if not isfinite(output.training_loss):
-        raise typer.Exit(3)
+    return _job(model, flags, {"parallel": plan, **more})
 
 
 def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
@@ -96,19 +103,3 @@ def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
 def _is_job(text: str) -> bool:
     """A job names its model; the file of a model does not."""
     return "config" not in toml(text, "this file")
-
-
-def _report(trainer: Any, output: Any, *, as_json: bool) -> None:
-    """Where the loss went, and how fast."""
-    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
-    if as_json:
-        typer.echo(json.dumps({"steps": output.global_step, "loss": output.training_loss, "log": trainer.state.log_history}))
-        return
-    first, last = (losses[0]["loss"], losses[-1]["loss"]) if losses else (output.training_loss, output.training_loss)
-    rate = output.metrics.get("train_samples_per_second", 0.0)
-    plan = trainer.args.plan
-    typer.echo(
-        f"{plan.schedule}  pp {plan.pp}, dp {plan.dp}, {plan.microbatches} microbatches: {output.global_step} steps, "
-        f"loss {first:.3f} -> {last:.3f}, {rate:.0f} rows/s"
-    )
-    typer.echo(f"log: {Path(trainer.args.output_dir) / 'log.jsonl'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -23,6 +24,13 @@ def choose(local_rank: int = 0, *, device: str | None = None) -> torch.device:
 def backend(device: torch.device) -> str:
     """What carries messages and collectives between such devices."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has had: what torch has allocated on a GPU, all of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager

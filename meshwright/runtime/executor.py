@@ -120,7 +120,7 @@ class Executor:
         seat = None if status is None else status.seated(self)
         self.hands.begin(first_step)
         walk = self._walk()
-        ends = None if self.trace is None else self.trace.walk([step for step, _ in walk])
+        ends = None if self.trace is None or not self.trace.on else self.trace.walk([step for step, _ in walk])
         with patience(self.edges.device):
             for step, do in walk:
                 self.at = step

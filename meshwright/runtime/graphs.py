@@ -38,10 +38,14 @@ class Graphs:
         self._made = 0
 
     @property
+    def stages(self) -> list[tuple[int, Stage]]:
+        """This rank's stages in all graphs, each with its number."""
+        return [found for stages in (self.first, *self._stages.values()) for found in stages.items()]
+
+    @property
     def modules(self) -> list[nn.Module]:
         """The layers of this rank's stages in all graphs."""
-        every = [self.first, *self._stages.values()]
-        return [layer for stages in every for stage in stages.values() for layer in stage.layers]
+        return [layer for _, stage in self.stages for layer in stage.layers]
 
     def stage(self, number: int, graph: int) -> Stage:
         """A stage as one of the other graphs has it; what was set on the first since holds for it too."""

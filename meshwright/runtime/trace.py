@@ -68,16 +68,24 @@ class _Walk:
 
 
 class Trace:
-    """Times of the steps of one rank, as they come. `clock` is set before the first walk, on all ranks together."""
+    """Times of the steps of one rank, as they come. `clock` is set before the first walk, on all ranks together.
+
+    Walks that begin while `on` is False are not noted.
+    """
 
     def __init__(self) -> None:
         self.clock = Clock()
+        self.on = True
         self._walks: list[_Walk] = []
         self._watched: set[int] = set()
 
     def clear(self) -> None:
         """Forget what was recorded; walks are counted from 0 again."""
         self._walks.clear()
+
+    def keep_last(self) -> None:
+        """Forget all walks but the last one, which is then the first."""
+        del self._walks[:-1]
 
     def walk(self, steps: Sequence[Step]) -> list[float]:
         """A walk through the list starts; who walks appends the end of each step."""
@@ -101,6 +109,8 @@ class Trace:
         self._note((unit, round_))
 
     def _note(self, what: Step | Sync | None) -> None:
+        if not self.on:
+            return
         walk = self._walks[-1]
         walk.events.append((len(walk.ends), now(), what))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
-from meshwright.report.progress import Bar
-from meshwright.train.usable import usable
+from meshwright.report.progress import Bar, Lines, Stream
+from meshwright.train.reporting import reporters
 
 LOG = "log.jsonl"
 """The file of the log inside output_dir."""
+
+_BESIDE = ("loss", "eval_loss", "tokens_per_second", "samples_per_second")
+"""What stands beside the bar."""
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -64,7 +66,9 @@ class ProgressBar(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         """The last loss beside it."""
         if self.bar is not None and logs:
-            self.bar.say({key: logs[key] for key in ("loss", "eval_loss") if key in logs})
+            self.bar.say(
+                {key: logs[key] for key in ("loss", "eval_loss", "tokens_per_second", "samples_per_second") if key in logs}
+            )
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Take it down."""
@@ -73,16 +77,41 @@ class ProgressBar(TrainerCallback):
             self.bar = None
 
 
-def reports(names: str | list[str] | None) -> list[type[TrainerCallback]]:
-    """The callbacks of Hugging Face that report to these programs; one that nobody knows is refused."""
-    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+class ShownLines(TrainerCallback):
+    """Start-up phases and logs as lines, for whoever reads along; the end is left to who has asked for them."""
 
-    with _reporting(names):
-        return get_reporting_integration_callbacks(list(names or ()))
+    def __init__(self, stream: Stream = Stream.STDOUT) -> None:
+        self.stream, self.trains = stream, False
+        self._lines: Lines | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lines": None}  # every process writes for itself
 
-def _reporting(names: object) -> AbstractContextManager[None]:
-    return usable(f"report_to={names!r}", fix="report_to='none', or a program whose package is installed")
+    @property
+    def lines(self) -> Lines:
+        """What writes in this process."""
+        self._lines = self._lines or Lines(self.stream)
+        return self._lines
+
+    def on_phase_begin(self, name: str) -> None:
+        """A phase of the start begins; while training the bar stands on the terminal."""
+        if not self.trains:
+            self.lines.begin(name)
+
+    def on_phase_end(self, name: str, seconds: float | None) -> None:
+        """It is over, or has failed."""
+        if not self.trains or not self.lines.on_terminal:
+            self.lines.end(name, seconds)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The first step follows."""
+        self.trains = True
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
+        """A line, unless the bar shows it; the last log of a run is its summary."""
+        seen = self.lines.on_terminal and not args.disable_tqdm
+        if state.is_world_process_zero and logs and "train_runtime" not in logs and not seen:
+            self.lines.log(state.global_step, state.max_steps, logs)
 
 
 class Watchers:
@@ -90,15 +119,13 @@ class Watchers:
 
     def __init__(self, own: list[TrainerCallback], report_to: list[str], *, bar: bool, folder: Path, **seen: Any) -> None:
         """`folder` is where TensorBoard's files go, unless its environment variable names another."""
-        kinds = reports(report_to)
-        with _reporting(report_to):
-            made = [kind() for kind in kinds]
+        made = reporters(report_to)
         self._boards = [callback for callback in made if isinstance(callback, TensorBoardCallback)]
         for board in self._boards:
             board.logging_dir = board.logging_dir or str(folder)
         ours = [DefaultFlowCallback(), JsonLines(), *([ProgressBar()] if bar else [])]
         self.handler = CallbackHandler([*ours, *made, *own], **seen)
-        self.own = bool(own)
+        self.own = any(not isinstance(callback, ShownLines) for callback in own)
         self.control = TrainerControl()
 
     def __call__(self, event: str, args: Any, state: TrainerState, **more: Any) -> TrainerControl:

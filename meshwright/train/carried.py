@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
@@ -17,6 +18,10 @@ from meshwright.train.options import entries, facts, merged, put_back
 from meshwright.train.place import alone
 from meshwright.train.session import Session
 from meshwright.train.state import parameters, shared_out
+
+if TYPE_CHECKING:
+    from meshwright.train.loop import Outcome
+    from meshwright.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,17 @@ def go_on(session: Session, kept: Carried) -> None:
     if kept.rates is not None:
         session.rates.load_state_dict(kept.rates)
     session.rescale(kept.scale)
+
+
+def bring_back(trainer: Trainer, found: Sequence[Outcome]) -> None:
+    """Let weights, state and what callbacks have noted come back from ranks that are other processes."""
+    trainer.state, trainer.peak_bytes = found[0].state, found[0].peaks
+    if found[0].callbacks is not trainer.callbacks:
+        for mine, theirs in zip(trainer.callbacks, found[0].callbacks, strict=True):
+            mine.__dict__.update(theirs.__dict__)
+    module = trainer.module
+    held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    with torch.no_grad():
+        for outcome in found:
+            for name, tensor in outcome.weights.items():
+                held[name].copy_(tensor)

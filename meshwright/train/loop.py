@@ -21,8 +21,12 @@ from meshwright.train.carried import Carried
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data import Position, Source, numbered_steps, streamed_steps
 from meshwright.train.evaluation import predict_on
+from meshwright.train.phases import phase
 from meshwright.train.sampler import Sampler
 from meshwright.train.session import Session, StepResult
+from meshwright.train.speed import Speed
+from meshwright.train.together import peaks
+from meshwright.train.tracing import Tracing
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -39,6 +43,7 @@ class Outcome:
     callbacks: list[TrainerCallback]
     weights: dict[str, Tensor]
     carried: Carried | None = None
+    peaks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,9 @@ class Loop:
     checkpoints: Checkpoints | None = None
     start: Position = field(default_factory=lambda: Position(0, 0))
     losses: _Losses = field(default_factory=_Losses)
+    speed: Speed = field(default_factory=Speed)
+    tracing: Tracing | None = None
+    peaks: tuple[int, ...] = ()
 
     def run(self) -> TrainOutput:
         """Train to the end."""
@@ -142,14 +150,20 @@ class Loop:
         self._tell("on_train_begin")
         if args.eval_on_start:
             self._evaluate()
+        self.speed.go()
         for epoch in range(self.start.epoch, self.course.epochs):
             done = state.global_step >= self.course.max_steps  # a run that had ended is resumed
             if done or self.watchers.control.should_training_stop or not self._epoch(epoch):
                 break
+        if self.tracing is not None:
+            self.tracing.finish()  # a run may end before the last step that was to be traced
         self.losses.total += self.losses.since
         steps = state.global_step - first
-        metrics = speed_metrics("train", begun, num_samples=args.rows.step * steps, num_steps=steps)
+        metrics = speed_metrics("train", begun, self.speed.rows, steps, self.speed.tokens or None)
+        self.peaks = peaks(self.session.settings.device)
         metrics |= {
+            "train_step_time": round(self.speed.step_s, 6),
+            "train_peak_mem_bytes": max(self.peaks),
             "total_flos": state.total_flos,
             "train_loss": self.losses.total / max(steps, 0.001) if self.losses.ever or not steps else nan,
         }
@@ -178,7 +192,8 @@ class Loop:
     def _step(self, at: Position, batch: Own) -> None:
         args, state = self.trainer.args, self.state
         self._tell("on_step_begin")
-        result = self.session.step(batch)
+        result = self._train_on(batch)
+        state.total_flos += self.speed.add(result.rows, result.tokens)
         if not self.losses.add(result, state.global_step, filtered=args.logging_nan_inf_filter) and state.is_world_process_zero:
             what = "the loss of step %d is %s; what is logged is the mean of the other steps (logging_nan_inf_filter)"
             _log.warning(what, state.global_step + 1, result.loss)
@@ -188,12 +203,21 @@ class Loop:
         self.position = Position(at.epoch, at.step + 1)
         self._tell("on_step_end")
         self._act()
+        self.speed.go()
+
+    def _train_on(self, batch: Own) -> StepResult:
+        """One step, traced where that was asked for; the first of a run is a phase of its start."""
+        step = self.session.step if self.tracing is None else self.tracing.step
+        if self.speed.steps:
+            return step(batch)
+        with phase(self.trainer, "first step"):
+            return step(batch)
 
     def _act(self) -> None:
         """Log, evaluate and save, as the callbacks have decided."""
         control, state = self.watchers.agree(), self.state
         if control.should_log and state.global_step > self.losses.logged_at:
-            self.log(self.losses.drain(state.global_step))
+            self.log(self.losses.drain(state.global_step) | self.speed.drain())
         if control.should_evaluate:
             self._evaluate()
             control = self.watchers.agree()

@@ -17,23 +17,27 @@ from meshwright.runtime.layers import Layers
 from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.trace import Trace
 from meshwright.train import folder_lock
-from meshwright.train.callbacks import Watchers, reports
+from meshwright.train.callbacks import Watchers
 from meshwright.train.carried import carried, go_on
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data import Position, Source, has_rows
 from meshwright.train.evaluation import predict_on
+from meshwright.train.flops import speed_of
 from meshwright.train.layers import layers_for
 from meshwright.train.lists import stages_of
 from meshwright.train.loop import Course, Judged, Loop, Outcome
 from meshwright.train.losses import OwnLoss, count_for, items
 from meshwright.train.optimizers import rates_for
 from meshwright.train.own import drop_others, ground, materialise
+from meshwright.train.phases import phase
 from meshwright.train.place import alone, device_for, launched
+from meshwright.train.reporting import refuse_reporters
 from meshwright.train.save import save
 from meshwright.train.saved import Kept, saved_bytes
 from meshwright.train.session import Session, SessionSettings
 from meshwright.train.start import Evaluation, Start, check_start
 from meshwright.train.together import agree, refuse_differences
+from meshwright.train.tracing import Tracing, forget
 from meshwright.train.usable import refuse_folder
 from meshwright.train.vocabulary import vocabularies
 from meshwright.train.whole_loss import ROWS
@@ -63,9 +67,12 @@ def _train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     source = trainer.source(trainer.train_dataset)
     course = Course.of(trainer.args, source)
     refuse_differences(_agreed(trainer, course, resume))
-    session = session_for(trainer, source.example(trainer.example_rows), course.max_steps)
+    example, trace = source.example(trainer.example_rows), None if trainer.traced is None else Trace()
+    with phase(trainer, "set up ranks"):
+        session = session_for(trainer, example, course.max_steps, trace)
     source = session.reads(source)
     loop = Loop(trainer, session, source, course, watchers_for(trainer, session), new_state(trainer, course))
+    loop.speed = speed_of(trainer, example)
     if resume or trainer.args.save_strategy != "no":
         loop.checkpoints = Checkpoints(
             trainer.folder,
@@ -78,6 +85,10 @@ def _train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
         go_on(session, trainer.carried)
     if resume:
         _resume(loop, None if resume is True else str(resume))
+    if trace is not None and trainer.traced is not None:
+        loop.tracing = Tracing.of(trainer.traced, session, trace, course.max_steps - loop.state.global_step, trainer.folder)
+    elif not resume and loop.state.is_world_process_zero:
+        forget(trainer.folder)
     try:
         output = loop.run()
     except BaseException:
@@ -96,7 +107,7 @@ def _train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
         weights = session.held()
     kept = None if trainer.skeleton is not None else carried(session, own_schedule=trainer.optimizers[1] is not None)
     session.close()
-    return Outcome(output, loop.state, trainer.callbacks, weights, kept)
+    return Outcome(output, loop.state, trainer.callbacks, weights, kept, loop.peaks)
 
 
 def refuse_unusable(trainer: Trainer) -> None:
@@ -106,7 +117,7 @@ def refuse_unusable(trainer: Trainer) -> None:
         refuse_folder("output_dir", trainer.folder)
         if not launched():  # there all ranks are told, once they have met
             folder_lock.refuse_held(trainer.folder)
-    reports(args.report_to)
+    refuse_reporters(args.report_to)
     if trainer.optimizers[0] is None:
         steps = max(1, args.max_steps)
         rates_for(trainer.module, args, trainer.optimizers, trainer.optimizer_cls_and_kwargs, steps=steps)

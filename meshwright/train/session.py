@@ -38,6 +38,7 @@ from meshwright.train.lists import lists_for, stages_of
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
 from meshwright.train.saved import Kept
+from meshwright.train.speed import Amount, amount
 from meshwright.train.start import Evaluation
 from meshwright.train.state import put_whole, snapshot
 from meshwright.train.unchanged import Unchanged
@@ -56,6 +57,8 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     skipped: bool = False
+    rows: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,14 +152,15 @@ class Session:
         learning_rate = rates.learning_rate
         self.mode(training=True)
         tally = self.engine.run(lambda _: batch, number).get(number, Tally())
-        loss, weight = self.total(float(tally.loss), tally.weight)
+        loss, weight, rows, tokens = self.total(float(tally.loss), tally.weight, *self._counted(batch))
         weight = 1.0 if self.settings.loss_kind is LossKind.SUM else weight
         skipped = bool(self.engine.parameters.skipped) and self.engine.parameters.skipped[-1] == number
         if not skipped:
             rates.step()
         self.steps += 1
         norm = self.engine.parameters.norms.pop(number, float("nan"))
-        return StepResult(number, loss / weight if weight else float("nan"), weight, norm, learning_rate, skipped)
+        mean = loss / weight if weight else float("nan")
+        return StepResult(number, mean, weight, norm, learning_rate, skipped, int(rows), int(tokens))
 
     @property
     def forward(self) -> Forward:
@@ -234,6 +238,12 @@ class Session:
         first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
         mine = first.shape[0] if self.engine.mesh.worker == 0 else 0
         return int(self.total(mine)[0]) if self.engine.mesh.copies > 1 else int(first.shape[0])
+
+    def _counted(self, batch: Given | Own) -> Amount:
+        """The rows and tokens that this rank counts: those of its copy on the first worker, a whole batch on the first rank."""
+        if isinstance(batch, Own):
+            return amount(batch.tensors) if self.engine.mesh.worker == 0 else Amount()
+        return amount(batch) if self.rank == 0 else Amount()
 
     def mode(self, *, training: bool) -> None:
         """Train or evaluate: what dropout and norms with statistics go by."""

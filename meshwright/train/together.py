@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.device import peak_bytes
 
 T = TypeVar("T")
 
@@ -41,3 +43,10 @@ def refuse_differences(facts: Mapping[str, Any]) -> None:
                     f"ranks differ: {name} is {value} on rank 0 and {other} on rank {rank}",
                     fix="the same script, arguments and data on every rank",
                 )
+
+
+def peaks(device: torch.device) -> tuple[int, ...]:
+    """The most memory that each rank has had; all ranks ask together."""
+    found = [0] * dist.get_world_size()
+    dist.all_gather_object(found, peak_bytes(device))
+    return tuple(found)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, set_seed
 from transformers import trainer_pt_utils as reports
@@ -29,7 +28,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train import border, run
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.carried import Carried, gathered
+from meshwright.train.carried import Carried, bring_back, gathered
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
 from meshwright.train.hooks import refuse_lost
@@ -37,12 +36,14 @@ from meshwright.train.layers import is_captured, refuse_lossless
 from meshwright.train.lists import lists_for
 from meshwright.train.loop import Judged, Outcome
 from meshwright.train.own import refuse_others, seeded, stamp
+from meshwright.train.phases import phase
 from meshwright.train.place import everywhere, launched, refuse_world
 from meshwright.train.rows import refuse_small_cuts
 from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
 from meshwright.train.save import save_whole
 from meshwright.train.session import refuse_early, refuse_endless
 from meshwright.train.start import Evaluation
+from meshwright.train.tracing import Traced
 from meshwright.train.vocabulary import refuse_ids, vocabularies
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Trainer:
         self.optimizers, self.optimizer_cls_and_kwargs = optimizers, optimizer_cls_and_kwargs
         self.state = TrainerState()
         self.check_capture = check_capture
+        self.traced: Traced | None = None
+        self.peak_bytes: tuple[int, ...] = ()
         self.evaluation = Evaluation()
         self.flat: Flat | None = None
         self._columns: frozenset[str] = frozenset()
@@ -112,7 +115,7 @@ class Trainer:
         if self.args.eval_strategy != "no":
             self.evaluation.refuse()
         found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
-        self._take(found)
+        bring_back(self, found)
         self.carried, self._trained = gathered([outcome.carried for outcome in found]), True
         if self.skeleton is not None and self.args.plan.ranks > 1:
             self.weights, self._stamp = self.trained, stamp(self.trained)
@@ -198,7 +201,8 @@ class Trainer:
         columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
         if is_captured(self.model) and (self.flat is None or columns != self._columns):
             self._columns, fresh = columns, True  # a set without labels is another graph
-            self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
+            with phase(self, "capture"):
+                self.flat = flatten(self.model, example, own_loss=self.compute_loss_func is not None)
         refuse_ids(vocabularies(self.flat), example)
         if trains and self.flat is not None:
             refuse_lossless(self.flat, example, own_loss=self.compute_loss_func is not None)
@@ -209,10 +213,12 @@ class Trainer:
             if note := flattened_note(example, min(samples, source.size or samples), plan.microbatches):
                 log.warning(note)
         if fresh and self.check_capture:
-            self.evaluation = check(self, self.source(dataset), example)
+            with phase(self, "check"):
+                self.evaluation = check(self, self.source(dataset), example)
         if plan.ranks > 1 and not launched():
-            layers, kept = cut(self, example)
-            refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept, costs=layers.costs).flush)
+            with phase(self, "cut"):
+                layers, kept = cut(self, example)
+                refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept, costs=layers.costs).flush)
 
     @property
     def example_rows(self) -> int:
@@ -283,18 +289,7 @@ class Trainer:
         if self._given is not None:
             return self._given
         if self._pool is None:
-            self._pool = Workers(self.args.plan.ranks, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
+            with phase(self, "start workers"):
+                self._pool = Workers(self.args.plan.ranks, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
             weakref.finalize(self, self._pool.close)
         return self._pool
-
-    def _take(self, found: list[Outcome]) -> None:
-        """Let weights, state and what callbacks have noted come back from ranks that are other processes."""
-        self.state = found[0].state
-        if found[0].callbacks is not self.callbacks:
-            for mine, theirs in zip(self.callbacks, found[0].callbacks, strict=True):
-                mine.__dict__.update(theirs.__dict__)
-        held = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
-        with torch.no_grad():
-            for outcome in found:
-                for name, tensor in outcome.weights.items():
-                    held[name].copy_(tensor)

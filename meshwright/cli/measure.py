@@ -1,0 +1,96 @@
+"""`meshwright measure`: what a plan costs for real, beside its prediction, and what its steps wait for most."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli import inputs, outputs
+from meshwright.cli.train import asked_job
+from meshwright.errors import MeshwrightError
+from meshwright.ir.measurement import FILE, Measurement, measurement_from_json
+from meshwright.ir.profile import costs_to_json
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+
+def measure(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL|JOB.toml", help="The output folder of a run with --trace; or what train takes, for a few steps."
+        ),
+    ],
+    parallel: inputs.Plan = None,
+    pp: Annotated[int | None, typer.Option(help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)] = None,
+    dp: Annotated[int | None, typer.Option(help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)] = None,
+    schedule: inputs.ScheduleChoice = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.", rich_help_panel=inputs.SIZES)] = None,
+    costs: inputs.Costs = None,
+    dataset: Annotated[str | None, typer.Option(help="The data set, as in train.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    steps: Annotated[int | None, typer.Option(show_default="3", help="Steps that costs are the mean of.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write prediction and measurement as one Perfetto file.", rich_help_panel=inputs.OUTPUT)
+    ] = None,
+    as_json: inputs.Json = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the costs, for --costs of simulate.", rich_help_panel=inputs.OUTPUT),
+    ] = None,
+) -> None:
+    """Measure a plan: predicted against measured, the bottleneck, and costs in seconds and bytes.
+
+    Exit code 0: measured. 2: the run or the job cannot be used.
+    """
+    gc.enable()
+    outputs.refuse_output(output)
+    outputs.refuse_output(trace)
+    degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
+    if Path(model).is_dir():
+        beside = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
+        found: Measurement | None = _kept(Path(model), [f"--{n}" for n, v in beside.items() if v is not None] + context.args)
+    else:
+        job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": None})
+        found = _run(job.trainer(), 3 if steps is None else steps, as_json=as_json)
+    if found is None:
+        return  # a rank of torchrun that does not speak for all
+    if output is not None:
+        outputs.write(output, costs_to_json(found.costs) + "\n")
+    _show(found, trace, as_json=as_json)
+
+
+def _kept(folder: Path, beside: list[str]) -> Measurement:
+    """The measurement that a run has left behind."""
+    if beside:
+        raise MeshwrightError(f"{folder} is a run that was measured, and {beside[0]} would have no effect", fix="leave it out")
+    if not (folder / FILE).exists():
+        raise MeshwrightError(
+            f"{folder} has no {FILE}: it is no run that was traced", fix="meshwright train MODEL --trace trace.json"
+        )
+    return measurement_from_json(outputs.read(folder / FILE))
+
+
+def _run(trainer: Trainer, steps: int, *, as_json: bool) -> Measurement | None:
+    """Run a few traced steps."""
+    from meshwright.cli import running
+    from meshwright.train.measure import measured
+
+    running.follow(trainer, None, as_json=as_json)
+    return measured(trainer, steps)
+
+
+def _show(found: Measurement, trace: Path | None, *, as_json: bool) -> None:
+    from meshwright.report.measured import measured_dict, measured_text, prediction
+
+    if trace is not None:
+        from meshwright.report.perfetto import both_to_perfetto
+
+        outputs.write(trace, both_to_perfetto(prediction(found), found.timeline))
+    typer.echo(json.dumps(measured_dict(found)) if as_json else measured_text(found))
