@@ -241,6 +241,35 @@ def test_an_annealed_config_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "Base.cfg.beta was 0.0 when the model was captured and is 0.5 now" in caplog.text
 
 
+class _Warms(hard.Base):
+    """Scales by a tensor that is no buffer, which a loop raises from step to step."""
+
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        if is_buffer:
+            self.register_buffer("warmth", torch.ones(()))
+        else:
+            self.warmth = torch.ones(())
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) * self.warmth
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_tensor_that_is_changed_in_place_is_followed_or_named(is_buffer: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = _Warms(is_buffer=is_buffer), hard.features(4)
+    with mw.parallelize(model, batch, {"pp": 1}, optimizer=_still) as session:
+        session.step(batch)
+        assert not caplog.text
+        model.warmth.add_(2)
+        found = session.step(batch).loss
+        session.step(batch)
+    follows = found == pytest.approx(float(model(**batch)[0].detach()), rel=1e-5)
+    assert follows == is_buffer
+    told = "_Warms.warmth is a tensor that was changed in place after the model was captured"
+    assert [told in message for message in caplog.messages] == ([] if is_buffer else [True])
+
+
 def test_buffers_that_forward_changes_are_known() -> None:
     assert layers_for(FrozenNorm(), hard.features(4), 1).moved == ()
     assert layers_for(Feedback(), hard.features(4), 1).moved == ("centre",)
