@@ -67,7 +67,6 @@ class Unchanged:
                     name, _shown(self.first[name]), _shown(value, other=isinstance(self.first[name], Tensor)),
                 )  # fmt: skip
 
-
     def _tell_written(self) -> None:
         """Warn about tensors that were changed in place and are no buffers: their values are constants of captured layers."""
         for name, times in self.attached.written.items():
