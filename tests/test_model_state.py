@@ -273,3 +273,22 @@ def test_a_tensor_that_is_changed_in_place_is_followed_or_named(is_buffer: bool,
 def test_buffers_that_forward_changes_are_known() -> None:
     assert layers_for(FrozenNorm(), hard.features(4), 1).moved == ()
     assert layers_for(Feedback(), hard.features(4), 1).moved == ("centre",)
+
+
+class _Weighted(hard.Base):
+    """Takes weights of rows where there are some."""
+
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor]:  # type: ignore[override]
+        losses = torch.nn.functional.cross_entropy(self.head(self.body(x)), labels, reduction="none")
+        return ((losses if weights is None else losses * weights).mean(),)
+
+
+def test_a_column_that_comes_later_is_refused() -> None:
+    batch = hard.features(4)
+    with mw.parallelize(_Weighted(), batch, {"pp": 1}, optimizer=_still) as session:
+        session.step(batch)
+        for run in (session.step, session.evaluate):
+            with pytest.raises(MeshwrightError, match="a column 'weights' that the model was captured without"):
+                run({**batch, "weights": torch.arange(4.0)})
+        with pytest.raises(MeshwrightError, match="the batch has 4 tensors, the model was captured with 2"):
+            session.step((*batch.values(), torch.ones(4), torch.ones(4)))
