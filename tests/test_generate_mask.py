@@ -118,3 +118,25 @@ def test_other_ways_of_continuing_are_refused(option: str) -> None:
         pytest.raises(MeshwrightError, match=f"does not take '{option}'"),
     ):
         run.generate(PROMPT, max_new_tokens=2, **{option: 2})
+
+
+class _Prompted(torch.nn.Module):
+    """Puts two learned positions before every row, as prompt tuning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = torch.nn.Parameter(torch.randn(2, 16))
+        self.table, self.head = torch.nn.Embedding(40, 16), torch.nn.Linear(16, 40)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.cat([self.prompt.expand(input_ids.shape[0], -1, -1), self.table(input_ids)], dim=1)
+        scores = self.head(torch.tanh(x).cumsum(1))
+        return torch.nn.functional.cross_entropy(scores[:, 2:].flatten(0, 1), labels.flatten()), scores
+
+
+def test_positions_that_a_model_adds_are_refused() -> None:
+    with (
+        session(_Prompted(), input_ids=PROMPT, labels=PROMPT) as run,
+        pytest.raises(MeshwrightError, match="scores for 6 positions of 4 tokens"),
+    ):
+        run.generate(PROMPT, max_new_tokens=2)

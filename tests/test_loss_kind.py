@@ -103,6 +103,30 @@ def test_a_masked_mean_is_found_before_anything_is_masked(
     assert own_mean or not caplog.text
 
 
+class Counted(hard.Words):
+    """A mean over labels that are not -100, counted by the forward itself or by torch."""
+
+    def __init__(self, own_mean: bool) -> None:
+        super().__init__()
+        self.own_mean = own_mean
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor]:
+        scores = self.head(self.body(self.embed(input_ids))).flatten(0, 1)
+        losses = functional.cross_entropy(scores, labels.flatten(), reduction="none" if self.own_mean else "mean")
+        return (losses.sum() / (labels != -100).sum() if self.own_mean else losses,)
+
+
+@pytest.mark.parametrize("own_mean", [True, False])
+def test_a_mean_over_labels_is_found_before_any_is_ignored(own_mean: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, ids = Counted(own_mean), torch.randint(0, hard.WORDS, (8, 6))
+    batch = {"input_ids": ids, "labels": ids.roll(1, 1)}
+    with caplog.at_level(logging.WARNING, logger="meshwright"):
+        check_start(Start(model, flatten(model, batch), batch, microbatches=2))
+    assert ("rows that 'labels' cuts to different lengths is" in caplog.text) == own_mean
+    assert own_mean or not caplog.text
+
+
 def test_a_sum_is_found_and_what_to_do_is_said(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     assert "loss_kind='sum' in TrainingArguments, parallelize or verify is exact" in told(Loss("sum"), caplog)

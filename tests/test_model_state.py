@@ -241,6 +241,54 @@ def test_an_annealed_config_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "Base.cfg.beta was 0.0 when the model was captured and is 0.5 now" in caplog.text
 
 
+class _Warms(hard.Base):
+    """Scales by a tensor that is no buffer, which a loop raises from step to step."""
+
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        if is_buffer:
+            self.register_buffer("warmth", torch.ones(()))
+        else:
+            self.warmth = torch.ones(())
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) * self.warmth
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_tensor_that_is_changed_in_place_is_followed_or_named(is_buffer: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = _Warms(is_buffer=is_buffer), hard.features(4)
+    with mw.parallelize(model, batch, {"pp": 1}, optimizer=_still) as session:
+        session.step(batch)
+        assert not caplog.text
+        model.warmth.add_(2)
+        found = session.step(batch).loss
+        session.step(batch)
+    follows = found == pytest.approx(float(model(**batch)[0].detach()), rel=1e-5)
+    assert follows == is_buffer
+    told = "_Warms.warmth is a tensor that was changed in place after the model was captured"
+    assert [told in message for message in caplog.messages] == ([] if is_buffer else [True])
+
+
 def test_buffers_that_forward_changes_are_known() -> None:
     assert layers_for(FrozenNorm(), hard.features(4), 1).moved == ()
     assert layers_for(Feedback(), hard.features(4), 1).moved == ("centre",)
+
+
+class _Weighted(hard.Base):
+    """Takes weights of rows where there are some."""
+
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor]:  # type: ignore[override]
+        losses = torch.nn.functional.cross_entropy(self.head(self.body(x)), labels, reduction="none")
+        return ((losses if weights is None else losses * weights).mean(),)
+
+
+def test_a_column_that_comes_later_is_refused() -> None:
+    batch = hard.features(4)
+    with mw.parallelize(_Weighted(), batch, {"pp": 1}, optimizer=_still) as session:
+        session.step(batch)
+        for run in (session.step, session.evaluate):
+            with pytest.raises(MeshwrightError, match="a column 'weights' that the model was captured without"):
+                run({**batch, "weights": torch.arange(4.0)})
+        with pytest.raises(MeshwrightError, match="the batch has 4 tensors, the model was captured with 2"):
+            session.step((*batch.values(), torch.ones(4), torch.ones(4)))

@@ -49,6 +49,11 @@ def name_columns(
                 f"the batch has no column {missing[0]!r} that the model was captured with, but {', '.join(map(repr, given))}",
                 fix=f"a batch with {missing[0]!r}",
             )
+        if unknown := [name for name in given if name not in names and name not in TARGETS]:
+            raise MeshwrightError(
+                f"the batch has a column {unknown[0]!r} that the model was captured without: its layers would not read it",
+                fix=f"{unknown[0]!r} in every batch, from the first on, or in none",
+            )
         left = [given[name] for name in TARGETS if name in given and name not in names]
         return (), {}, left[0] if left else None, {name: given[name] for name in names}
     tensors = (given,) if isinstance(given, Tensor) else tuple(given)
@@ -56,6 +61,11 @@ def name_columns(
         raise MeshwrightError(
             f"the batch has {len(tensors)} tensors, the model was captured with {len(names)}: {', '.join(names)}",
             fix=f"a batch with {names[len(tensors)]!r}",
+        )
+    if len(tensors) > len(names) + 1:
+        raise MeshwrightError(
+            f"the batch has {len(tensors)} tensors, the model was captured with {len(names)}, {', '.join(names)}, and a target",
+            fix="as many tensors in every batch",
         )
     target = tensors[len(names)] if len(tensors) > len(names) else None
     return (), {}, target, dict(zip(names, tensors, strict=False))

@@ -3,6 +3,7 @@
     attached = Attached.of(model)
     attached.same()         is every container still filled with the very same objects? quick, for every step
     attached.values         {"Net.cfg.beta": 0.5, "Net.weights['kl']": 0.1, "norm.running_mean": a tensor}
+    attached.written        {"Net.mask": 3}: how often each tensor that is no buffer was written to in place
 
 Seen are attributes, buffers, dicts, lists, tuples, and objects with attributes of their own, to a depth of DEPTH and up to MOST
 values. Not seen: containers of more than LARGE values (a vocabulary), sets, arrays, and objects of torch (an optimizer).
@@ -19,6 +20,7 @@ from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -48,11 +50,14 @@ class Attached:
     _views: list[Iterable[Any]] = field(default_factory=list)
     _were: list[Any] = field(default_factory=lambda: [END])
     _seen: set[int] = field(default_factory=set)
+    _loose: dict[str, Tensor] = field(default_factory=dict)
+    _followed: set[int] = field(default_factory=set)
+    written: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> Attached:
         """Look at a model."""
-        found = cls()
+        found = cls(_followed={_storage(t) for t in chain(model.parameters(), model.buffers())})
         for module in model.modules():
             found._seen.add(id(module))
             for table in (vars(module), module._parameters, module._modules, module._buffers):
@@ -64,11 +69,15 @@ class Attached:
                     found._add(f"{owner}.{name}", value, 0)
             for name, buffer in module._buffers.items():
                 found._add(f"{owner}.{name}", buffer, 0)
+        found.written = found._written()
         return found
 
     def same(self) -> bool:
         """Is every container filled as it was, object by object? All in one pass, without a line of Python for each."""
-        return all(map(is_, chain.from_iterable((*self._views, (END,))), self._were))
+        return all(map(is_, chain.from_iterable((*self._views, (END,))), self._were)) and self._written() == self.written
+
+    def _written(self) -> dict[str, int]:
+        return {path: tensor._version for path, tensor in self._loose.items()}
 
     def _watch(self, view: Iterable[Any]) -> None:
         """Look at a container from now on; END stays last, so that one that grows or shrinks is seen."""
@@ -80,6 +89,8 @@ class Attached:
             return
         if isinstance(value, (*PLAIN, Tensor)) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value)):
             self.values[path] = value
+            if isinstance(value, Tensor) and not value.is_inference() and _storage(value) not in self._followed:
+                self._loose[path] = value
             return
         self.values[path] = Nested(type(value).__name__, len(value) if isinstance(value, dict | list | tuple) else None)
         if depth >= DEPTH or id(value) in self._seen:
@@ -119,6 +130,11 @@ class _Slots:
 
     def __iter__(self) -> Iterator[Any]:
         return (value for _, value in self.items())
+
+
+def _storage(tensor: Tensor) -> int:
+    """The memory of a tensor, by which views of a buffer are known; sparse tensors have none and are known by themselves."""
+    return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage()._cdata
 
 
 def _is_open(value: Any) -> bool:

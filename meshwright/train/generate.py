@@ -144,16 +144,22 @@ def _next(
             f"the model reads the column {missing[0]!r}", fix=f"more={{{missing[0]!r}: ...}}, one row per prompt"
         )
     batch: Given = (tokens,) if known is None else {name: given[name] for name in known}
-    found = forward(batch, outputs=Outputs.EVERYBODY, reduce=partial(_most_likely, lengths), loss=False)
+    found = forward(batch, outputs=Outputs.EVERYBODY, reduce=partial(_most_likely, lengths, tokens.shape[1]), loss=False)
     return found.outputs[0], found.outputs[1]
 
 
-def _most_likely(lengths: Tensor, rows: Rows, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _most_likely(lengths: Tensor, positions: int, rows: Rows, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The first output has scores for every position; those of each row's last token count."""
     if not outputs or outputs[0].dim() != 3:
         shapes = [tuple(t.shape) for t in outputs]
         raise MeshwrightError(f"the model returns {shapes}: no scores of rows x positions x tokens", fix="a language model")
     scores = outputs[0]
+    if scores.shape[1] != positions:
+        raise MeshwrightError(
+            f"the model returns scores for {scores.shape[1]} positions of {positions} tokens: it adds some of its own, as prompt "
+            "tuning does, and which of them is a row's last is not known",
+            fix="generate with the trained model in one process",
+        )
     last = (lengths[rows.start : rows.stop] - 1).to(scores.device)
     best = scores[torch.arange(len(scores), device=scores.device), last].float().max(dim=-1)
     return best.indices, best.values

@@ -2,7 +2,8 @@
 
 a parameter that is frozen or freed, added or replaced          refused: another model would be trained
 a number of a module, or in a config, dict or list of it        a warning, once: captured layers keep the value of the capture
-a buffer, or another tensor, replaced by another tensor         the same; one that is changed in place is followed
+a buffer, or another tensor, replaced by another tensor         the same
+a tensor that is no buffer, changed in place                    the same; buffers that are changed in place are followed
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Unchanged:
         self.frozen = [p.requires_grad for p in self.trained]
         self.attached = Attached() if self.model is None else Attached.of(self.model)
         self.first, self.told, self.rest = self.attached.values, set[str](), 0
+        self.written = self.attached.written
 
     def _parameters(self) -> dict[str, tuple[int, bool]]:
         return {} if self.model is None else {name: (id(p), p.requires_grad) for name, p in self.model.named_parameters()}
@@ -56,12 +58,24 @@ class Unchanged:
         if self.rest > 0:
             return
         self.attached, self.rest = Attached.of(self.model), REST if self.told else 0
+        self._tell_written()
         for name, value in self.attached.values.items():
             if name in self.first and name not in self.told and len(self.told) < TOLD and not _equal(self.first[name], value):
                 self.told.add(name)
                 log.warning(
                     "%s was %s when the model was captured and is %s now: captured layers go on with the first",
                     name, _shown(self.first[name]), _shown(value, other=isinstance(self.first[name], Tensor)),
+                )  # fmt: skip
+
+    def _tell_written(self) -> None:
+        """Warn about tensors that were changed in place and are no buffers: their values are constants of captured layers."""
+        for name, times in self.attached.written.items():
+            is_same = name in self.written and self.first[name] is self.attached.values[name]
+            if is_same and times != self.written[name] and name not in self.told and len(self.told) < TOLD:
+                self.told.add(name)
+                log.warning(
+                    "%s is a tensor that was changed in place after the model was captured: captured layers go on with its first "
+                    "values; register_buffer(%r, ...) makes it a buffer, which they follow", name, name.rpartition(".")[2],
                 )  # fmt: skip
 
 

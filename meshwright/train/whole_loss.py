@@ -3,12 +3,13 @@
 The loss of a whole example is compared with that of its microbatches, put together as the engine does it, for three uneven
 cuts. A mean over rows or labels agrees, and so does a sum if it is declared as one. Other losses (RMSE, perplexity, contrastive
 losses, masked means, batch norm) change with the number of microbatches, as they do under gradient accumulation anywhere.
-A mean over what a mask lets through shows only where rows have different lengths: a mask of ones is cut short for a second look.
+A mean over what a mask lets through shows only where rows have different lengths: a mask of ones is cut short for a second look,
+and so are labels of which none is ignored (-100), for a mean over labels that forward counts by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.capture.arguments import Columns
-from meshwright.capture.check.sizes import TOKENS, shortened
+from meshwright.capture.check.sizes import IGNORED, TOKENS, shortened
 from meshwright.capture.check.streams import Alike, seed_all
 from meshwright.capture.check.untouched import put_back, untouched
 from meshwright.capture.check.written import weights_kept
@@ -48,7 +49,7 @@ class WholeLoss:
     sum: float
     bar: float
     padded: str = ""
-    """The column of ones that was cut short."""
+    """The column, of ones or of labels, that was cut short."""
 
     @property
     def kind(self) -> LossKind | None:
@@ -82,7 +83,7 @@ def whole_loss(
 ) -> WholeLoss | None:
     """Compare; None if the model has no loss of its own for this example, or fails on it.
 
-    The example as it is, and where that agrees, with its masks cut short.
+    The example as it is, and where that agrees, with its masks cut short, and then its labels.
     """
     batch = Batch(example, microbatches=1, names=flat.columns)
     given = dict(batch.columns)
@@ -93,13 +94,29 @@ def whole_loss(
         part = shortened(given, ROWS, tokens)
         found = _tried(model, columns, part, target, objective, training)
         if found is not None:
-            masks = [name for name, t in part.items() if name not in (*TARGETS, target) and _is_mask(t)]
-            if found.kind is not objective.kind or not masks:
+            if found.kind is not objective.kind:
                 return found
-            ragged = {name: _cut_short(t) if name in masks else t for name, t in part.items()}
-            again = _tried(model, columns, ragged, target, objective, training)
-            return found if again is None else replace(again, padded=masks[0])
+            again = (_tried(model, columns, short, target, objective, training, name) for name, short in _shorter(part, target))
+            return next((other for other in again if other is not None and other.kind is not objective.kind), found)
     return None
+
+
+def _shorter(part: Mapping[str, Tensor], target: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The example with all its masks of ones cut short, then with labels cut short; each with a column that shows it."""
+    labels = (*TARGETS, target)
+    masks = [name for name, t in part.items() if name not in labels and _is_mask(t)]
+    if masks:
+        yield masks[0], {name: _cut_short(t) if name in masks else t for name, t in part.items()}
+    counted = [name for name, t in part.items() if name in labels and _is_counted(t)]
+    if counted:
+        # A model that shifts its labels does not count the first: two are left in every row.
+        yield counted[0], {name: _cut_short(t, IGNORED, 2) if name in counted else t for name, t in part.items()}
+
+
+def _is_counted(column: Tensor) -> bool:
+    """Are these labels of places, none of which is ignored yet?"""
+    is_signed = column.dtype in (torch.int16, torch.int32, torch.int64)
+    return is_signed and column.dim() == 2 and column.shape[1] > 2 and not bool((column == IGNORED).any())
 
 
 def _is_mask(column: Tensor) -> bool:
@@ -107,16 +124,22 @@ def _is_mask(column: Tensor) -> bool:
     return column.dim() > 1 and column.shape[1] > 2 and bool((column == 1).all())
 
 
-def _cut_short(ones: Tensor) -> Tensor:
-    """Rows of ones that end at different places, each after at least one."""
-    length = ones.shape[1]
-    lengths = torch.tensor([max(1, length - row * length // ROWS) for row in range(ROWS)], device=ones.device)
-    there = torch.arange(length, device=ones.device) < lengths[:, None]
-    return ones * there.reshape(*there.shape, *[1] * (ones.dim() - 2)).to(ones.dtype)
+def _cut_short(column: Tensor, rest: int = 0, least: int = 1) -> Tensor:
+    """Rows that end at different places, each after at least `least`; `rest` stands after the end."""
+    length = column.shape[1]
+    lengths = torch.tensor([max(least, length - row * length // ROWS) for row in range(ROWS)], device=column.device)
+    there = torch.arange(length, device=column.device) < lengths[:, None]
+    return torch.where(there.reshape(*there.shape, *[1] * (column.dim() - 2)), column, torch.full_like(column, rest))
 
 
 def _tried(
-    model: nn.Module, columns: Columns, given: Mapping[str, Tensor], target: str, objective: Objective, training: bool
+    model: nn.Module,
+    columns: Columns,
+    given: Mapping[str, Tensor],
+    target: str,
+    objective: Objective,
+    training: bool,
+    padded: str = "",
 ) -> WholeLoss | None:
     """The comparison; None if the model refuses this example, which says nothing about its loss."""
     with untouched(model, ()), weights_kept(model), torch.no_grad(), nullcontext() if training else Alike():
@@ -125,7 +148,7 @@ def _tried(
             found = _put_together(model, columns, given, target, objective)
         except Exception:
             return None
-    return found if found is not None and isfinite(found.whole) else None
+    return replace(found, padded=padded) if found is not None and isfinite(found.whole) else None
 
 
 def _put_together(
