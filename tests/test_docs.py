@@ -43,9 +43,13 @@ def blocks(page: Path, *languages: str) -> list[Block]:
 
 
 def commands(body: str) -> list[tuple[str, list[str]]]:
-    """Each command of a console block, and the lines that it is said to print."""
-    parts = (part.partition("\n") for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:])
-    return [(command, [line.rstrip() for line in shown.rstrip().splitlines()]) for command, _, shown in parts]
+    """Each command of a console block, and the lines that it is said to print; a command goes on behind a backslash."""
+    found = []
+    for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+        lines = part.rstrip().splitlines()
+        end = next(index for index, line in enumerate(lines) if not line.endswith("\\")) + 1
+        found.append(("\n".join(lines[:end]), [line.rstrip() for line in lines[end:]]))
+    return found
 
 
 def free_port() -> int:
