@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
-from transformers import TrainerState, set_seed
+from transformers import TrainerCallback, TrainerState, set_seed
 from transformers.trainer_utils import PredictionOutput
 
 from meshwright.errors import MeshwrightError
@@ -135,7 +135,14 @@ def evaluate_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> Judged:
     finally:
         watchers.close()
     session.close()
-    return Judged(metrics, trainer.state)
+    return Judged(metrics, trainer.state, trainer.callbacks)
+
+
+def take_notes(mine: list[TrainerCallback], theirs: list[TrainerCallback]) -> None:
+    """Let callbacks have what they have noted on rank 0, where that is another process."""
+    if mine is not theirs:
+        for callback, noted in zip(mine, theirs, strict=True):
+            callback.__dict__.update(noted.__dict__)
 
 
 def predict_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> PredictionOutput:

@@ -128,6 +128,7 @@ class Trainer:
         self.evaluation.refuse()
         found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
         self.state = found[0].state
+        run.take_notes(self.callbacks, found[0].callbacks)
         return found[0].metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -290,9 +291,7 @@ class Trainer:
     def _take(self, found: list[Outcome]) -> None:
         """Let weights, state and what callbacks have noted come back from ranks that are other processes."""
         self.state = found[0].state
-        if found[0].callbacks is not self.callbacks:
-            for mine, theirs in zip(self.callbacks, found[0].callbacks, strict=True):
-                mine.__dict__.update(theirs.__dict__)
+        run.take_notes(self.callbacks, found[0].callbacks)
         held = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
         with torch.no_grad():
             for outcome in found:
