@@ -7,7 +7,7 @@ import logging
 import random
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -163,8 +163,44 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
 }
 
 
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**25, 10**999, 0.5, -0.5, 1e300, float("nan"), float("inf"), "",
+    "a", "0F0", "\0", "\ud800", "../x", "os:system", "x" * 9000, [], {}, [[]], [{}], {"": 0}, {"a": {"b": []}}, [0] * 3, ["a"],
+    [None], [[0, 1]],
+]  # fmt: skip
+"""What a value of JSON is exchanged for: each kind of it, at its limits."""
+
+
+def exchanged(value: Any, draw: random.Random) -> Any:
+    """JSON with a value somewhere inside replaced, removed or doubled: what a reader sees whose parser finds nothing wrong."""
+    if isinstance(value, dict) and value and draw.randrange(6):
+        key = draw.choice(list(value))
+        match draw.randrange(12):
+            case 0:
+                return {k: v for k, v in value.items() if k != key}
+            case 1:
+                return {**value, draw.choice(["", "x", key + "x", "schema"]): draw.choice(VALUES)}
+        return {**value, key: exchanged(value[key], draw)}
+    if isinstance(value, list) and value and draw.randrange(6):
+        at = draw.randrange(len(value))
+        match draw.randrange(12):
+            case 0:
+                return value[:at] + value[at + 1 :]
+            case 1:
+                return [*value, value[at]]
+        return [*value[:at], exchanged(value[at], draw), *value[at + 1 :]]
+    return draw.choice(VALUES)
+
+
 def damaged(good: bytes, draw: random.Random) -> bytes:
-    """A file with some bits flipped, pieces removed, doubled or exchanged, or something hostile put in."""
+    """A file with a value of its JSON exchanged, or with bits flipped, pieces removed, doubled or exchanged, or hostile ones put in."""
+    if good[:1] in (b"{", b"[") and draw.randrange(2):
+        with suppress(ValueError):  # lines of JSON are several values
+            return json.dumps(exchanged(json.loads(good), draw)).encode()
+        lines = good.splitlines()
+        at = draw.randrange(len(lines))
+        lines[at] = json.dumps(exchanged(json.loads(lines[at]), draw)).encode()
+        return b"\n".join(lines)
     raw = bytearray(good)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         at = draw.randrange(len(raw) + 1)
