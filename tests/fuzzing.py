@@ -193,7 +193,7 @@ def exchanged(value: Any, draw: random.Random) -> Any:
 
 
 def damaged(good: bytes, draw: random.Random) -> bytes:
-    """A file with a value of its JSON exchanged, or with bits flipped, pieces removed, doubled or exchanged, or hostile ones put in."""
+    """A file with a value of its JSON exchanged, or with bits flipped, pieces removed or doubled, or something hostile put in."""
     if good[:1] in (b"{", b"[") and draw.randrange(2):
         with suppress(ValueError):  # lines of JSON are several values
             return json.dumps(exchanged(json.loads(good), draw)).encode()

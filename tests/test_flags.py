@@ -124,6 +124,7 @@ def test_sizes_have_units() -> None:
     one, other = (json.loads(meshwright("simulate", "gpipe", "--bandwidth", size, "--json").stdout) for size in ("25GB", "25e9"))
     assert one == other
     assert "25GB" in meshwright("simulate", "gpipe", "--bandwidth", "fast").stderr
+    assert "may mean bits" in meshwright("simulate", "gpipe", "--bandwidth", "25Gb").stderr
 
 
 @pytest.mark.parametrize(("name", "missing"), [("Trainer", "transformers"), ("parallelize", "torch")])

@@ -80,3 +80,16 @@ def test_train_takes_a_text_file(tmp_path: Path) -> None:
     flags = ("--max-steps", "1", "--save-strategy", "no", "--report-to", "none", "--length", "8")
     done = meshwright("train", "gpt-tiny", "--dataset", "notes.txt", *flags, cwd=tmp_path)
     assert done.returncode == 0 and "1 steps" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("name", "meant"), [("stdlb", "stdlib"), ("Digit", "digits")])
+def test_a_name_that_nearly_exists_is_guessed_without_the_network(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", asked)
+    with pytest.raises(MeshwrightError, match=f"there is no data set '{name}' here; did you mean {meant}"):
+        named(name, length=8)

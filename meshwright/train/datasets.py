@@ -161,6 +161,10 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 def _hugging_face(name: str) -> Any:
     """The training split of a data set of Hugging Face: owner/name, or owner/name/configuration."""
     known = f"{', '.join(NAMES)}, a text or JSONL file, a data set of Hugging Face, or package.module:function"
+    if "/" not in name and not os.path.isdir(name) and (guess := did_you_mean(name, NAMES)):
+        raise MeshwrightError(
+            f"there is no data set {name!r} here{guess}", fix=f"{known} (owner/name)"
+        )  # before the network is asked
     try:
         from datasets import load_dataset  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
