@@ -118,5 +118,12 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    module = import_module(_LATER[name])
+    try:
+        module = import_module(_LATER[name])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("torch", "transformers", "safetensors"):
+            raise
+        raise MeshwrightError(
+            f"meshwright.{name} needs {error.name.partition('.')[0]}, which is not installed", fix="pip install 'meshwright[hf]'"
+        ) from error
     return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)

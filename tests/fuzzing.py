@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshwright import MeshwrightError, Parallel, cluster_from_json, costs_from_json, even_costs, from_csv, schedule_from_json
 from meshwright.capture.weights import Weights
+from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight, model_from_json, model_to_json
 from meshwright.ir.plan_file import plan_from_json, plan_to_json, read_plan
 from meshwright.ir.timeline import Timeline
 from meshwright.runtime.board import Board
 from meshwright.runtime.failure import Doing, Failure, How
-from meshwright.train import folder_lock, rotate
+from meshwright.train import datasets, folder_lock, rotate
+from meshwright.train.facts import read_facts
 from meshwright.train.job import read_job
 from meshwright.train.named import model_file
 from tests.file_forms import READERS, plain
@@ -75,10 +80,24 @@ MARKER = (
     b'{"schema": 1, "step": 3, "files": {"state.json": {"bytes": 7, "sha256": "%s"}, "shard-1": {"bytes": 9, "sha256": "%s"}}}'
 )
 
+GRAPH = ModelGraph(
+    "mlp",
+    (
+        Layer("in", 12.0, ("a", "b"), 24, (Crossing("x", (2, 3), 24, 0),), 48, ("input",), ("0",)),
+        Layer("out", 6.0, ("c",), 12, (), 24, ("labels",), ("1",)),
+    ),
+    (Weight("a", (2, 1), 8), Weight("b", (4,), 16), Weight("c", (3,), 12)),
+)
+FACTS = b"""{"schema": 2, "step": 3, "seed": 0, "written_under": {"schedule": "onef1b", "workers": 2, "stages": 2, "dp": 1},
+"data": {"epoch": 0, "rows": 12}, "scaler": null, "extra": {"rates": {"a": [1]}, "state": {"epoch": 0.5}}, "optimizer": "AdamW",
+"scheduler": null, "counters": {"a": {"step": {"tensor": "float32", "value": 3.0}}}, "groups": [{"lr": 0.1}], "options": {"a": 0},
+"unread": ["b"]}"""
+TEXTS = b"".join(b'{"text": "some words of row %d", "id": %d}\n' % (row, row) for row in range(8))
+TOKENS = b"".join(b'{"input_ids": [%d, 2, 3], "labels": [1, -100, 3]}\n' % row for row in range(12))
 LOCK = json.dumps(asdict(folder_lock.Holder.me())).encode()
 
-TOKENS = [
-    b"", b"\0", b"\\u0000", b"\\ud800", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"9" * 5000, b"0x" + b"f" * 400,
+HOSTILE = [
+    b"", b"\0", b"\\u0000", b"\\ud800", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"9" * 25, b"9" * 5000, b"0x" + b"f" * 400,
     b"[" * 2000, b"{" * 70, b'{"a":' * 2000, b"a." * 100, b"a." * 30_000, b'""""', b"'''", b"\\", b'"', b"\n", b"=", b"[[", b"]]",
     b"NaN", b"-Infinity", b"1e999", b"-1", b"0", b"null", b"true", b"{}", b"[]", b"1979-05-27T07:32:00Z", b"inf", b"../", b"/",
     b":", b"os:system", b"\xe2\x80\xae",
@@ -105,6 +124,19 @@ def _positions(path: Path) -> None:
     assert (model_file(str(path)).positions or 1) >= 1
 
 
+def _rows(path: Path) -> None:
+    """Every row of a data set, as training reads them."""
+    for which in (False, True):
+        found: Any = datasets.named(str(path), length=4, evaluation=which)
+        assert all(len(found[index]["input_ids"]) for index in range(0, len(found), 1 + len(found) // 64))
+
+
+def _tensors(path: Path) -> None:
+    """Every tensor of a file, as a rank reads its weights."""
+    weights = Weights.at(path)
+    assert all(tuple(weights[name].shape) == weights.shape(name) for name in weights)
+
+
 def _entry(read: Callable[[Board], object], key: str) -> Callable[[Path, bytes], None]:
     """An entry on a board, which ignores what is none."""
 
@@ -129,6 +161,11 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "config.json": (by_file(_positions, "config.json"), CONFIG),
     "index": (by_file(Weights.at, "model.safetensors.index.json"), INDEX),
     "marker": (by_file(lambda path: rotate.damage(path.parent), rotate.MARKER), MARKER % (DIGEST, DIGEST)),
+    "facts": (by_file(lambda path: read_facts(path.parent), rotate.FACTS), FACTS),
+    "texts": (by_file(_rows, "texts.jsonl"), TEXTS),
+    "tokens": (by_file(_rows, "tokens.jsonl"), TOKENS),
+    "text": (by_file(_rows, "text.txt"), b"a line of text\n" * 3),
+    "safetensors": (by_file(_tensors, "model.safetensors"), safetensors.torch.save({"a": torch.ones(2, 3), "b": torch.ones(())})),
     "lock": (by_file(lambda path: folder_lock.refuse_held(path.parent), folder_lock.NAME), LOCK),
     "doing": (_entry(lambda board: board.heard(3), "doing/3"), Doing(3, 7, "2F0", 2, 1, "act").to_json().encode()),
     "failure": (_entry(Board.failure, "failure"), Failure(3, How.DIED, "killed", fix="dmesg").to_json().encode()),
@@ -138,12 +175,49 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "timeline": (by_text(Timeline.from_json), READERS["timeline"][1].encode()),
     "measurement": (by_text(READERS["measurement"][0]), READERS["measurement"][1].encode()),
     "cluster": (by_text(cluster_from_json), READERS["cluster"][1].encode()),
+    "graph": (by_text(model_from_json), model_to_json(GRAPH).encode()),
     "csv": (by_text(from_csv), READERS["csv"][1].encode()),
 }
 
 
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**25, 10**999, 0.5, -0.5, 1e300, float("nan"), float("inf"), "",
+    "a", "0F0", "\0", "\ud800", "../x", "os:system", "x" * 9000, [], {}, [[]], [{}], {"": 0}, {"a": {"b": []}}, [0] * 3, ["a"],
+    [None], [[0, 1]],
+]  # fmt: skip
+"""What a value of JSON is exchanged for: each kind of it, at its limits."""
+
+
+def exchanged(value: Any, draw: random.Random) -> Any:
+    """JSON with a value somewhere inside replaced, removed or doubled: what a reader sees whose parser finds nothing wrong."""
+    if isinstance(value, dict) and value and draw.randrange(6):
+        key = draw.choice(list(value))
+        match draw.randrange(12):
+            case 0:
+                return {k: v for k, v in value.items() if k != key}
+            case 1:
+                return {**value, draw.choice(["", "x", key + "x", "schema"]): draw.choice(VALUES)}
+        return {**value, key: exchanged(value[key], draw)}
+    if isinstance(value, list) and value and draw.randrange(6):
+        at = draw.randrange(len(value))
+        match draw.randrange(12):
+            case 0:
+                return value[:at] + value[at + 1 :]
+            case 1:
+                return [*value, value[at]]
+        return [*value[:at], exchanged(value[at], draw), *value[at + 1 :]]
+    return draw.choice(VALUES)
+
+
 def damaged(good: bytes, draw: random.Random) -> bytes:
-    """A file with some bits flipped, pieces removed, doubled or exchanged, or something hostile put in."""
+    """A file with a value of its JSON exchanged, or with bits flipped, pieces removed or doubled, or something hostile put in."""
+    if good[:1] in (b"{", b"[") and draw.randrange(2):
+        with suppress(ValueError):  # lines of JSON are several values
+            return json.dumps(exchanged(json.loads(good), draw)).encode()
+        lines = good.splitlines()
+        at = draw.randrange(len(lines))
+        lines[at] = json.dumps(exchanged(json.loads(lines[at]), draw)).encode()
+        return b"\n".join(lines)
     raw = bytearray(good)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         at = draw.randrange(len(raw) + 1)
@@ -158,7 +232,7 @@ def damaged(good: bytes, draw: random.Random) -> bytes:
                 other = draw.randrange(len(raw) + 1)
                 raw[at : at + 4] = raw[other : other + draw.randrange(12)]
             case _:
-                raw[at : at + draw.randrange(12)] = draw.choice(TOKENS)
+                raw[at : at + draw.randrange(12)] = draw.choice(HOSTILE)
     return bytes(raw)
 
 
@@ -183,14 +257,23 @@ def fuzz(kind: str, count: int, folder: Path, *, seed: int = 0) -> tuple[int, in
     read, good = FORMS[kind]
     read(folder, good)
     draw, refused = random.Random(f"{kind} {seed}"), 0
-    for _ in range(count):
-        content = damaged(good, draw)
-        try:
-            with in_time(content[:300]):
-                read(folder, content)
-        except MeshwrightError as error:
-            assert str(error)
-            refused += 1
-        except Exception as error:
-            raise AssertionError(f"{type(error).__name__} for {content[:2000]!r}") from error
+    logging.disable()  # a board names each entry that it ignores
+    try:
+        for _ in range(count):
+            refused += not _is_read(read, folder, damaged(good, draw))
+    finally:
+        logging.disable(logging.NOTSET)
     return refused, count - refused
+
+
+def _is_read(read: Callable[[Path, bytes], None], folder: Path, content: bytes) -> bool:
+    """Whether a reader took it; anything but a MeshwrightError in time is a failure."""
+    try:
+        with in_time(content[:300]):
+            read(folder, content)
+    except MeshwrightError as error:
+        assert str(error)
+        return False
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__} for {content[:2000]!r}") from error
+    return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,14 @@ def test_sizes_have_units() -> None:
     one, other = (json.loads(meshwright("simulate", "gpipe", "--bandwidth", size, "--json").stdout) for size in ("25GB", "25e9"))
     assert one == other
     assert "25GB" in meshwright("simulate", "gpipe", "--bandwidth", "fast").stderr
+    assert "may mean bits" in meshwright("simulate", "gpipe", "--bandwidth", "25Gb").stderr
+
+
+@pytest.mark.parametrize(("name", "missing"), [("Trainer", "transformers"), ("parallelize", "torch")])
+def test_a_name_that_needs_an_extra_says_so(name: str, missing: str) -> None:
+    code = f"import sys; sys.modules['{missing}'] = None; import meshwright; meshwright.check; meshwright.{name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-2:] == [
+        f"meshwright.errors.MeshwrightError: meshwright.{name} needs {missing}, which is not installed",
+        "  try: pip install 'meshwright[hf]'",
+    ]

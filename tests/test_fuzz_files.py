@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,32 @@ import pytest
 from tests.fuzzing import FORMS, fuzz
 
 INPUTS = 1_000_000
+ROOT = Path(__file__).parent.parent / "meshwright"
+PARSERS = re.compile(r"\b(json\.loads?|tomllib\.loads?|parsed|toml|safe_open|open_|from_csv|csv\.reader|torch\.load)\(")
+READ_BY = {
+    "capture/weights.py": {"index", "safetensors"},
+    "cli/inputs.py": {"csv"},
+    "cli/train.py": {"job.toml", "model.toml"},
+    "ir/cluster.py": {"cluster"},
+    "ir/csv_form.py": {"csv"},
+    "ir/files.py": {"schedule", "lowered"},
+    "ir/limits.py": {"plan.toml", "job.toml", "model.toml"},
+    "ir/model.py": {"graph"},
+    "ir/plan_file.py": {"plan.json", "plan text", "plan.toml"},
+    "ir/profile.py": {"costs"},
+    "ir/reading.py": {"plan.json"},
+    "ir/timeline.py": {"timeline"},
+    "runtime/failure.py": {"doing", "failure"},
+    "train/datasets.py": {"texts", "tokens", "text"},
+    "train/facts.py": {"facts"},
+    "train/folder_lock.py": {"lock"},
+    "train/job.py": {"job.toml"},
+    "train/named.py": {"model.toml", "config.json"},
+    "train/rotate.py": {"marker"},
+}
+"""Every file that parses something, with the forms that go through it here."""
+WRITES = {"capture/export.py", "capture/conditions.py", "train/readable.py"}
+"""Files with a parser of that name that read nothing of a user's: conditions of torch, and a file that was just written."""
 
 
 @pytest.fixture
@@ -16,6 +43,13 @@ def folder(tmp_path: Path) -> Path:
     for name in ("model-1.safetensors", "model-2.safetensors"):
         (tmp_path / name).touch()
     return tmp_path
+
+
+def test_every_reader_is_here() -> None:
+    """A new reader needs a line in the table and a form."""
+    found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if PARSERS.search(path.read_text())}
+    assert found - WRITES == set(READ_BY)
+    assert set().union(*READ_BY.values()) == set(FORMS)
 
 
 @pytest.mark.parametrize("kind", FORMS)

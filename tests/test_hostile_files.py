@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -9,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from meshwright import MeshwrightError, Parallel
 from meshwright.capture.weights import Weights
 from meshwright.ir.imported import function
 from meshwright.ir.plan_file import asked, read_plan
+from meshwright.train.facts import read_facts
 from meshwright.train.job import read_job
 from meshwright.train.named import model_file
+from tests.fuzzing import FACTS
 
 QUICK_S = 2.0
 
@@ -148,3 +153,35 @@ def test_code_in_a_job_file_is_announced_once(
         path.write_text('schema = 1\nmodel = "gpt-tiny"\ndataset = "stdlib"\n')
         read_job(path)
     assert not caplog.records, "another rank says it, and presets run none"
+
+
+def test_an_index_that_names_a_tensor_which_its_file_has_not(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}')
+    weights = Weights.at(path)
+    assert weights["a"].tolist() == [1, 1]
+    for read in (weights.read, weights.shape):
+        assert "has no tensor 'b'" in refused(read, "b")
+
+
+GOOD_FACTS: dict[str, Any] = json.loads(FACTS)
+
+
+@pytest.mark.parametrize("key", GOOD_FACTS)
+def test_facts_of_a_checkpoint_that_somebody_changed(key: str, tmp_path: Path) -> None:
+    """The marker's sums find damage; what was written wrong and marked as whole is found here, before anything changes."""
+    path = tmp_path / "state.json"
+    path.write_bytes(FACTS)
+    assert read_facts(tmp_path) == GOOD_FACTS
+    if key not in ("unread", "scheduler"):
+        path.write_text(json.dumps({name: value for name, value in GOOD_FACTS.items() if name != key}))
+        assert f"'{key}' of" in refused(read_facts, tmp_path)
+    if key != "scheduler":
+        path.write_text(json.dumps({**GOOD_FACTS, key: [[7]]}))
+        assert f"'{key}' of" in refused(read_facts, tmp_path)
+    for groups in (1, -1, "0", None):
+        path.write_text(json.dumps({**GOOD_FACTS, "options": {"a": groups}}))
+        assert "groups that are not there" in refused(read_facts, tmp_path)
+    path.write_text(json.dumps({**GOOD_FACTS, "schema": 99}))
+    assert "this version reads up to" in refused(read_facts, tmp_path)

@@ -38,6 +38,13 @@ def test_lines_of_json_have_texts_or_tokens(tmp_path: Path) -> None:
     assert len(tokens) == 18 and tokens[9]["input_ids"].tolist() == [10, 11] and tokens[9]["labels"].tolist() == [-100, 10]
 
 
+def test_only_a_line_s_end_ends_a_line(tmp_path: Path) -> None:
+    """JSON allows other separators of lines inside texts, and editors write marks of the byte order."""
+    path, text = tmp_path / "texts.jsonl", "a\u2028b\x85c\x0cd" * 8
+    path.write_text("\ufeff" + json.dumps({"text": text}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert bytes(named(str(path), length=4)[0]["input_ids"].tolist()) == text.encode()[:4]
+
+
 def test_a_data_set_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a folder, which its loader takes as it takes a name."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -51,10 +58,12 @@ def test_a_data_set_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("name", "content", "what"),
     [
         ("short.txt", "abc", "has 3 bytes, too few for ten rows of 8"),
-        ("bad.jsonl", "{", "cannot be read"),
-        ("list.jsonl", "[1]", "line 1 is no object"),
+        ("bad.jsonl", "{", "is no JSON"),
+        ("bad.jsonl", '{"text": "a"}\n{', "line 2 of"),
+        ("list.jsonl", "[1]", "is no object"),
         ("odd.jsonl", '{"words": 1}', "has 'words'"),
         ("odd.jsonl", '{"input_ids": ["a"]}', "row 1 of"),
+        ("large.jsonl", '{"input_ids": [1, %s]}' % ("9" * 25), "row 1 of"),
         ("empty.jsonl", "", "has no rows"),
     ],
 )
@@ -71,3 +80,16 @@ def test_train_takes_a_text_file(tmp_path: Path) -> None:
     flags = ("--max-steps", "1", "--save-strategy", "no", "--report-to", "none", "--length", "8")
     done = meshwright("train", "gpt-tiny", "--dataset", "notes.txt", *flags, cwd=tmp_path)
     assert done.returncode == 0 and "1 steps" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("name", "meant"), [("stdlb", "stdlib"), ("Digit", "digits")])
+def test_a_name_that_nearly_exists_is_guessed_without_the_network(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", asked)
+    with pytest.raises(MeshwrightError, match=f"there is no data set '{name}' here; did you mean {meant}"):
+        named(name, length=8)

@@ -67,7 +67,16 @@ class Weights(Mapping[str, Tensor]):
         return tuple(self._slice(name).get_shape())
 
     def _slice(self, name: str) -> Any:
-        return self._file(name).get_slice(name)
+        from safetensors import SafetensorError
+
+        file = self._file(name)
+        try:
+            return file.get_slice(name)
+        except SafetensorError as error:
+            raise MeshwrightError(
+                f"{self.files[name]} has no tensor {name[:200]!r}, which the index says is there",
+                fix="the index and the files of one save_pretrained",
+            ) from error
 
     def _file(self, name: str) -> Any:
         path = self.files[name]

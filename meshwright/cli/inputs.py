@@ -29,7 +29,12 @@ ENDLESS_STEPS = 4
 
 
 def _bandwidth(text: str | float) -> float:
-    """Bytes per second: a number, or a size such as 25GB."""
+    """Bytes per second: a number, or a size such as 25GB. Links are sold in bits, and 25Gb is an eighth of that: refused."""
+    if isinstance(text, str) and text.strip()[-2:] in ("kb", "Kb", "Mb", "Gb", "Tb"):
+        raise MeshwrightError(
+            f"--bandwidth {text} may mean bits, and is given in bytes per second",
+            fix="--bandwidth 25GB, or 3.125GB for 25 gigabits",
+        )
     size = bytes_in(text) if isinstance(text, str) else None
     try:
         return float(text) if size is None else size

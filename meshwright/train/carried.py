@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
@@ -77,12 +78,17 @@ def go_on(session: Session, kept: Carried) -> None:
 def bring_back(trainer: Trainer, found: Sequence[Outcome]) -> None:
     """Let weights, state and what callbacks have noted come back from ranks that are other processes."""
     trainer.state, trainer.peak_bytes = found[0].state, found[0].peaks
-    if found[0].callbacks is not trainer.callbacks:
-        for mine, theirs in zip(trainer.callbacks, found[0].callbacks, strict=True):
-            mine.__dict__.update(theirs.__dict__)
+    take_notes(trainer.callbacks, found[0].callbacks)
     module = trainer.module
     held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     with torch.no_grad():
         for outcome in found:
             for name, tensor in outcome.weights.items():
                 held[name].copy_(tensor)
+
+
+def take_notes(mine: list[TrainerCallback], theirs: list[TrainerCallback]) -> None:
+    """Let callbacks have what they have noted on rank 0, where that is another process."""
+    if mine is not theirs:
+        for callback, noted in zip(mine, theirs, strict=True):
+            callback.__dict__.update(noted.__dict__)

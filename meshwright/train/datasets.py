@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.ir.limits import shown
 
 NAMES = ("stdlib", "digits")
 """Data sets by name."""
@@ -139,22 +140,31 @@ def _of_rows(name: str, rows: Sequence[Mapping[str, Any]], *, length: int, evalu
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """One object per line."""
-    found = []
+    """One object per line; only a line's end separates them, texts may hold other separators as they are."""
+    found, fix = [], "JSONL: one object per line"
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if line.strip():
-                found.append(json.loads(line))
-                if not isinstance(found[-1], dict):
-                    raise ValueError(f"line {number} is no object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise MeshwrightError(f"the data set {path} cannot be read: {error}", fix="JSONL: one object per line") from error
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise MeshwrightError(f"the data set {path} cannot be read: {error}", fix=fix) from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise MeshwrightError(f"line {number} of {path} is no JSON: {str(error)[:200]}", fix=fix) from error
+        if not isinstance(found[-1], dict):
+            raise MeshwrightError(f"line {number} of {path} is no object", fix=fix)
     return found
 
 
 def _hugging_face(name: str) -> Any:
     """The training split of a data set of Hugging Face: owner/name, or owner/name/configuration."""
     known = f"{', '.join(NAMES)}, a text or JSONL file, a data set of Hugging Face, or package.module:function"
+    if "/" not in name and not os.path.isdir(name) and (guess := did_you_mean(name, NAMES)):
+        raise MeshwrightError(
+            f"there is no data set {name!r} here{guess}", fix=f"{known} (owner/name)"
+        )  # before the network is asked
     try:
         from datasets import load_dataset  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
@@ -178,6 +188,8 @@ def _refuse_tokens(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
             tokens = row.get(column, [0])
             if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
                 raise MeshwrightError(f"row {number} of {name} has {column} that are no list of whole numbers")
+            if too := [token for token in tokens if not -(2**63) <= token < 2**63]:
+                raise MeshwrightError(f"row {number} of {name} has {column} with {shown(too[0])}", fix="ids of the vocabulary")
 
 
 def _refuse_length(length: int) -> None:

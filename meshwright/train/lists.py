@@ -119,3 +119,18 @@ def _within(schedule: Schedule, budget_bytes: float, kept: Sequence[Kept] | None
     watched = max(of.output for of in kept)  # a first run looks at a copy of what it is given
     shares = stage_aware(schedule, costs, budget_bytes=budget_bytes, reserved_bytes=watched, layers=[of.bytes for of in kept])
     return (schedule, list(shares)) if schedule.recompute is None else (with_recompute(schedule, shares), None)
+
+
+def refuse_early(parallel: Parallel) -> None:
+    """Refuse what is wrong with a schedule whatever the model is."""
+    refuse_endless(parallel, flush=parallel.order is None or parallel.order.flush)
+    stages_of(parallel)
+
+
+def refuse_endless(parallel: Parallel, *, flush: bool) -> None:
+    """Logging, evaluation and checkpoints happen where a step ends on all workers."""
+    if not flush:
+        raise MeshwrightError(
+            f"{parallel.schedule} never ends a step on all workers at once: nothing could be logged or saved between steps",
+            fix="a schedule with a flush: onef1b, chimera, zero_bubble, ... (meshwright.verify runs the others)",
+        )

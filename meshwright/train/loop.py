@@ -52,6 +52,7 @@ class Judged:
 
     metrics: dict[str, float]
     state: TrainerState
+    callbacks: list[TrainerCallback]
 
 
 @dataclass(frozen=True)

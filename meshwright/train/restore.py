@@ -5,7 +5,6 @@ Every rank reads only what it holds. Whatever is wrong is found before anything 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine import Engine
 from meshwright.train import rotate
+from meshwright.train.facts import read_facts
 from meshwright.train.options import put_back, refuse_mixture
 from meshwright.train.state import BUFFER, MODEL, OPTIMIZER, buffers, parameters
 from meshwright.train.together import agree
@@ -45,7 +45,7 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
         return None
     if named is not None and (wrong := _damage(folder, group)):
         raise MeshwrightError("; ".join(wrong), fix="resume from the last good one: resume_from_checkpoint=True, or name another")
-    known = agree(lambda: _facts(folder), group=group)[dist.get_rank()]
+    known = agree(lambda: read_facts(folder), group=group)[dist.get_rank()]
     reader = HuggingFaceStorageReader(str(folder))
     sizes = {key: (about.size, about.properties.dtype) for key, about in _metadata(reader).items()}
     held = agree(lambda: _fits(engine, sizes, known), group=group)
@@ -70,11 +70,6 @@ def _damage(folder: Path, group: dist.ProcessGroup | None) -> list[str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = agree(lambda: rotate.damage(folder, share=rank, shares=ranks), group=group)
     return sorted({line for part in found for line in part})
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    known: dict[str, Any] = json.loads((folder / rotate.FACTS).read_text())
-    return known
 
 
 def _metadata(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:

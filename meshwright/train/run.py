@@ -146,7 +146,7 @@ def evaluate_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> Judged:
     finally:
         watchers.close()
     session.close()
-    return Judged(metrics, trainer.state)
+    return Judged(metrics, trainer.state, trainer.callbacks)
 
 
 def predict_on_rank(trainer: Trainer, dataset: Any, prefix: str) -> PredictionOutput:

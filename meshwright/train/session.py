@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.errors import MeshwrightError
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.plan import Parallel
 from meshwright.runtime.batch import Count, Given, Loss, Own
@@ -34,7 +33,7 @@ from meshwright.train.coupled import refuse_coupled
 from meshwright.train.data import Source
 from meshwright.train.export import SHARD_BYTES, export
 from meshwright.train.generate import configured, generate, refuse_options
-from meshwright.train.lists import lists_for, stages_of
+from meshwright.train.lists import lists_for, refuse_early, refuse_endless
 from meshwright.train.options import facts, merged
 from meshwright.train.rates import Rates
 from meshwright.train.saved import Kept
@@ -286,18 +285,3 @@ class Session:
 
     def _first_of(self, stage: int) -> bool:
         return self.engine.mesh.holders(self.engine.schedule, stage)[0] == self.rank
-
-
-def refuse_early(parallel: Parallel) -> None:
-    """Refuse what is wrong with a schedule whatever the model is."""
-    refuse_endless(parallel, flush=parallel.order is None or parallel.order.flush)
-    stages_of(parallel)
-
-
-def refuse_endless(parallel: Parallel, *, flush: bool) -> None:
-    """Logging, evaluation and checkpoints happen where a step ends on all workers."""
-    if not flush:
-        raise MeshwrightError(
-            f"{parallel.schedule} never ends a step on all workers at once: nothing could be logged or saved between steps",
-            fix="a schedule with a flush: onef1b, chimera, zero_bubble, ... (meshwright.verify runs the others)",
-        )

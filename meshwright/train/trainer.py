@@ -28,12 +28,12 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch import Workers
 from meshwright.train import border, run
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.carried import Carried, bring_back, gathered
+from meshwright.train.carried import Carried, bring_back, gathered, take_notes
 from meshwright.train.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data import Source, without_unused
 from meshwright.train.hooks import refuse_lost
 from meshwright.train.layers import is_captured, refuse_lossless
-from meshwright.train.lists import lists_for
+from meshwright.train.lists import lists_for, refuse_early, refuse_endless
 from meshwright.train.loop import Judged, Outcome
 from meshwright.train.own import refuse_others, seeded, stamp
 from meshwright.train.phases import phase
@@ -41,7 +41,6 @@ from meshwright.train.place import everywhere, launched, refuse_world
 from meshwright.train.rows import refuse_small_cuts
 from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
 from meshwright.train.save import save_whole
-from meshwright.train.session import refuse_early, refuse_endless
 from meshwright.train.start import Evaluation
 from meshwright.train.tracing import Traced
 from meshwright.train.vocabulary import refuse_ids, vocabularies
@@ -131,6 +130,7 @@ class Trainer:
         self.evaluation.refuse()
         found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
         self.state = found[0].state
+        take_notes(self.callbacks, found[0].callbacks)
         return found[0].metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
