@@ -148,6 +148,17 @@ def test_columns_of_another_dtype_are_captured_again() -> None:
             assert session.step(batch).loss == wanted and session.evaluate(batch).loss == wanted
 
 
+def test_a_step_takes_lists_and_arrays_and_refuses_what_is_no_number() -> None:
+    model, batch = Pictures(), {"x": torch.randn(4, 8), "labels": torch.randn(4)}
+    with mw.parallelize(model, batch, {"pp": 1}, optimizer=_still) as session:
+        wanted = session.step(batch).loss
+        given = {"x": batch["x"].numpy(), "labels": batch["labels"].tolist(), "unused": None}
+        assert session.step(given).loss == pytest.approx(wanted) == session.evaluate(given).loss  # type: ignore[arg-type]
+        for wrong in ({**batch, "x": ["a", "b", "c", "d"]}, "text", None):
+            with pytest.raises(MeshwrightError, match=r"column 'x' of the batch is no tensor|a batch is a tuple or a mapping"):
+                session.step(wrong)  # type: ignore[arg-type]
+
+
 def test_what_is_changed_between_steps_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = hard.Base(), hard.features(4)
     model.alpha = 1.0

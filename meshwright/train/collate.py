@@ -79,8 +79,8 @@ def tensors(batch: Any) -> Given:
     if isinstance(batch, tuple | list) and batch:
         return tuple(_tensor(index, value) for index, value in enumerate(batch))
     raise MeshwrightError(
-        f"the collator returned {type(batch).__name__}, a batch is a tuple or a mapping of tensors",
-        fix="data_collator=transformers.default_data_collator",
+        f"a batch is a tuple or a mapping of tensors, got {type(batch).__name__}",
+        fix="data_collator=transformers.default_data_collator, or session.step({'input_ids': ids, 'labels': ids})",
     )
 
 

@@ -29,6 +29,7 @@ from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.tally import Tally
 from meshwright.runtime.trace import Trace
+from meshwright.train.collate import tensors
 from meshwright.train.coupled import refuse_coupled
 from meshwright.train.data import Source
 from meshwright.train.export import SHARD_BYTES, export
@@ -144,6 +145,7 @@ class Session:
 
     def step(self, batch: Given | Own) -> StepResult:
         """Train on one batch: the whole one, of which each copy takes its rows, or the rows of this copy (`Own`)."""
+        batch = _as_tensors(batch)
         self._refuse_ids(batch)
         self.unchanged.refuse()
         number, rates = self.steps, self.rates
@@ -171,6 +173,7 @@ class Session:
 
     def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:
         """The mean loss of a batch without training on it, and on request what the model returns, on every rank."""
+        batch = _as_tensors(batch)
         self._refuse_ids(batch)
         return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
 
@@ -285,3 +288,8 @@ class Session:
 
     def _first_of(self, stage: int) -> bool:
         return self.engine.mesh.holders(self.engine.schedule, stage)[0] == self.rank
+
+
+def _as_tensors(batch: Given | Own) -> Given | Own:
+    """A batch with lists and arrays as tensors; what is none is refused by its column."""
+    return Own(tensors(batch.tensors)) if isinstance(batch, Own) else tensors(batch)
