@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.launch import Workers
 
 RANKS = 8
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched here, and nothing waits for a network that is not there
 
 
 class Pool:
