@@ -1,4 +1,4 @@
-"""Real hands: stages that compute on rows, and parameters that sync and update."""
+"""What the actions of a training worker do: stages compute on rows, parameters sync and update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.ir.carried import Load, carried
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch, Cut
 from meshwright.runtime.device import stream
-from meshwright.runtime.edges import Outgoing, Pending
+from meshwright.runtime.edges import Incoming, Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.parameters import Parameters
@@ -24,8 +24,8 @@ from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
 from meshwright.runtime.tally import Tally
 
 
-class Compute:
-    """The hands of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
+class TrainActions:
+    """The actions of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Compute:
         self.tallies: dict[int, Tally] = {}
         self.first_step = 0
         self._ahead = sorted({s.action.mb // microbatches for s in program.steps if s.channel is None and s.action.op in COMPUTE})
-        self._shapes: dict[object, int] = {}
-        self._token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
+        self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
+        self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
     def begin(self, first_step: int) -> None:
         """A walk starts at a step of the data."""
@@ -56,9 +56,33 @@ class Compute:
         """It is over."""
         self.parameters.end()
 
+    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
+        """The function that runs a step."""
+        if isinstance(line, Outgoing):
+            return self._send(step, line)
+        if isinstance(line, Incoming):
+            return self._receive(step, line)
+        match step.action.op:
+            case Op.F:
+                return self._forward(step)
+            case Op.B | Op.I:
+                return self._backward(step, weights=step.action.op is Op.B)
+            case Op.W:
+                return self._finish(step)
+            case Op.R:
+                return self._recompute(step)
+            case Op.S:
+                return self._sync(step)
+            case Op.N:
+                return self._with_sums(step, self.parameters.norm)
+            case Op.U:
+                return self._with_sums(step, self.parameters.update)
+            case Op.G:
+                raise AssertionError("parameters are whole, nothing gathers them")
+
     # -- what stages do
 
-    def forward(self, step: Step) -> Do:
+    def _forward(self, step: Step) -> Do:
         """Run a stage on its rows."""
         saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
         if not self.pieces.narrow or step.action.part != NONE or len(saved) > 1:
@@ -142,7 +166,7 @@ class Compute:
         there = [(bundle, slot) for slot in step.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
         return by_range([(bundle, self._crossing(values[slot])[1]) for bundle, slot in there], own)
 
-    def backward(self, step: Step, *, weights: bool) -> Do:
+    def _backward(self, step: Step, *, weights: bool) -> Do:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
         stage, slots, inline = self.stages[step.action.stage], self.store.slots, Kind.KEPT in step.reads
         kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
@@ -175,7 +199,7 @@ class Compute:
 
         return backward
 
-    def finish(self, step: Step) -> Do:
+    def _finish(self, step: Step) -> Do:
         """The gradients of the weights that were put off."""
         stage, slot, count = self.stages[step.action.stage], step.reads[Kind.REST][0], self.parameters.counter(step)
         aim = self.parameters.aim if self.parameters.aims else None
@@ -192,7 +216,7 @@ class Compute:
 
         return finish
 
-    def recompute(self, step: Step) -> Do:
+    def _recompute(self, step: Step) -> Do:
         """Bring back what a forward did not keep."""
         stage, (kept,), (saved,) = self.stages[step.action.stage], step.reads[Kind.KEPT], step.writes[Kind.SAVED]
 
@@ -209,18 +233,10 @@ class Compute:
 
     # -- what parameters do
 
-    def sync(self, step: Step) -> Do:
+    def _sync(self, step: Step) -> Do:
         """Add up a unit's gradients, by a collective or along a ring."""
         slots = step.reads.get(Kind.PARTIAL)
         return lambda: self.parameters.sync(step, self.store.pop(slots[0]).tensors if slots else ())
-
-    def norm(self, step: Step) -> Do:
-        """The global reduction of a step."""
-        return self._with_sums(step, self.parameters.norm)
-
-    def update(self, step: Step) -> Do:
-        """Turn a version of a unit into the next."""
-        return self._with_sums(step, self.parameters.update)
 
     def _with_sums(self, step: Step, do: Callable[[Step], None]) -> Do:
         """What waits for the sums that a step reads, and does it."""
@@ -235,11 +251,7 @@ class Compute:
 
     # -- messages
 
-    def turn(self, step: Step) -> Bundle:
-        """A byte that says: go on."""
-        return self._token
-
-    def outgoing(self, step: Step, line: Outgoing) -> Do:
+    def _send(self, step: Step, line: Outgoing) -> Do:
         """Send a bundle from its slot, or the running sum of a unit as it is now."""
         value, slot = step.value, step.slot
         assert value is not None
@@ -252,13 +264,15 @@ class Compute:
 
         return send_sum
 
-    def incoming(self, step: Step) -> Callable[[], Bundle] | None:
-        """Room for a sum; other messages say what they are."""
+    def _receive(self, step: Step, line: Incoming) -> Do:
+        """Post a receive: into the buffer of a sum, into a token, or into new tensors, which the message describes."""
         assert step.value is not None
-        load = self._ways[step.value.kind].load
+        slots, load = self.store.slots, self._ways[step.value.kind].load
+        if load is Load.BUFFER:
+            return line.fill_into(slots, step, partial(self.parameters.room, step.value))
         if load is Load.TOKEN:
-            return lambda: Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
-        return partial(self.parameters.room, step.value) if load is Load.BUFFER else None
+            return line.fill_into(slots, step, lambda: Bundle((torch.empty_like(self.token.tensors[0]),), (False,)))
+        return line.post_into(slots, step)
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""

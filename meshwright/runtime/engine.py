@@ -16,7 +16,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objective, Own
-from meshwright.runtime.compute import Compute
+from meshwright.runtime.compute import TrainActions
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.graphs import Graphs
@@ -86,8 +86,10 @@ class Engine:
             self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
         )
         self.batches = Batches(self._cut, behind=max(schedule.stages, schedule.steps))  # a walk asks for all its forms first
-        self.compute = Compute(self.program, self.stages, self.parameters, self.batches, settings.microbatches, self.graphs)
-        self.executor = Executor(self.program, Edges(self.transport, settings.device), self.compute, trace)
+        self.actions = TrainActions(self.program, self.stages, self.parameters, self.batches, settings.microbatches, self.graphs)
+        self.executor = Executor(
+            self.program, Edges(self.transport, settings.device, None if trace is None else trace.arrived), self.actions, trace
+        )
         if trace is not None:
             self._watch(trace)
 
@@ -101,7 +103,7 @@ class Engine:
         self.executor.run(first_step)
         if self.executor.walks == 1:
             refuse_stray(self.layers, self._others)
-        return self.compute.tallies
+        return self.actions.tallies
 
     def _cut(self, step: int) -> Batch:
         """A step's batch, cut for this copy."""
@@ -114,7 +116,7 @@ class Engine:
             device=settings.device,
             names=self.layers.columns,
         )
-        self.compute.pieces.refuse_rows(found.cuts)
+        self.actions.pieces.refuse_rows(found.cuts)
         self.graphs.choose(found)
         return found
 

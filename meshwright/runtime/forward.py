@@ -22,7 +22,7 @@ from meshwright.passes.check import prove
 from meshwright.passes.forward import forward_only
 from meshwright.passes.lower import lower
 from meshwright.runtime.batch import Batch, Given, Objective, Own
-from meshwright.runtime.compute import Compute
+from meshwright.runtime.compute import TrainActions
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.executor import Executor
@@ -85,8 +85,8 @@ class Forward:
         units = {unit: engine.units[unit] for unit in self.program.units}
         parameters = Parameters(self.program, mesh, units, layers_here, Rules(), settings.device)
         self.batches: dict[int, Batch] = {}
-        self.compute = Compute(self.program, self.stages, parameters, self.batches, self.schedule.microbatches, self.graphs)
-        self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.compute)
+        self.actions = TrainActions(self.program, self.stages, parameters, self.batches, self.schedule.microbatches, self.graphs)
+        self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.actions)
         self._found: list[tuple[Rows, tuple[Tensor, ...]]] = []
         self._reduce: Reduce | None = None
 
@@ -101,7 +101,7 @@ class Forward:
         self.batches[0] = self._cut(batch)
         with torch.no_grad(), evaluating(self.graphs.modules):
             self.executor.run()
-        tally = self.compute.tallies.get(0, Tally())
+        tally = self.actions.tallies.get(0, Tally())
         sums = torch.tensor([float(tally.loss), tally.weight], dtype=torch.float64, device=self.engine.settings.device)
         dist.all_reduce(sums)
         total, weight = sums.tolist()
