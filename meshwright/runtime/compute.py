@@ -16,12 +16,12 @@ from meshwright.runtime.device import stream
 from meshwright.runtime.edges import Incoming, Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.graphs import Graphs
+from meshwright.runtime.objective import Tally
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.pieces import Pieces, by_range, cut, joined, require_rows, size_of
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.reached import everything
 from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
-from meshwright.runtime.tally import Tally
 
 
 class TrainActions:

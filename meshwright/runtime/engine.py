@@ -15,21 +15,20 @@ from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved
-from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objective, Own
+from meshwright.runtime.batch import Batch, Batches, Given, Own
 from meshwright.runtime.compute import TrainActions
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.layers import Layers, refuse_hooks, refuse_stray, refuse_tied_hooks, require_layers
-from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.mesh import Mesh, sync_groups
+from meshwright.runtime.objective import Count, Loss, LossKind, Objective, Tally
 from meshwright.runtime.offsets import common_clock
 from meshwright.runtime.parameters import Parameters, Rules, refuse_rules
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
-from meshwright.runtime.tally import Tally
 from meshwright.runtime.trace import Trace, gather
 from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.transport.pair import Pair

@@ -21,18 +21,17 @@ from meshwright.ir.schedule import Schedule
 from meshwright.passes.check import prove
 from meshwright.passes.forward import forward_only
 from meshwright.passes.lower import lower
-from meshwright.runtime.batch import Batch, Given, Objective, Own
+from meshwright.runtime.batch import Batch, Given, Own
 from meshwright.runtime.compute import TrainActions
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.layers import Layers
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import LossKind, Objective, Tally
 from meshwright.runtime.parameters import Parameters, Rules
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
-from meshwright.runtime.tally import Tally
 
 Reduce = Callable[[Rows, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """What is done to the outputs of some rows where they arise, before they are sent anywhere; a row stays a row."""

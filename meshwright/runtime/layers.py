@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.batch import Weigh
+from meshwright.runtime.objective import Weigh
 from meshwright.torch_internals import gradient_hooks
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -21,7 +21,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
 from meshwright.ir.reading import LARGEST
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.schedules import refuse_plan
 from meshwright.train.rows import StepRows, plan_for
