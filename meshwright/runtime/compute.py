@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +33,11 @@ class TrainActions:
         program: Program,
         stages: Mapping[int, Stage],
         parameters: Parameters,
-        batches: Mapping[int, Batch],
         microbatches: int,
         graphs: Graphs,
     ) -> None:
-        self.program, self.stages, self.parameters, self.batches = program, stages, parameters, batches
+        self.program, self.stages, self.parameters = program, stages, parameters
+        self.batches: Mapping[int, Batch] = {}
         self.microbatches, self.graphs = microbatches, graphs
         self._ways = carried(program.schedule)
         self.pieces = Pieces(program.schedule, program.worker)
@@ -47,14 +48,15 @@ class TrainActions:
         self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
         self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
-    def begin(self, first_step: int) -> None:
-        """A walk starts at a step of the data."""
-        self.first_step, self.tallies = first_step, {}
+    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """A walk starts at a step of the data, with the batches of this step and those that follow."""
+        self.first_step, self.batches, self.tallies = first_step, batches, {}
         self.parameters.begin(first_step)
 
     def end(self) -> None:
         """It is over."""
         self.parameters.end()
+        self.batches = {}
 
     def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
         """The function that runs a step."""

@@ -175,7 +175,7 @@ class Session:
         self.clock.sleep_until(start)
         begun = self.clock.now()
         for walk in range(self.job.walks):
-            self.executor.run(walk)
+            self.executor.run(walk, {})
         # Workers often end at one moment: what comes after it must not take the cores from those who still have to wake.
         self.clock.sleep_until(self.actions.ended_s + REST_S)
         spent, busy = process_time() - cpu, busy_s() - busy

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,8 +113,8 @@ class WaitActions:
         self.arrivals.links.clear()
         self._last = None
 
-    def begin(self, first_step: int) -> None:
-        """Nothing to do: walks follow each other."""
+    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """Nothing to do: walks follow each other, and take no data."""
 
     def end(self) -> None:
         """What was begun ends."""

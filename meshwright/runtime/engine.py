@@ -84,8 +84,7 @@ class Engine:
         self.parameters = Parameters(
             self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
         )
-        self.batches = Batches(self._cut, behind=max(schedule.stages, schedule.steps))  # a walk asks for all its forms first
-        self.actions = TrainActions(self.program, self.stages, self.parameters, self.batches, settings.microbatches, self.graphs)
+        self.actions = TrainActions(self.program, self.stages, self.parameters, settings.microbatches, self.graphs)
         self.executor = Executor(
             self.program, Edges(self.transport, settings.device, None if trace is None else trace.arrived), self.actions, trace
         )
@@ -95,20 +94,20 @@ class Engine:
     def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
         """Walk the schedule once with the batches of its steps: one, or several where its lists hold more microbatches."""
         _refuse_hooks(self.schedule, self.layers, whole=self._is_whole)
-        self._batch = batch
-        self.batches.clear()
+        behind = max(self.schedule.stages, self.schedule.steps)  # a walk asks for the forms of all its batches first
+        batches = Batches(lambda step: self._cut(batch(step)), behind)
         if self.scaler is not None and not self.scaler.unit:
-            self.scaler.measure(self._largest(self.batches[first_step].count))
-        self.executor.run(first_step)
+            self.scaler.measure(self._largest(batches[first_step].count))
+        self.executor.run(first_step, batches)
         if self.executor.walks == 1:
             refuse_stray(self.layers, self._others)
         return self.actions.tallies
 
-    def _cut(self, step: int) -> Batch:
+    def _cut(self, given: Given | Own) -> Batch:
         """A step's batch, cut for this copy."""
         settings = self.settings
         found = Batch(
-            self._batch(step),
+            given,
             microbatches=settings.microbatches,
             copy=self.mesh.copy,
             copies=settings.copies,

@@ -66,8 +66,8 @@ class Actions(Protocol):
     store: Store
     token: Bundle
 
-    def begin(self, first_step: int) -> None:
-        """Called before every walk through the list, with the number of its first training step."""
+    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """Called before every walk through the list, with the number of its first training step and its data by step."""
 
     def end(self) -> None:
         """Called after every walk."""
@@ -92,11 +92,11 @@ class Executor:
         self._compiled = {id(step): self._compile(step, None) for step in program.steps if step.channel is None}
         self._walks = Recent[Hashable, list[tuple[Step, Do]]](FORMS)
 
-    def run(self, first_step: int = 0) -> None:
+    def run(self, first_step: int, batches: Mapping[int, Any]) -> None:
         """Walk through the list once; its first microbatch is the first of training step `first_step`."""
         status = current()
         seat = None if status is None else status.seated(self)
-        self.actions.begin(first_step)
+        self.actions.begin(first_step, batches)
         walk = self._walk()
         ends = None if self.trace is None else self.trace.walk([step for step, _ in walk])
         with patience(self.edges.device):

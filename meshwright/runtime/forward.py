@@ -83,8 +83,7 @@ class Forward:
         layers_here = {stage: at.layers for stage, at in self.stages.items()}
         units = {unit: engine.units[unit] for unit in self.program.units}
         parameters = Parameters(self.program, mesh, units, layers_here, Rules(), settings.device)
-        self.batches: dict[int, Batch] = {}
-        self.actions = TrainActions(self.program, self.stages, parameters, self.batches, self.schedule.microbatches, self.graphs)
+        self.actions = TrainActions(self.program, self.stages, parameters, self.schedule.microbatches, self.graphs)
         self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.actions)
         self._found: list[tuple[Rows, tuple[Tensor, ...]]] = []
         self._reduce: Reduce | None = None
@@ -97,9 +96,9 @@ class Forward:
         for number, stage in self.stages.items():
             stage.objective = self.engine.stages[number].objective if loss else Objective(wanted=False)
             stage.keep = self._keep if outputs is not Outputs.NOBODY else None
-        self.batches[0] = self._cut(batch)
+        cut = self._cut(batch)
         with torch.no_grad(), evaluating(self.graphs.modules):
-            self.executor.run()
+            self.executor.run(0, {0: cut})
         tally = self.actions.tallies.get(0, Tally())
         sums = torch.tensor([float(tally.loss), tally.weight], dtype=torch.float64, device=self.engine.settings.device)
         dist.all_reduce(sums)
