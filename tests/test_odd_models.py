@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel
 from meshwright.ir.placement import Rows
-from meshwright.runtime.batch import Objective
 from meshwright.runtime.engine import Engine, Settings
+from meshwright.runtime.objective import Objective
 from meshwright.train.layers import layers_for
 from meshwright.train.lists import lists_for
 from tests.conftest import Pool

@@ -15,11 +15,12 @@ from meshwright import MeshwrightError
 from meshwright.ir.placement import Rows
 from meshwright.ir.plan import Parallel
 from meshwright.runtime import device as devices
-from meshwright.runtime.batch import Batch, Objective, Own
+from meshwright.runtime.batch import Batch, Own
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.executor import FORMS
 from meshwright.runtime.forward import Forward
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.objective import Objective
 from meshwright.train import models
 from meshwright.train.layers import layers_for
 from meshwright.train.lists import lists_for

@@ -8,10 +8,10 @@ Microbatch i of copy j is cut number j N + i of N dp cuts; a short batch gives s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from meshwright.ir.placement import Rows
 from meshwright.runtime.device import stream
 from meshwright.runtime.given import Given as Given
 from meshwright.runtime.given import name_columns, sort_out
-from meshwright.runtime.loss_kind import LossKind
-from meshwright.runtime.shapes import refuse_shapes
+from meshwright.runtime.objective import LossKind, Objective, Weight
 
 
 @dataclass(frozen=True)
@@ -156,124 +155,3 @@ class Batches(dict[int, Batch]):
             del self[old]
         found = self[step] = self._make(step)
         return found
-
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""A user's own: output and target of some rows to their mean loss."""
-
-
-class Weigh(Protocol):
-    """Works out from some columns what the loss of their rows counts."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """What it reads."""
-        ...
-
-    def __call__(self, columns: Mapping[str, Tensor]) -> float:
-        """The weight."""
-        ...
-
-
-class Weight(NamedTuple):
-    """How many items the mean of some rows is over, and how many they count for in the mean of the whole batch."""
-
-    items: float
-    counts: float
-
-
-Count = Callable[[Tensor], float]
-"""How many items some labels count for, where a user's habits say otherwise than the model's loss."""
-
-
-class Objective:
-    """The sum of the losses of some rows and the weight it is to be divided by: rows, or tokens that count.
-
-    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean. Losses that are
-    sums themselves (`kind`) are divided by 1. Where no loss is wanted (outputs alone are) nothing counts.
-    """
-
-    def __init__(
-        self,
-        loss: Loss | None = None,
-        *,
-        ignored: int = -100,
-        wanted: bool = True,
-        weigh: Weigh | None = None,
-        count: Count | None = None,
-        kind: LossKind = LossKind.MEAN,
-    ) -> None:
-        self.loss, self.ignored, self.wanted, self.weigh, self.count = loss, ignored, wanted, weigh, count
-        self.kind = kind
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The batch columns that weights are worked out from."""
-        return () if self.weigh is None else self.weigh.columns
-
-    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> Weight:
-        """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
-        if not self.wanted:
-            return Weight(0.0, 0.0)
-        if self.weigh is not None and columns is not None:
-            items = self.weigh(columns)
-            labels = [columns[name] for name in TARGETS if name in columns]
-            return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
-        if target is not None and not target.is_floating_point():
-            items = float(self.labels(target).sum()) if self.count is None else self.count(target)
-            return Weight(items, items)
-        size = float(rows.stop - rows.start)
-        return Weight(size, size)
-
-    @property
-    def by_labels(self) -> bool:
-        """Is a weight the number of labels that count, where there are labels?"""
-        return self.wanted and self.weigh is None and self.count is None and self.kind is LossKind.MEAN
-
-    def labels(self, target: Tensor) -> Tensor:
-        """How many labels of each row are not ignored. What has no sign holds no -100, but torch compares what it wraps to."""
-        rows = target.flatten(1) if target.dim() > 1 else target.unsqueeze(1)
-        counted = rows != self.ignored if target.dtype.is_signed else torch.ones_like(rows, dtype=torch.bool)
-        return counted.sum(1)
-
-    def __call__(self, output: Tensor, target: Tensor | None, count: float) -> Tensor:
-        """The sum over some rows."""
-        loss, times = self.mean(output, target, count)
-        return loss if times == 1.0 else loss * times
-
-    def mean(self, output: Tensor, target: Tensor | None, count: float) -> tuple[Tensor, float]:
-        """A loss, and how many times it is the sum; where nothing counts there is nothing to learn, and a mean would be none."""
-        if not count:
-            return torch.zeros((), dtype=torch.float32, device=output.device), 1.0
-        if output.dtype in (torch.bfloat16, torch.float16):
-            output = output.float()  # a sum over rows leaves their range
-        if self.loss is not None:
-            if target is None:
-                raise MeshwrightError("a loss function needs a target, the batch has none", fix="batch(step) -> (inputs, target)")
-            return _one_number(self.loss(output, target)), count
-        if output.dim() == 0:
-            return output, count
-        if target is None:
-            raise MeshwrightError(
-                f"the first of what the last stage returns is {tuple(output.shape)}, no loss, and the batch has no target to "
-                "compare it with",
-                fix="a model that returns its loss first (loss, logits), or batch(step) -> (inputs, target)",
-            )
-        if self.kind is LossKind.SUM:
-            raise MeshwrightError('loss_kind="sum" needs a loss: the usual one is a mean', fix="a model that returns its loss")
-        refuse_shapes(output, target)
-        if not target.is_floating_point():
-            classes, labels = output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
-            return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum"), 1.0
-        return torch.nn.functional.mse_loss(output, target.to(output.dtype)), count
-
-
-def _one_number(loss: Tensor) -> Tensor:
-    """What a user's loss function returned, without dimensions."""
-    if not isinstance(loss, Tensor):
-        raise MeshwrightError(f"the loss function returned {type(loss).__name__}, not a tensor", fix="the mean over the rows")
-    if not loss.dim():
-        return loss
-    if loss.numel() != 1:
-        raise MeshwrightError(f"the loss function returned {tuple(loss.shape)}, not one number", fix="the mean over the rows")
-    return loss.reshape(())

@@ -1,9 +1,10 @@
-"""Real hands: stages that compute on rows, and parameters that sync and update."""
+"""What the actions of a training worker do: stages compute on rows, parameters sync and update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,30 +14,30 @@ from meshwright.ir.carried import Load, carried
 from meshwright.ir.placement import Rows
 from meshwright.runtime.batch import Batch, Cut
 from meshwright.runtime.device import stream
-from meshwright.runtime.edges import Outgoing, Pending
+from meshwright.runtime.edges import Incoming, Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.graphs import Graphs
+from meshwright.runtime.objective import Tally
 from meshwright.runtime.parameters import Parameters
 from meshwright.runtime.pieces import Pieces, by_range, cut, joined, require_rows, size_of
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.reached import everything
 from meshwright.runtime.stage import Bundle, Record, Stage, leaves, own_leaves
-from meshwright.runtime.tally import Tally
 
 
-class Compute:
-    """The hands of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
+class TrainActions:
+    """The actions of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
 
     def __init__(
         self,
         program: Program,
         stages: Mapping[int, Stage],
         parameters: Parameters,
-        batches: Mapping[int, Batch],
         microbatches: int,
         graphs: Graphs,
     ) -> None:
-        self.program, self.stages, self.parameters, self.batches = program, stages, parameters, batches
+        self.program, self.stages, self.parameters = program, stages, parameters
+        self.batches: Mapping[int, Batch] = {}
         self.microbatches, self.graphs = microbatches, graphs
         self._ways = carried(program.schedule)
         self.pieces = Pieces(program.schedule, program.worker)
@@ -44,21 +45,46 @@ class Compute:
         self.tallies: dict[int, Tally] = {}
         self.first_step = 0
         self._ahead = sorted({s.action.mb // microbatches for s in program.steps if s.channel is None and s.action.op in COMPUTE})
-        self._shapes: dict[object, int] = {}
-        self._token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
+        self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
+        self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
-    def begin(self, first_step: int) -> None:
-        """A walk starts at a step of the data."""
-        self.first_step, self.tallies = first_step, {}
+    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """A walk starts at a step of the data, with the batches of this step and those that follow."""
+        self.first_step, self.batches, self.tallies = first_step, batches, {}
         self.parameters.begin(first_step)
 
     def end(self) -> None:
         """It is over."""
         self.parameters.end()
+        self.batches = {}
+
+    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
+        """The function that runs a step."""
+        if isinstance(line, Outgoing):
+            return self._send(step, line)
+        if isinstance(line, Incoming):
+            return self._receive(step, line)
+        match step.action.op:
+            case Op.F:
+                return self._forward(step)
+            case Op.B | Op.I:
+                return self._backward(step, weights=step.action.op is Op.B)
+            case Op.W:
+                return self._finish(step)
+            case Op.R:
+                return self._recompute(step)
+            case Op.S:
+                return self._sync(step)
+            case Op.N:
+                return self._with_sums(step, self.parameters.norm)
+            case Op.U:
+                return self._with_sums(step, self.parameters.update)
+            case Op.G:
+                raise AssertionError("parameters are whole, nothing gathers them")
 
     # -- what stages do
 
-    def forward(self, step: Step) -> Do:
+    def _forward(self, step: Step) -> Do:
         """Run a stage on its rows."""
         saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
         if not self.pieces.narrow or step.action.part != NONE or len(saved) > 1:
@@ -142,7 +168,7 @@ class Compute:
         there = [(bundle, slot) for slot in step.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
         return by_range([(bundle, self._crossing(values[slot])[1]) for bundle, slot in there], own)
 
-    def backward(self, step: Step, *, weights: bool) -> Do:
+    def _backward(self, step: Step, *, weights: bool) -> Do:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
         stage, slots, inline = self.stages[step.action.stage], self.store.slots, Kind.KEPT in step.reads
         kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
@@ -175,7 +201,7 @@ class Compute:
 
         return backward
 
-    def finish(self, step: Step) -> Do:
+    def _finish(self, step: Step) -> Do:
         """The gradients of the weights that were put off."""
         stage, slot, count = self.stages[step.action.stage], step.reads[Kind.REST][0], self.parameters.counter(step)
         aim = self.parameters.aim if self.parameters.aims else None
@@ -192,7 +218,7 @@ class Compute:
 
         return finish
 
-    def recompute(self, step: Step) -> Do:
+    def _recompute(self, step: Step) -> Do:
         """Bring back what a forward did not keep."""
         stage, (kept,), (saved,) = self.stages[step.action.stage], step.reads[Kind.KEPT], step.writes[Kind.SAVED]
 
@@ -209,18 +235,10 @@ class Compute:
 
     # -- what parameters do
 
-    def sync(self, step: Step) -> Do:
+    def _sync(self, step: Step) -> Do:
         """Add up a unit's gradients, by a collective or along a ring."""
         slots = step.reads.get(Kind.PARTIAL)
         return lambda: self.parameters.sync(step, self.store.pop(slots[0]).tensors if slots else ())
-
-    def norm(self, step: Step) -> Do:
-        """The global reduction of a step."""
-        return self._with_sums(step, self.parameters.norm)
-
-    def update(self, step: Step) -> Do:
-        """Turn a version of a unit into the next."""
-        return self._with_sums(step, self.parameters.update)
 
     def _with_sums(self, step: Step, do: Callable[[Step], None]) -> Do:
         """What waits for the sums that a step reads, and does it."""
@@ -235,11 +253,7 @@ class Compute:
 
     # -- messages
 
-    def turn(self, step: Step) -> Bundle:
-        """A byte that says: go on."""
-        return self._token
-
-    def outgoing(self, step: Step, line: Outgoing) -> Do:
+    def _send(self, step: Step, line: Outgoing) -> Do:
         """Send a bundle from its slot, or the running sum of a unit as it is now."""
         value, slot = step.value, step.slot
         assert value is not None
@@ -252,13 +266,15 @@ class Compute:
 
         return send_sum
 
-    def incoming(self, step: Step) -> Callable[[], Bundle] | None:
-        """Room for a sum; other messages say what they are."""
+    def _receive(self, step: Step, line: Incoming) -> Do:
+        """Post a receive: into the buffer of a sum, into a token, or into new tensors, which the message describes."""
         assert step.value is not None
-        load = self._ways[step.value.kind].load
+        slots, load = self.store.slots, self._ways[step.value.kind].load
+        if load is Load.BUFFER:
+            return line.fill_into(slots, step, partial(self.parameters.room, step.value))
         if load is Load.TOKEN:
-            return lambda: Bundle((torch.empty_like(self._token.tensors[0]),), (False,))
-        return partial(self.parameters.room, step.value) if load is Load.BUFFER else None
+            return line.fill_into(slots, step, lambda: Bundle((torch.empty_like(self.token.tensors[0]),), (False,)))
+        return line.post_into(slots, step)
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""

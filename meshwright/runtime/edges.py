@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.carried import ROWS
+from meshwright.runtime.program import Step
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.transport.base import Channel, Receipt, Transport
 from meshwright.runtime.transport.wire import TorchTransport
@@ -125,9 +126,9 @@ class Incoming:
         self._contract: Contract | None = None
         self._makers: list[Callable[[], Tensor]] = []
 
-    def post_into(self, slots: list[Any], slot: int, arrived: Arrived) -> Callable[[], None]:
-        """What posts the receives of a bundle and puts it into a slot; the first of all waits for the header."""
-        edges, channel = self._edges, self._channel
+    def post_into(self, slots: list[Any], step: Step) -> Callable[[], None]:
+        """What posts the receives of a bundle and puts it into a step's slot; the first of all waits for the header."""
+        edges, channel, slot, arrived = self._edges, self._channel, step.slot, self._edges.arrival(step)
 
         def post() -> None:
             contract = self._contract or self._agree()
@@ -140,9 +141,9 @@ class Incoming:
 
         return post
 
-    def fill_into(self, slots: list[Any], slot: int, arrived: Arrived, room: Callable[[], Bundle]) -> Callable[[], None]:
+    def fill_into(self, slots: list[Any], step: Step, room: Callable[[], Bundle]) -> Callable[[], None]:
         """The same, with tensors whose shapes both ends know beforehand (gradient sums, turns)."""
-        edges, channel = self._edges, self._channel
+        edges, channel, slot, arrived = self._edges, self._channel, step.slot, self._edges.arrival(step)
 
         def fill() -> None:
             bundle = room()
@@ -175,12 +176,16 @@ class Edges:
     `waiting` is the channel that a receive is waited for on, and stays after one that failed: whoever watches reads it.
     """
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self.transport, self.device = transport, device
+    def __init__(self, transport: Transport, device: torch.device, arrived: Callable[[Step], None] | None = None) -> None:
+        self.transport, self.device, self.arrived = transport, device, arrived
         self.waiting: Channel | None = None
         self.posts_early = isinstance(transport, TorchTransport) and not transport.rendezvous
         self._out: dict[tuple[Channel, object], Outgoing] = {}
         self._in: dict[tuple[Channel, object], Incoming] = {}
+
+    def arrival(self, step: Step) -> Arrived:
+        """What notes that the message of a step has arrived; None where nothing is traced."""
+        return None if self.arrived is None else partial(self.arrived, step)
 
     def outgoing(self, channel: Channel, shape: object) -> Outgoing:
         """What sends messages of a shape."""

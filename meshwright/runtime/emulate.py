@@ -28,7 +28,7 @@ from meshwright.ir.timeline import Span, Timeline
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.clock import Clock, Timing, busy_s, fine_timers
 from meshwright.runtime.edges import Edges
-from meshwright.runtime.emulated import Emulated
+from meshwright.runtime.emulated import WaitActions
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.mesh import Mesh, sync_groups
@@ -154,8 +154,13 @@ class Session:
             self.trace.clock = clock
         steps = program(schedule, self.mesh.worker, self.mesh.rank_of)
         price = Price(schedule, job.costs, job.cluster, overlap=job.overlap)
-        self.hands = Emulated(steps, price, self.groups, job.timing, clock, self.trace)
-        self.executor = Executor(steps, Edges(carrier, torch.device("cpu")), self.hands, self.trace)
+        self.actions = WaitActions(steps, price, self.groups, job.timing, clock, self.trace)
+        self.executor = Executor(
+            steps,
+            Edges(carrier, torch.device("cpu"), None if self.trace is None else self.trace.arrived),
+            self.actions,
+            self.trace,
+        )
 
     def run(self) -> Report:
         """Agree on a start, wait for it, walk."""
@@ -164,18 +169,18 @@ class Session:
         moment = torch.tensor([self.clock.now()], dtype=torch.float64)
         dist.all_reduce(moment, dist.ReduceOp.MAX)
         start = moment.item() + LEAD_S
-        self.hands.start(start)
+        self.actions.start(start)
         self.clock.sleep_until(start - LEAD_S / 10)
         cpu, busy = process_time(), busy_s()
         self.clock.sleep_until(start)
         begun = self.clock.now()
         for walk in range(self.job.walks):
-            self.executor.run(walk)
+            self.executor.run(walk, {})
         # Workers often end at one moment: what comes after it must not take the cores from those who still have to wake.
-        self.clock.sleep_until(self.hands.ended_s + REST_S)
+        self.clock.sleep_until(self.actions.ended_s + REST_S)
         spent, busy = process_time() - cpu, busy_s() - busy
         spans = () if self.trace is None else tuple(self.trace.spans(self.job.schedule, self.mesh))
-        return Report(start, begun, self.hands.ended_s, self.hands.free_s, spent, busy, spans)
+        return Report(start, begun, self.actions.ended_s, self.actions.free_s, spent, busy, spans)
 
     def close(self) -> None:
         """Give back channels and groups."""

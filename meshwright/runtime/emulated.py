@@ -1,4 +1,4 @@
-"""Emulated hands: timed waits in place of compute, with the real messages, order and executor.
+"""Emulated actions: timed waits in place of compute, with the real messages, order and executor.
 
 A stage that sleeps leaves the CPU idle as a GPU would, so many workers run in real time on few cores. Every message
 carries two times, when its link is free again and when it may be read:
@@ -11,8 +11,9 @@ Both follow the rules of the simulator, from the same prices, but worker by work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from meshwright.ir.cluster import Duplex
 from meshwright.ir.price import Price
 from meshwright.runtime.clock import Clock, Timing
 from meshwright.runtime.durations import Work, peer_of, rounds_before_compute, works
-from meshwright.runtime.edges import Outgoing, Pending
+from meshwright.runtime.edges import Incoming, Outgoing, Pending
 from meshwright.runtime.executor import Do, Store
 from meshwright.runtime.program import Program, Step
 from meshwright.runtime.stage import Bundle
@@ -86,8 +87,11 @@ class Arrivals(Store):
         return found
 
 
-class Emulated:
-    """The hands of a worker that waits. `free_s` is when it has done what it began, on the model's clock or the wall's."""
+class WaitActions:
+    """The actions of an emulated worker: each waits as long as the modelled device would take.
+
+    `free_s` is when the device has done what it began, on the model's clock or on the wall's.
+    """
 
     def __init__(
         self, program: Program, price: Price, groups: Groups, timing: Timing, clock: Clock, trace: Trace | None = None
@@ -101,7 +105,7 @@ class Emulated:
         self._works = works(program, price)
         self._middle = rounds_before_compute(program.schedule)
         self._last: tuple[dist.ProcessGroup | None, Reduction] | None = None
-        self._token = Bundle((torch.zeros(2, dtype=torch.float64),), (False,))
+        self.token = Bundle((torch.zeros(2, dtype=torch.float64),), (False,))
 
     def start(self, moment_s: float) -> None:
         """Everything begins at this moment."""
@@ -109,8 +113,8 @@ class Emulated:
         self.arrivals.links.clear()
         self._last = None
 
-    def begin(self, first_step: int) -> None:
-        """Nothing to do: walks follow each other."""
+    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """Nothing to do: walks follow each other, and take no data."""
 
     def end(self) -> None:
         """What was begun ends."""
@@ -119,39 +123,23 @@ class Emulated:
 
     # -- actions
 
-    def forward(self, step: Step) -> Do:
-        """Wait as long as F takes."""
-        return partial(self._act, step)
-
-    def backward(self, step: Step, *, weights: bool) -> Do:
-        """Wait as long as B or I takes."""
-        return partial(self._act, step)
-
-    def finish(self, step: Step) -> Do:
-        """Wait as long as W takes."""
-        return partial(self._act, step)
-
-    def recompute(self, step: Step) -> Do:
-        """Wait as long as R takes."""
-        return partial(self._act, step)
-
-    def update(self, step: Step) -> Do:
-        """Wait for the sum; an update takes no time in the model."""
-        return partial(self._act, step)
-
-    def sync(self, step: Step) -> Do:
-        """Launch a small all_reduce of times; in a ring it is an action that takes no time."""
-        schedule = self.program.schedule
-        if schedule.ring:
-            return partial(self._act, step)
-        members = schedule.holders[step.action.stage]
-        return partial(self._reduce, step, self.groups[members] if len(members) > 1 else None, Kind.SUM)
-
-    def norm(self, step: Step) -> Do:
-        """Nothing at the end of a run; between steps the model's workers wait for each other, so they do."""
-        if step.round not in self._middle:
-            return lambda: None
-        return partial(self._reduce, step, dist.group.WORLD if self.program.schedule.workers > 1 else None, Kind.NORM)
+    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
+        """The function that waits as long as a step takes, or sends and receives messages of the size of its value."""
+        if isinstance(line, Outgoing):
+            return lambda: line.send(self._message(step))
+        if isinstance(line, Incoming):  # both ends know the size from the prices
+            words = self._works[id(step)].words
+            return line.fill_into(self.store.slots, step, lambda: Bundle((torch.empty(words, dtype=torch.float64),), (False,)))
+        match step.action.op:
+            case Op.S if not self.program.schedule.ring:
+                members = self.program.schedule.holders[step.action.stage]
+                return partial(self._reduce, step, self.groups[members] if len(members) > 1 else None, Kind.SUM)
+            case Op.N if step.round not in self._middle:  # at the end of a run nobody waits for it
+                return lambda: None
+            case Op.N:
+                return partial(self._reduce, step, dist.group.WORLD if self.program.schedule.workers > 1 else None, Kind.NORM)
+            case _:
+                return partial(self._act, step)
 
     def _act(self, step: Step) -> None:
         work = self._works[id(step)]
@@ -190,14 +178,6 @@ class Emulated:
 
     # -- messages
 
-    def turn(self, step: Step) -> Bundle:
-        """Something to be sent; its time is written by the send."""
-        return self._token
-
-    def outgoing(self, step: Step, line: Outgoing) -> Do:
-        """Send a message of the value's size, with its times in front."""
-        return lambda: line.send(self._message(step))
-
     def _message(self, step: Step) -> Bundle:
         work, peer, links = self._works[id(step)], peer_of(step), self.arrivals.links
         start = max(self._now(), links.get((peer, True), 0.0), *[self._stamp(slot) for slot in work.waits])
@@ -209,11 +189,6 @@ class Emulated:
         message = torch.empty(work.words, dtype=torch.float64)
         message[0], message[1] = free, free + work.latency_s
         return Bundle((message,), (False,))
-
-    def incoming(self, step: Step) -> Callable[[], Bundle]:
-        """Room for a message: both ends know its size from the prices."""
-        words = self._works[id(step)].words
-        return lambda: Bundle((torch.empty(words, dtype=torch.float64),), (False,))
 
     def form(self) -> Hashable:
         """Sizes are the same in all walks."""

@@ -15,21 +15,20 @@ from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved
-from meshwright.runtime.batch import Batch, Batches, Count, Given, Loss, Objective, Own
-from meshwright.runtime.compute import Compute
+from meshwright.runtime.batch import Batch, Batches, Given, Own
+from meshwright.runtime.compute import TrainActions
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.layers import Layers, refuse_hooks, refuse_stray, refuse_tied_hooks, require_layers
-from meshwright.runtime.loss_kind import LossKind
 from meshwright.runtime.mesh import Mesh, sync_groups
+from meshwright.runtime.objective import Count, Loss, LossKind, Objective, Tally
 from meshwright.runtime.offsets import common_clock
 from meshwright.runtime.parameters import Parameters, Rules, refuse_rules
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
-from meshwright.runtime.tally import Tally
 from meshwright.runtime.trace import Trace, gather
 from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.transport.pair import Pair
@@ -85,36 +84,37 @@ class Engine:
         self.parameters = Parameters(
             self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
         )
-        self.batches = Batches(self._cut, behind=max(schedule.stages, schedule.steps))  # a walk asks for all its forms first
-        self.compute = Compute(self.program, self.stages, self.parameters, self.batches, settings.microbatches, self.graphs)
-        self.executor = Executor(self.program, Edges(self.transport, settings.device), self.compute, trace)
+        self.actions = TrainActions(self.program, self.stages, self.parameters, settings.microbatches, self.graphs)
+        self.executor = Executor(
+            self.program, Edges(self.transport, settings.device, None if trace is None else trace.arrived), self.actions, trace
+        )
         if trace is not None:
             self._watch(trace)
 
     def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
         """Walk the schedule once with the batches of its steps: one, or several where its lists hold more microbatches."""
         _refuse_hooks(self.schedule, self.layers, whole=self._is_whole)
-        self._batch = batch
-        self.batches.clear()
+        behind = max(self.schedule.stages, self.schedule.steps)  # a walk asks for the forms of all its batches first
+        batches = Batches(lambda step: self._cut(batch(step)), behind)
         if self.scaler is not None and not self.scaler.unit:
-            self.scaler.measure(self._largest(self.batches[first_step].count))
-        self.executor.run(first_step)
+            self.scaler.measure(self._largest(batches[first_step].count))
+        self.executor.run(first_step, batches)
         if self.executor.walks == 1:
             refuse_stray(self.layers, self._others)
-        return self.compute.tallies
+        return self.actions.tallies
 
-    def _cut(self, step: int) -> Batch:
+    def _cut(self, given: Given | Own) -> Batch:
         """A step's batch, cut for this copy."""
         settings = self.settings
         found = Batch(
-            self._batch(step),
+            given,
             microbatches=settings.microbatches,
             copy=self.mesh.copy,
             copies=settings.copies,
             device=settings.device,
             names=self.layers.columns,
         )
-        self.compute.pieces.refuse_rows(found.cuts)
+        self.actions.pieces.refuse_rows(found.cuts)
         self.graphs.choose(found)
         return found
 

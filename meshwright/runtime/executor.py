@@ -1,22 +1,23 @@
-"""The executor: one loop over a worker's lowered list, one match.
+"""The executor: one loop over a worker's lowered list.
 
-It obeys the list and decides nothing. Values are slots; a receive is posted where it stands and waited for at the first
-use of its value; sends and syncs overlap what follows. What an action does is up to the hands: real ones compute on
-stages and parameters, emulated ones wait.
+    receive    posted where it stands in the list, waited for at the first use of its value
+    compute    forwards, backwards, syncs and updates, compiled once by `Actions`
+    send       started where it stands, overlaps what follows
+
+It obeys the list and decides nothing. Values are numbered slots of a `Store`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
-from meshwright.ir.action import Op
 from meshwright.passes.comm import OUTSTANDING
 from meshwright.runtime.clock import now
 from meshwright.runtime.device import patience
-from meshwright.runtime.edges import Edges, Outgoing, Pending
+from meshwright.runtime.edges import Edges, Incoming, Outgoing, Pending
 from meshwright.runtime.program import Program, Step
+from meshwright.runtime.recent import Recent
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.status import current
 from meshwright.runtime.trace import Trace
@@ -28,8 +29,8 @@ WINDOW_BYTES = 1 << 16
 LARGEST = 64
 """... but not more than this."""
 
-FORMS = 16
-"""For how many forms of its data a walk is kept ready."""
+FORMS = 256
+"""For how many forms of the data a compiled walk is kept; the one that was not used for the longest time is forgotten."""
 
 
 class Store:
@@ -53,72 +54,49 @@ class Store:
 
 
 Do = Callable[[], None]
-"""What does a step."""
+"""A compiled step: runs it on every walk."""
 
 
-class Hands(Protocol):
-    """What actions do. `store` is the executor's; each method makes a step ready, once, and returns what does it each time."""
+class Actions(Protocol):
+    """What the steps of a worker do. `TrainActions` compute, `WaitActions` wait as long as computing would take.
+
+    `store` holds the values of this worker; `token` is what the reader of a turn waits for.
+    """
 
     store: Store
+    token: Bundle
 
-    def begin(self, first_step: int) -> None:
-        """A walk through the list starts, with this step of the data."""
+    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """Called before every walk through the list, with the number of its first training step and its data by step."""
 
     def end(self) -> None:
-        """It is over."""
+        """Called after every walk."""
 
-    def forward(self, step: Step) -> Do:
-        """F."""
-
-    def backward(self, step: Step, *, weights: bool) -> Do:
-        """B, or I where the weights come later."""
-
-    def finish(self, step: Step) -> Do:
-        """W."""
-
-    def recompute(self, step: Step) -> Do:
-        """R."""
-
-    def sync(self, step: Step) -> Do:
-        """S."""
-
-    def norm(self, step: Step) -> Do:
-        """N."""
-
-    def update(self, step: Step) -> Do:
-        """U."""
-
-    def turn(self, step: Step) -> Bundle:
-        """What makes the reader of a turn wait for this step."""
-
-    def outgoing(self, step: Step, line: Outgoing) -> Do:
-        """Send what a message carries."""
-
-    def incoming(self, step: Step) -> Callable[[], Bundle] | None:
-        """What a receive fills where both ends know its shape beforehand."""
+    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
+        """The function that runs a step; `line` is the end of its channel where the step is a message."""
 
     def form(self) -> Hashable:
-        """What all shapes of this walk follow from."""
+        """What all shapes of the coming walk follow from."""
 
     def shape(self, step: Step) -> object:
-        """What the contract of a message of this walk depends on; None where no row crosses."""
+        """What the shape of a message of the coming walk follows from; None if it has no rows and is not sent."""
 
 
 class Executor:
-    """Walks a program with a pair of hands. `at` is the step it is in, for whoever watches from another thread."""
+    """Walks through a program. `at` is the current step, for the watchdog, which reads it from another thread."""
 
-    def __init__(self, program: Program, edges: Edges, hands: Hands, trace: Trace | None = None) -> None:
-        self.program, self.edges, self.hands, self.trace = program, edges, hands, trace
+    def __init__(self, program: Program, edges: Edges, actions: Actions, trace: Trace | None = None) -> None:
+        self.program, self.edges, self.actions, self.trace = program, edges, actions, trace
         self.at: Step | None = None
         self.walks = 0
-        self._actions = {id(step): self._action(step) for step in program.steps if step.channel is None}
-        self._walks: dict[Hashable, list[tuple[Step, Do]]] = {}
+        self._compiled = {id(step): self._compile(step, None) for step in program.steps if step.channel is None}
+        self._walks = Recent[Hashable, list[tuple[Step, Do]]](FORMS)
 
-    def run(self, first_step: int = 0) -> None:
-        """Walk the list once; its first microbatch is the first of step `first_step`."""
+    def run(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """Walk through the list once; its first microbatch is the first of training step `first_step`."""
         status = current()
         seat = None if status is None else status.seated(self)
-        self.hands.begin(first_step)
+        self.actions.begin(first_step, batches)
         walk = self._walk()
         ends = None if self.trace is None or not self.trace.on else self.trace.walk([step for step, _ in walk])
         with patience(self.edges.device):
@@ -131,72 +109,44 @@ class Executor:
                     ends.append(now())
         self.walks += 1
         self.edges.transport.flush()
-        self.hands.end()
+        self.actions.end()
         self.at = None
 
     def _walk(self) -> list[tuple[Step, Do]]:
-        """The steps of this walk, each with what does it: actions made ready once, messages once per form of the data."""
-        form = self.hands.form()
+        """The steps of this walk with their functions. Actions are compiled once, messages once per form of the data."""
+        form = self.actions.form()
         found = self._walks.get(form)
         if found is None:
-            shapes = {id(step): self.hands.shape(step) for step in self.program.steps if step.channel is not None}
+            shapes = {id(step): self.actions.shape(step) for step in self.program.steps if step.channel is not None}
             early = self._early(shapes) if self.edges.posts_early else None
             steps = early or self.program.steps
-            found = [(step, self._actions.get(id(step)) or self._message(step, shapes[id(step)])) for step in steps]
+            found = [(step, self._compiled.get(id(step)) or self._compile(step, shapes[id(step)])) for step in steps]
             if early is not None or not self.edges.posts_early:
-                if len(self._walks) >= FORMS:
-                    self._walks.clear()
                 self._walks[form] = found
         return found
 
-    def _action(self, step: Step) -> Do:
-        """The one match: what does an action, with all that does not change from walk to walk looked up."""
-        hands = self.hands
-        match step.action.op:
-            case Op.F:
-                do = hands.forward(step)
-            case Op.B:
-                do = hands.backward(step, weights=True)
-            case Op.I:
-                do = hands.backward(step, weights=False)
-            case Op.W:
-                do = hands.finish(step)
-            case Op.R:
-                do = hands.recompute(step)
-            case Op.S:
-                do = hands.sync(step)
-            case Op.N:
-                do = hands.norm(step)
-            case Op.U:
-                do = hands.update(step)
-            case Op.G:
-                raise AssertionError("parameters are whole, nothing gathers them")
-        return self._in_turn(step, do) if step.waits or step.signals else do
+    def _compile(self, step: Step, shape: object) -> Do:
+        """Receive, compute or send: the function that runs a step, with everything that stays the same looked up once."""
+        if step.channel is None:
+            do = self.actions.compile(step, None)
+            return self._in_turn(step, do) if step.waits or step.signals else do
+        if shape is None:
+            return _nothing
+        line = self.edges.outgoing(step.channel, shape) if step.sends else self.edges.incoming(step.channel, shape)
+        return self.actions.compile(step, line)
 
     def _in_turn(self, step: Step, do: Do) -> Do:
         """An action that waits for turns, or signals them."""
-        hands, store = self.hands, self.hands.store
+        store, token = self.actions.store, self.actions.token
 
         def act() -> None:
             for slot in step.waits:
                 store.pop(slot)
             do()
             for slot in step.signals:
-                store.slots[slot] = hands.turn(step)
+                store.slots[slot] = token
 
         return act
-
-    def _message(self, step: Step, shape: object) -> Do:
-        """What does one end of a message of this shape."""
-        assert step.channel is not None
-        if shape is None:
-            return _nothing
-        if step.sends:
-            return self.hands.outgoing(step, self.edges.outgoing(step.channel, shape))
-        line, room = self.edges.incoming(step.channel, shape), self.hands.incoming(step)
-        slots, slot = self.hands.store.slots, step.slot
-        arrived = None if self.trace is None else partial(self.trace.arrived, step)
-        return line.post_into(slots, slot, arrived) if room is None else line.fill_into(slots, slot, arrived, room)
 
     def _early(self, shapes: Mapping[int, object]) -> tuple[Step, ...] | None:
         """The list with receives moved up, for what does not block; None where a shape of this walk is not known yet."""

@@ -21,18 +21,17 @@ from meshwright.ir.schedule import Schedule
 from meshwright.passes.check import prove
 from meshwright.passes.forward import forward_only
 from meshwright.passes.lower import lower
-from meshwright.runtime.batch import Batch, Given, Objective, Own
-from meshwright.runtime.compute import Compute
+from meshwright.runtime.batch import Batch, Given, Own
+from meshwright.runtime.compute import TrainActions
 from meshwright.runtime.edges import Edges
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.graphs import Graphs
 from meshwright.runtime.layers import Layers
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import LossKind, Objective, Tally
 from meshwright.runtime.parameters import Parameters, Rules
 from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage import Stage
-from meshwright.runtime.tally import Tally
 
 Reduce = Callable[[Rows, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """What is done to the outputs of some rows where they arise, before they are sent anywhere; a row stays a row."""
@@ -84,9 +83,8 @@ class Forward:
         layers_here = {stage: at.layers for stage, at in self.stages.items()}
         units = {unit: engine.units[unit] for unit in self.program.units}
         parameters = Parameters(self.program, mesh, units, layers_here, Rules(), settings.device)
-        self.batches: dict[int, Batch] = {}
-        self.compute = Compute(self.program, self.stages, parameters, self.batches, self.schedule.microbatches, self.graphs)
-        self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.compute)
+        self.actions = TrainActions(self.program, self.stages, parameters, self.schedule.microbatches, self.graphs)
+        self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.actions)
         self._found: list[tuple[Rows, tuple[Tensor, ...]]] = []
         self._reduce: Reduce | None = None
 
@@ -98,10 +96,10 @@ class Forward:
         for number, stage in self.stages.items():
             stage.objective = self.engine.stages[number].objective if loss else Objective(wanted=False)
             stage.keep = self._keep if outputs is not Outputs.NOBODY else None
-        self.batches[0] = self._cut(batch)
+        cut = self._cut(batch)
         with torch.no_grad(), evaluating(self.graphs.modules):
-            self.executor.run()
-        tally = self.compute.tallies.get(0, Tally())
+            self.executor.run(0, {0: cut})
+        tally = self.actions.tallies.get(0, Tally())
         sums = torch.tensor([float(tally.loss), tally.weight], dtype=torch.float64, device=self.engine.settings.device)
         dist.all_reduce(sums)
         total, weight = sums.tolist()

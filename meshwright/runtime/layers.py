@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.profile import StageCost
-from meshwright.runtime.batch import Weigh
+from meshwright.runtime.objective import Weigh
 from meshwright.torch_internals import gradient_hooks
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -24,9 +24,10 @@ from torch.func import functional_call
 from meshwright.ir.action import Op
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
-from meshwright.runtime.batch import Cut, Objective
+from meshwright.runtime.batch import Cut
 from meshwright.runtime.layers import columns_of
 from meshwright.runtime.moving import Moving, Place, changed_late
+from meshwright.runtime.objective import Objective
 from meshwright.runtime.precision import Precision, Scaler
 from meshwright.runtime.reached import Leaves, Reached, noting
 from meshwright.runtime.split import Deferred, Rest, run

@@ -1,13 +1,13 @@
 """A sync unit: parameters that are added up, updated and versioned together (a stage's own, or one tie group).
 
-Gradients live in flat buffers, one per round and dtype; a parameter's gradient is a view. Before a buffer is added to
-others the weight of what is in it (rows or tokens) is written into its last element, so that one division after the sum
-gives the global mean, and before that which parameters a backward has reached:
+Gradients live in flat buffers, one per round and dtype; a parameter's gradient is a view. What belongs to a sum of gradients
+travels at the end of its buffer, so that one reduction carries all of it:
 
-    [ gradient of p0 | gradient of p1 | ... | reached p0 | reached p1 | ... | weight ]
+    [ gradient of p0 | gradient of p1 | ... | reached p0 | reached p1 | ... | weight | divided ]
 
-Once divided, the weight stands there with a minus: a sum that is handed on after its update is the mean already. A parameter
-that no backward of any holder has reached has no gradient, as in torch: its optimizer leaves it alone, weight decay too.
+The weight is that of `objective.py`: one division after the sum gives the mean over the whole batch. `divided` is 1 after
+that, so that a mean which a ring hands on after its update is not divided again. A parameter that no backward of any holder
+has reached has no gradient, as in torch: its optimizer leaves it alone, and so does weight decay.
 
 A schedule with a flush has one version and updates in place. Without one, forwards run on leaves that share the storage
 of their version; an update moves the parameters to new storage where the old version is still wanted.
@@ -69,6 +69,7 @@ class Buffer:
     reached: int = 0
     """One bit per parameter: has a backward of this rank reached it?"""
     sealed: bool = False
+    divided: bool = False
     sums: list[Sum] = field(default_factory=list)
 
     @classmethod
@@ -81,7 +82,7 @@ class Buffer:
         flats, views = [], {}
         for dtype in (*dtypes, carrier):
             mine = [(i, p) for i, p in enumerate(params) if p.dtype is dtype]
-            more = len(params) + 1 if dtype is carrier else 0
+            more = len(params) + 2 if dtype is carrier else 0
             flat = torch.zeros(sum(p.numel() for _, p in mine) + more, dtype=dtype, device=device)
             start = 0
             for i, p in mine:
@@ -99,10 +100,10 @@ class Buffer:
         """Write the weight of what is here, and what was reached, into their places: from now on they are what stands there."""
         last, count = self.flats[-1], len(self.views)
         if self.reached == (1 << count) - 1:
-            last[-1 - count : -1] = 1.0
+            last[-2 - count : -2] = 1.0
         else:
-            last[-1 - count : -1] = torch.tensor([float(self.reached >> i & 1) for i in range(count)])
-        last[-1] = self.weight
+            last[-2 - count : -2] = torch.tensor([float(self.reached >> i & 1) for i in range(count)])
+        last[-2] = self.weight
         self.sealed = True
 
     def replaced(self) -> list[Tensor]:
@@ -115,14 +116,15 @@ class Buffer:
         for one in self.sums:
             one.wait()
         self.sums.clear()
-        total = self.flats[-1][-1].item() if self.sealed else self.weight
-        if total >= 0:
-            total = total or 1.0  # nothing counted: zeros, or sums whose last copy had no row
-            for flat in self.flats:
-                flat.div_(total * factor)
-            self.weight = -total
-            if self.sealed:
-                self.flats[-1][-1] = -total
+        weight, divided = self.flats[-1][-2:].tolist() if self.sealed else (self.weight, self.divided)
+        if divided:
+            return
+        weight = weight or 1.0  # nothing counted: zeros, or sums whose last copy had no row
+        for flat in self.flats:
+            flat.div_(weight * factor)
+        self.divided = True
+        if self.sealed:
+            self.flats[-1][-1] = 1.0
 
     def absent(self) -> list[int]:
         """The parameters that have no gradient: nobody has reached them, and nothing is in their places."""
@@ -130,7 +132,7 @@ class Buffer:
         if not self.sealed:
             missing = [i for i in range(count) if not self.reached >> i & 1] if self.reached != (1 << count) - 1 else []
         else:
-            reached = self.flats[-1][-1 - count : -1]
+            reached = self.flats[-1][-2 - count : -2]
             missing = [] if not count or reached.min().item() else [i for i, found in enumerate(reached.tolist()) if not found]
         return [i for i in missing if not self.views[i].any()]
 
@@ -138,7 +140,7 @@ class Buffer:
         """Ready for the next round."""
         for flat in self.flats:
             flat.zero_()
-        self.weight, self.reached, self.sealed = 0.0, 0, False
+        self.weight, self.reached, self.sealed, self.divided = 0.0, 0, False, False
 
 
 class Unit:

@@ -22,7 +22,7 @@ from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked, plan_table
 from meshwright.ir.plan_order import refers
 from meshwright.ir.reading import LARGEST
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import LossKind
 from meshwright.runtime.precision import Precision
 from meshwright.train.rows import StepRows, plan_for
 from meshwright.train.settled import settled

@@ -16,9 +16,9 @@ from meshwright.capture.flat import Flat
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel, refuse_crowd
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.batch import Batch, Given, Loss, Objective
+from meshwright.runtime.batch import Batch, Given
 from meshwright.runtime.layers import Layers, require_layers
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import Loss, LossKind, Objective
 from meshwright.runtime.parameters import Rules, refuse_rules
 from meshwright.runtime.precision import Precision, refuse
 from meshwright.runtime.probe import require

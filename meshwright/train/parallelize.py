@@ -26,9 +26,9 @@ from meshwright.capture.materialise import Skeleton
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.plan_file import asked
-from meshwright.runtime.batch import Given, Loss, Objective
+from meshwright.runtime.batch import Given
 from meshwright.runtime.launch import attach
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import Loss, LossKind, Objective
 from meshwright.runtime.precision import Precision
 from meshwright.train.collate import tensors
 from meshwright.train.hooks import refuse_lost

@@ -12,9 +12,9 @@ from transformers import TrainerState, set_seed
 from transformers.trainer_utils import PredictionOutput
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.batch import Batch, Given, Objective
+from meshwright.runtime.batch import Batch, Given
 from meshwright.runtime.layers import Layers
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import LossKind, Objective
 from meshwright.runtime.trace import Trace
 from meshwright.train import folder_lock
 from meshwright.train.callbacks import Watchers

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.ir.plan import Parallel
-from meshwright.runtime.batch import Batch, Cut, Given, Objective
+from meshwright.runtime.batch import Batch, Cut, Given
 from meshwright.runtime.layers import Layers
+from meshwright.runtime.objective import Objective
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.stage import Record, Stage, changes_in_place, leaves
 

@@ -19,9 +19,9 @@ from meshwright.ir.effects import rule
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
-from meshwright.runtime.batch import Batch, Given, Loss, Objective
+from meshwright.runtime.batch import Batch, Given
 from meshwright.runtime.layers import Layers, columns_of, refuse_hooks, refuse_stray
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import Loss, LossKind, Objective
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
 from meshwright.runtime.takes import takes_target, tensors_of

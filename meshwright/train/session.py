@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.plan import Parallel
-from meshwright.runtime.batch import Count, Given, Loss, Own
+from meshwright.runtime.batch import Given, Own
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.forward import Evaluated, Forward, Outputs
 from meshwright.runtime.layers import Layers
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import Count, Loss, LossKind, Tally
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
-from meshwright.runtime.tally import Tally
 from meshwright.runtime.trace import Trace
 from meshwright.train.collate import tensors
 from meshwright.train.coupled import refuse_coupled

@@ -26,8 +26,8 @@ from meshwright.capture.flat import Flat
 from meshwright.capture.materialise import Skeleton, tensors_of
 from meshwright.capture.swap import put
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.batch import Count, Given, Loss, Objective
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.batch import Given
+from meshwright.runtime.objective import Count, Loss, LossKind, Objective
 from meshwright.runtime.precision import Precision
 from meshwright.train.layers import layers_for
 from meshwright.train.whole_loss import batch_norms, whole_loss

@@ -16,14 +16,13 @@ from torch import Tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan import Parallel
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.batch import Given, Loss
+from meshwright.runtime.batch import Given
 from meshwright.runtime.engine import Engine, Settings
 from meshwright.runtime.launch import Workers
 from meshwright.runtime.layers import Layers
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.objective import Loss, LossKind, Tally
 from meshwright.runtime.parameters import Rules
 from meshwright.runtime.precision import Precision
-from meshwright.runtime.tally import Tally
 from meshwright.runtime.unit import Optimizer, Scheduler
 from meshwright.train.case import Case, prepare
 from meshwright.train.certificate import Certificate, RankTrace, certify, digest

@@ -28,8 +28,8 @@ from meshwright.capture.flat import Flat
 from meshwright.capture.operations import is_one_of
 from meshwright.ir.columns import TARGETS
 from meshwright.ir.placement import Rows
-from meshwright.runtime.batch import Batch, Given, Objective
-from meshwright.runtime.loss_kind import LossKind
+from meshwright.runtime.batch import Batch, Given
+from meshwright.runtime.objective import LossKind, Objective
 
 ROWS = 7
 CUTS = ((0, 2, ROWS), (0, 3, ROWS), (0, 3, 5, ROWS))
