@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.carried import ROWS
-from meshwright.runtime.program import Step
 from meshwright.runtime.stage import Bundle
 from meshwright.runtime.transport.base import Channel, Receipt, Transport
 from meshwright.runtime.transport.wire import TorchTransport
@@ -58,6 +57,15 @@ class Bare:
 
 Arrived = Callable[[], None] | None
 """What to call when a message has been waited for."""
+
+
+class Slotted(Protocol):
+    """A step that receives: which slot its message goes to."""
+
+    @property
+    def slot(self) -> int:
+        """The number of the slot."""
+        ...
 
 
 class Pending(tuple["Edges", Channel, Bundle, list[Receipt], Arrived]):
@@ -126,7 +134,7 @@ class Incoming:
         self._contract: Contract | None = None
         self._makers: list[Callable[[], Tensor]] = []
 
-    def post_into(self, slots: list[Any], step: Step) -> Callable[[], None]:
+    def post_into(self, slots: list[Any], step: Slotted) -> Callable[[], None]:
         """What posts the receives of a bundle and puts it into a step's slot; the first of all waits for the header."""
         edges, channel, slot, arrived = self._edges, self._channel, step.slot, self._edges.arrival(step)
 
@@ -141,7 +149,7 @@ class Incoming:
 
         return post
 
-    def fill_into(self, slots: list[Any], step: Step, room: Callable[[], Bundle]) -> Callable[[], None]:
+    def fill_into(self, slots: list[Any], step: Slotted, room: Callable[[], Bundle]) -> Callable[[], None]:
         """The same, with tensors whose shapes both ends know beforehand (gradient sums, turns)."""
         edges, channel, slot, arrived = self._edges, self._channel, step.slot, self._edges.arrival(step)
 
@@ -176,14 +184,14 @@ class Edges:
     `waiting` is the channel that a receive is waited for on, and stays after one that failed: whoever watches reads it.
     """
 
-    def __init__(self, transport: Transport, device: torch.device, arrived: Callable[[Step], None] | None = None) -> None:
+    def __init__(self, transport: Transport, device: torch.device, arrived: Callable[[Any], None] | None = None) -> None:
         self.transport, self.device, self.arrived = transport, device, arrived
         self.waiting: Channel | None = None
         self.posts_early = isinstance(transport, TorchTransport) and not transport.rendezvous
         self._out: dict[tuple[Channel, object], Outgoing] = {}
         self._in: dict[tuple[Channel, object], Incoming] = {}
 
-    def arrival(self, step: Step) -> Arrived:
+    def arrival(self, step: Slotted) -> Arrived:
         """What notes that the message of a step has arrived; None where nothing is traced."""
         return None if self.arrived is None else partial(self.arrived, step)
 
