@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from meshwright import even_costs, lower, schedules, simulate
-from meshwright.ir.plan import Parallel
-from meshwright.runtime.emulate import Job, emulate
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.launch import Workers
-from meshwright.runtime.layers import Layers
-from meshwright.train import models
-from meshwright.train.lists import lists_for
+from meshwright.ir.plan.plan import Parallel
+from meshwright.runtime.emulate.emulate import Job, emulate
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.stage.layers import Layers
+from meshwright.train.models import small_models as models
+from meshwright.train.setup.build_schedule import lists_for
 
 AT_MOST = {
     "cpu_per_action_ratio_gloo": 0.45,

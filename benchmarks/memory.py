@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, set_seed
 
 import meshwright
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
 
 SIZES = {"vocab_size": 2048, "n_positions": 32, "n_embd": 768, "n_layer": 7, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshwright.ir.action import Kind
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.choose import open_transport
-from meshwright.runtime.transport.ping import Timed
+from meshwright.runtime.transport.self_test import Timed
 
 THERE, BACK = Channel(0, 1, Kind.ACT), Channel(1, 0, Kind.GRAD)
 NAMES = ("torch", "shared", "strict")

@@ -15,7 +15,7 @@ import transformers
 from rich.console import Console
 
 from meshwright import check, even_costs, lower, measure, schedules, simulate
-from meshwright.report.measured import measured_text, prediction
+from meshwright.report.measured_text import measured_text, prediction
 from meshwright.report.perfetto import both_to_perfetto
 from meshwright.report.terminal import timeline_text
 from meshwright.train.job import Job, read_job

@@ -6,34 +6,34 @@ from typing import TYPE_CHECKING, Any
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Cell, Op, Transfer, Value
+from meshwright.ir.analysis.effects import effects
 from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json, cluster_to_json
-from meshwright.ir.csv_form import from_csv, to_csv
-from meshwright.ir.effects import effects
-from meshwright.ir.files import schedule_from_json, schedule_to_json
+from meshwright.ir.files.schedule_csv import from_csv, to_csv
+from meshwright.ir.files.schedule_json import schedule_from_json, schedule_to_json
 from meshwright.ir.placement import Placement
-from meshwright.ir.plan import Parallel
+from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
 from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.passes.check import CheckResult, check
-from meshwright.passes.forward import forward_only
+from meshwright.passes.forward_only import forward_only
 from meshwright.passes.lower import lower
 from meshwright.simulate import simulate
-from meshwright.simulate.budget import stage_aware
+from meshwright.simulate.recompute_budget import stage_aware
 
 if TYPE_CHECKING:
     from meshwright import capture
-    from meshwright.capture.materialise import sketch
-    from meshwright.ir.measurement import Measurement, measurement_from_json, measurement_to_json
+    from meshwright.capture.weights.sketch import sketch
+    from meshwright.ir.files.measurement import Measurement, measurement_from_json, measurement_to_json
     from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
-    from meshwright.ir.plan_file import plan_from_json, plan_to_json
+    from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json
     from meshwright.train.arguments import TrainingArguments
-    from meshwright.train.certificate import Certificate
     from meshwright.train.measure import measure
     from meshwright.train.parallelize import parallelize
-    from meshwright.train.session import Session
+    from meshwright.train.session.session import Session
     from meshwright.train.trainer import Trainer
-    from meshwright.train.verify import verify
+    from meshwright.train.verify.certificate import Certificate
+    from meshwright.train.verify.verify import verify
 
 __version__ = "0.1.0"
 
@@ -93,24 +93,24 @@ __all__ = [
 ]
 
 _LATER = {
-    "Certificate": "meshwright.train.certificate",
+    "Certificate": "meshwright.train.verify.certificate",
     "Cuts": "meshwright.ir.model",
-    "Measurement": "meshwright.ir.measurement",
+    "Measurement": "meshwright.ir.files.measurement",
     "ModelGraph": "meshwright.ir.model",
-    "Session": "meshwright.train.session",
+    "Session": "meshwright.train.session.session",
     "Trainer": "meshwright.train.trainer",
     "TrainingArguments": "meshwright.train.arguments",
     "capture": "meshwright.capture",
     "measure": "meshwright.train.measure",
-    "measurement_from_json": "meshwright.ir.measurement",
-    "measurement_to_json": "meshwright.ir.measurement",
+    "measurement_from_json": "meshwright.ir.files.measurement",
+    "measurement_to_json": "meshwright.ir.files.measurement",
     "model_from_json": "meshwright.ir.model",
     "model_to_json": "meshwright.ir.model",
     "parallelize": "meshwright.train.parallelize",
-    "plan_from_json": "meshwright.ir.plan_file",
-    "plan_to_json": "meshwright.ir.plan_file",
-    "sketch": "meshwright.capture.materialise",
-    "verify": "meshwright.train.verify",
+    "plan_from_json": "meshwright.ir.plan.plan_file",
+    "plan_to_json": "meshwright.ir.plan.plan_file",
+    "sketch": "meshwright.capture.weights.sketch",
+    "verify": "meshwright.train.verify.verify",
 }
 """Names that are loaded when they are first asked for: most of them need torch, and a quick answer needs none of them."""
 

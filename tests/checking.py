@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.capture.guards import passing
+from meshwright.capture.trace.patches.value_checks import passing
 
 
 def checked(model: Any, x: Tensor, labels: Tensor) -> Tensor:

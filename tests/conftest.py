@@ -10,7 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from meshwright import Certificate
-    from meshwright.runtime.launch import Workers
+    from meshwright.runtime.launch.workers import Workers
 
 RANKS = 8
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched here, and nothing waits for a network that is not there
@@ -50,7 +50,7 @@ class Pool:
 
     def started(self) -> Workers:
         """The workers, alive."""
-        from meshwright.runtime.launch import Workers
+        from meshwright.runtime.launch.workers import Workers
 
         self.workers = self.workers or Workers(RANKS)
         return self.workers

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright import Cluster, Schedule, StageCost, even_costs, lower, schedules, simulate
-from meshwright.runtime.clock import Timing
-from meshwright.runtime.emulate import Job
-from meshwright.runtime.transport.ping import Timed
+from meshwright.runtime.emulate.emulate import Job
+from meshwright.runtime.tracing.clock import Timing
+from meshwright.runtime.transport.self_test import Timed
 
 Pair = tuple[Job, float]
 """A job and its predicted makespan."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Schedule, check, lower
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.layers import Layers
-from meshwright.runtime.parameters import Rules
-from meshwright.train.serial import Serial
-from meshwright.train.verify import momentum
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.parameters.parameters import Rules
+from meshwright.runtime.stage.layers import Layers
+from meshwright.train.verify.serial_reference import Serial
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 from tests.mutants import mutant
 

@@ -38,7 +38,7 @@ from meshwright import (
     to_csv,
 )
 from meshwright.ir.action import Entry
-from meshwright.report.measured import measured_text
+from meshwright.report.measured_text import measured_text
 from tests.cases import usual_steps
 
 FUZZ = settings(deadline=None, derandomize=True)

@@ -17,16 +17,18 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshwright import MeshwrightError, Parallel, cluster_from_json, costs_from_json, even_costs, from_csv, schedule_from_json
-from meshwright.capture.weights import Weights
+from meshwright.capture.weights.safetensors_files import Weights
 from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight, model_from_json, model_to_json
-from meshwright.ir.plan_file import plan_from_json, plan_to_json, read_plan
+from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json, read_plan
 from meshwright.ir.timeline import Timeline
-from meshwright.runtime.board import Board
-from meshwright.runtime.failure import Doing, Failure, How
-from meshwright.train import datasets, folder_lock, rotate
-from meshwright.train.facts import read_facts
+from meshwright.runtime.watchdog.board import Board
+from meshwright.runtime.watchdog.failure import Doing, Failure, How
+from meshwright.train.checkpoint import folder_lock
+from meshwright.train.checkpoint import folders as rotate
+from meshwright.train.checkpoint.checkpoint_facts import read_facts
+from meshwright.train.data import named_datasets as datasets
 from meshwright.train.job import read_job
-from meshwright.train.named import model_file
+from meshwright.train.models.model_names import model_file
 from tests.file_forms import READERS, plain
 
 QUICK_S = 2.0

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Schedule, schedules
-from meshwright.train import models
+from meshwright.train.models import small_models as models
 
 ASYNCHRONOUS = ("cyclic", "pipedream", "pipedream_2bw")
 """Schedules without a flush: they equal their own delayed rule, to the bit."""

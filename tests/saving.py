@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.layers import Layers
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.lists import lists_for, stages_of
-from meshwright.train.models import gpt, mlp, mlp_batch, text_batch
-from meshwright.train.verify import momentum
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.stage.layers import Layers
+from meshwright.train.checkpoint.write import Checkpoints
+from meshwright.train.models.small_models import gpt, mlp, mlp_batch, text_batch
+from meshwright.train.setup.build_schedule import lists_for, stages_of
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshwright.runtime.split import Deferred, Rest, run
+from meshwright.runtime.stage.split_backward import Deferred, Rest, run
 
 
 class Conv1D(nn.Module):

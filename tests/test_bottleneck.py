@@ -26,10 +26,10 @@ from meshwright import (
     simulate,
 )
 from meshwright.report.bottleneck import What, bottleneck
-from meshwright.report.measured import measured_text
-from meshwright.runtime.clock import Timing
-from meshwright.runtime.emulate import Job, emulate
-from meshwright.runtime.launch import Workers
+from meshwright.report.measured_text import measured_text
+from meshwright.runtime.emulate.emulate import Job, emulate
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.tracing.clock import Timing
 from tests.trainers import ours
 
 NAMES = ["onef1b", "gpipe", "chimera", "zbv", "interleaved", "zero_bubble", "dualpipe", "hanayo"]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import meshwright
 from meshwright import MeshwrightError, ModelGraph
-from meshwright.capture.export import flatten
-from meshwright.capture.flat import Flat
-from meshwright.train.layers import Uncut, layers_for, through
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat
+from meshwright.train.setup.captured_layers import Uncut, layers_for, through
 from tests import captured as c
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -56,7 +56,7 @@ def flat(name: str) -> Flat:
 
 @cache
 def graph(name: str) -> ModelGraph:
-    from meshwright.capture.graph import capture
+    from meshwright.capture.model_graph import capture
 
     return capture(model(name), None, flat=flat(name))
 
@@ -183,7 +183,7 @@ def test_meta_gives_the_same_layers() -> None:
 
 def test_a_split_backward_finds_every_product_and_lookup() -> None:
     """Weight gradients of a captured model wait for their W as those of its modules would."""
-    from meshwright.runtime.split import Deferred, run
+    from meshwright.runtime.stage.split_backward import Deferred, run
 
     built, batch = model("gpt2 eager"), c.text(0)
     layers = layers_for(built, batch, 2, flat=flat("gpt2 eager"))
@@ -216,7 +216,7 @@ def test_a_model_that_writes_into_its_batch_leaves_the_batch_alone() -> None:
 
 
 def test_norms_count_what_they_see_once_and_only_while_they_train() -> None:
-    from meshwright.runtime.moving import Moving
+    from meshwright.runtime.stage.moving_buffers import Moving
 
     torch.manual_seed(0)
     built, twin = c.Pictures().double(), c.Pictures().double()

@@ -99,10 +99,10 @@ def cut_differently() -> None:
     import torch.distributed as dist
 
     from meshwright import Parallel
-    from meshwright.runtime.engine import Engine, Settings
-    from meshwright.train.layers import layers_for
-    from meshwright.train.lists import lists_for
-    from meshwright.train.verify import momentum
+    from meshwright.runtime.engine.engine import Engine, Settings
+    from meshwright.train.setup.build_schedule import lists_for
+    from meshwright.train.setup.captured_layers import layers_for
+    from meshwright.train.verify.verify import momentum
 
     layers = layers_for(c.LongSkip(), c.tokens(0), 2, cuts=[4 + dist.get_rank()])
     schedule = lists_for(Parallel(pp=2, microbatches=2), ties=layers.ties)

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Parallel
-from meshwright.capture.export import flatten
-from meshwright.capture.flat import Flat
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.forward import Forward, Outputs
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.export import export
-from meshwright.train.generate import generate
-from meshwright.train.layers import layers_for
-from meshwright.train.lists import lists_for, stages_of
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.evaluate import Forward, Outputs
+from meshwright.train.checkpoint.save_pretrained import export
+from meshwright.train.checkpoint.write import Checkpoints
+from meshwright.train.session.generate import generate
+from meshwright.train.setup.build_schedule import lists_for, stages_of
+from meshwright.train.setup.captured_layers import layers_for
 from tests.conftest import Pool
 from tests.saving import adamw
 

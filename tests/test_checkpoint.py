@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from meshwright import MeshwrightError
-from meshwright.runtime.precision import Precision
-from meshwright.train import rotate
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.models import gpt
-from meshwright.train.verify import momentum
+from meshwright.runtime.stage.precision import Precision
+from meshwright.train.checkpoint import folders as rotate
+from meshwright.train.checkpoint.write import Checkpoints
+from meshwright.train.models.small_models import gpt
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 from tests.saving import MLP, Run, adamw, made, run_on, same, sequence, warmup
 from tests.thin import slow
@@ -118,7 +118,7 @@ def test_buffers_frozen_parameters_and_scalars_are_kept(pool: Pool, tmp_path: Pa
 
 
 def buffers_after_resume(run: Run) -> dict[str, torch.Tensor]:
-    from meshwright.train.state import buffers
+    from meshwright.train.checkpoint.run_state import buffers
 
     engine = made(run)
     checkpoints = Checkpoints(Path(run.folder), engine)
@@ -189,7 +189,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(pool: Pool, tmp_path: Pa
 
 def save_on_a_bad_disk(run: Run, bad_rank: int) -> list[str]:
     """One rank cannot write the second of three checkpoints."""
-    from meshwright.train import checkpoint
+    from meshwright.train.checkpoint import write as checkpoint
 
     engine = made(run)
     checkpoints = Checkpoints(Path(run.folder), engine)

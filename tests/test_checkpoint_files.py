@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from meshwright import MeshwrightError
-from meshwright.train import rotate
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.models import gpt
-from meshwright.train.verify import momentum
+from meshwright.train.checkpoint import folders as rotate
+from meshwright.train.checkpoint.write import Checkpoints
+from meshwright.train.models.small_models import gpt
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 from tests.saving import Run, adamw, made, refusal, run_on
 

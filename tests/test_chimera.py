@@ -6,7 +6,7 @@ import pytest
 
 from meshwright import lower, schedules
 from meshwright.ir.action import Action, Op
-from meshwright.ir.grid import columns, label
+from meshwright.ir.text_grid import columns, label
 from tests.helpers import idle, peaks, run
 
 FOUR_UNIT = """

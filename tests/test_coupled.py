@@ -13,8 +13,8 @@ from transformers.optimization import Adafactor
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.train import models
-from meshwright.train.coupled import refuse_coupled
+from meshwright.train.models import small_models as models
+from meshwright.train.optimizer.coupled_parameters import refuse_coupled
 from tests.trainers import gpt2, ours, text
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from meshwright import Cluster, Duplex, Link, MeshwrightError, StageCost, lower, schedules
 from meshwright.passes.widen import widen
-from meshwright.runtime.clock import Timing, now, sleep_until
-from meshwright.runtime.emulate import Job, Measured, emulate
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.emulate.emulate import Job, Measured, emulate
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.tracing.clock import Timing, now, sleep_until
 from tests.emulation import Late, Pair, every, named, of
 from tests.test_cli import meshwright
 

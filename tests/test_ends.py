@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.train.loop import _Losses
-from meshwright.train.session import StepResult
+from meshwright.train.loop.training_loop import _Losses
+from meshwright.train.session.session import StepResult
 from tests.trainers import gpt2, ours, text
 
 NAN = float("nan")
@@ -77,7 +77,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
 from meshwright import MeshwrightError
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
 
 if __name__ == "__main__":
     try:
@@ -121,7 +121,7 @@ def test_losses_that_are_no_numbers_are_counted(filtered: bool) -> None:
 
 
 def test_a_trainer_counts_them_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.train import session
+    from meshwright.train.session import session
 
     step = session.Session.step
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshwright.capture.weights import Weights
-from meshwright.train.export import ONE, export
+from meshwright.capture.weights.safetensors_files import Weights
+from meshwright.train.checkpoint.save_pretrained import ONE, export
 from tests.conftest import Pool
 from tests.saving import Run, made, refusal_of
 

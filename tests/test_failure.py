@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.failure import Doing, Failure, How, RankFailed, as_error
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.watchdog.failure import Doing, Failure, How, RankFailed, as_error
 from tests import trouble
 from tests.thin import slow
 

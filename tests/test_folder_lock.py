@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from meshwright import MeshwrightError
-from meshwright.train import folder_lock
-from meshwright.train.folder_lock import NAME, Holder
+from meshwright.train.checkpoint import folder_lock
+from meshwright.train.checkpoint.folder_lock import NAME, Holder
 from tests.conftest import Pool
 from tests.saving import Run, refusal, run_on
 from tests.trainers import gpt2, ours, text

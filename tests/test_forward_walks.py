@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError
-from meshwright.runtime.forward import Evaluated, Forward, Outputs, outputs_of
-from meshwright.train.generate import generate
-from meshwright.train.models import gpt, text_batch
+from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs, outputs_of
+from meshwright.train.models.small_models import gpt, text_batch
+from meshwright.train.session.generate import generate
 from tests.conftest import Pool
 from tests.saving import Run, made
 

@@ -13,29 +13,29 @@ INPUTS = 1_000_000
 ROOT = Path(__file__).parent.parent / "meshwright"
 PARSERS = re.compile(r"\b(json\.loads?|tomllib\.loads?|parsed|toml|safe_open|open_|from_csv|csv\.reader|torch\.load)\(")
 READ_BY = {
-    "capture/weights.py": {"index", "safetensors"},
+    "capture/weights/safetensors_files.py": {"index", "safetensors"},
     "cli/train.py": {"job.toml", "model.toml"},
     "ir/cluster.py": {"cluster"},
-    "ir/csv_form.py": {"csv"},
-    "ir/files.py": {"schedule", "lowered"},
-    "ir/limits.py": {"plan.toml", "job.toml", "model.toml"},
-    "ir/measurement.py": {"measurement"},
+    "ir/files/schedule_csv.py": {"csv"},
+    "ir/files/schedule_json.py": {"schedule", "lowered"},
+    "ir/input_limits.py": {"plan.toml", "job.toml", "model.toml"},
+    "ir/files/measurement.py": {"measurement"},
     "ir/model.py": {"graph"},
-    "ir/plan_file.py": {"plan.json", "plan text", "plan.toml", "order.json", "order text", "order.toml"},
+    "ir/plan/plan_file.py": {"plan.json", "plan text", "plan.toml", "order.json", "order text", "order.toml"},
     "ir/profile.py": {"costs"},
-    "ir/reading.py": {"plan.json"},
+    "ir/reader.py": {"plan.json"},
     "ir/timeline.py": {"timeline"},
-    "runtime/failure.py": {"doing", "failure"},
-    "schedules/_own.py": {"csv"},
-    "train/datasets.py": {"texts", "tokens", "text"},
-    "train/facts.py": {"facts"},
-    "train/folder_lock.py": {"lock"},
+    "runtime/watchdog/failure.py": {"doing", "failure"},
+    "schedules/_orders/user_schedule.py": {"csv"},
+    "train/data/named_datasets.py": {"texts", "tokens", "text"},
+    "train/checkpoint/checkpoint_facts.py": {"facts"},
+    "train/checkpoint/folder_lock.py": {"lock"},
     "train/job.py": {"job.toml"},
-    "train/named.py": {"model.toml", "config.json"},
-    "train/rotate.py": {"marker"},
+    "train/models/model_names.py": {"model.toml", "config.json"},
+    "train/checkpoint/folders.py": {"marker"},
 }
 """Every file that parses something, with the forms that go through it here."""
-WRITES = {"capture/export.py", "capture/conditions.py", "train/readable.py"}
+WRITES = {"capture/trace/export.py", "capture/trace/size_conditions.py", "train/checkpoint/pretrained_weights.py"}
 """Files with a parser of that name that read nothing of a user's: conditions of torch, and a file that was just written."""
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.layers import Layers
-from meshwright.train.lists import lists_for
-from meshwright.train.verify import momentum
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.stage.layers import Layers
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 from tests.trainers import arguments, gpt2, ours, text
 

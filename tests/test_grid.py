@@ -8,7 +8,7 @@ import re
 import pytest
 
 from meshwright import Schedule, StageCost, Timeline, even_costs, schedules, simulate
-from meshwright.ir.grid import label
+from meshwright.ir.text_grid import label
 from meshwright.report.terminal import slot_length, timeline_text
 from meshwright.report.time_grid import SYMBOLS, Bar, scaled, shortened
 from tests.test_cli import meshwright

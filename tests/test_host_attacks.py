@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from meshwright.runtime.board import Board
-from meshwright.runtime.failure import Doing, Failure, How
-from meshwright.runtime.launch import Workers
-from meshwright.runtime.transport.meeting import _address, meet
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.transport.handshake import _address, meet
+from meshwright.runtime.watchdog.board import Board
+from meshwright.runtime.watchdog.failure import Doing, Failure, How
 from tests import crew
 from tests.strangers import stranger
 
@@ -57,7 +57,7 @@ def planted(victim: Path) -> None:
 ATTACKED = """
 import os, sys, torch
 from pathlib import Path
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
 from tests.strangers import stranger
 from tests.test_host_attacks import planted, slowly
 if __name__ == "__main__":
@@ -88,7 +88,7 @@ def test_no_stranger_can_redirect_what_a_run_writes(tmp_path: Path) -> None:
 
 KILLED = """
 import os, sys, time, torch
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
 from tests.test_host_attacks import Heavy, slowly
 if __name__ == "__main__":
     with Workers(2) as workers:

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from meshwright import MeshwrightError, Parallel
-from meshwright.capture.weights import Weights
-from meshwright.ir.imported import function
-from meshwright.ir.plan_file import asked, read_plan
-from meshwright.train.facts import read_facts
+from meshwright.capture.weights.safetensors_files import Weights
+from meshwright.ir.imported_function import function
+from meshwright.ir.plan.plan_file import asked, read_plan
+from meshwright.train.checkpoint.checkpoint_facts import read_facts
 from meshwright.train.job import read_job
-from meshwright.train.named import model_file
+from meshwright.train.models.model_names import model_file
 from tests.fuzzing import FACTS
 
 QUICK_S = 2.0

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright import MeshwrightError, Parallel, Recompute, Schedule, StageCost, schedules, simulate, stage_aware
-from meshwright.runtime.batch import Batch
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.layers import Layers
-from meshwright.runtime.stage import Stage
-from meshwright.simulate.budget import with_recompute
-from meshwright.train import models
-from meshwright.train.lists import lists_for
-from meshwright.train.saved import Kept, saved_bytes
-from meshwright.train.verify import momentum
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.stage.batch import Batch
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.stage.stage import Stage
+from meshwright.simulate.recompute_budget import with_recompute
+from meshwright.train.models import small_models as models
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.setup.saved_bytes import Kept, saved_bytes
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 
 BUILD = partial(models.gpt, blocks=10, width=16, heads=2, tied=False)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright.runtime.launch import RankFailed, Workers
-from meshwright.train import rotate
-from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.models import gpt
+from meshwright.runtime.launch.workers import RankFailed, Workers
+from meshwright.train.checkpoint import folders as rotate
+from meshwright.train.checkpoint.write import Checkpoints
+from meshwright.train.models.small_models import gpt
 from tests.conftest import Pool
 from tests.saving import Outcome, Run, adamw, made, run_on
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.launch import Workers, attach
+from meshwright.runtime.launch.workers import Workers, attach
 from tests import trouble
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ def python(*args: str, text: str | None = None, cwd: Path | None = None) -> subp
 
 
 def test_workers_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
-    code = "from meshwright.runtime.launch import Workers\nfrom tests import trouble\n"
+    code = "from meshwright.runtime.launch.workers import Workers\nfrom tests import trouble\n"
     code += f"Workers(3).run(trouble.waits_with_pid, {str(tmp_path)!r})"
     before = set(os.listdir("/dev/shm"))
     parent = subprocess.Popen([sys.executable, "-c", code], env=ENV)
@@ -86,7 +86,9 @@ def test_errors_of_a_pool_say_what_to_do() -> None:
 
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
-    script.write_text("from meshwright.runtime.launch import Workers\nfrom tests.trouble import pid\nWorkers(2).run(pid)\n")
+    script.write_text(
+        "from meshwright.runtime.launch.workers import Workers\nfrom tests.trouble import pid\nWorkers(2).run(pid)\n"
+    )
     done = python(str(script))
     assert done.returncode == 1
     assert "unguarded.py starts workers when it is imported" in done.stderr
@@ -97,7 +99,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers_from_standard_input() -> None:
     lines = [
-        "from meshwright.runtime.launch import Workers",
+        "from meshwright.runtime.launch.workers import Workers",
         "from meshwright.errors import MeshwrightError",
         "from tests import trouble",
         "def mine(): pass",

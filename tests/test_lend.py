@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.runtime import lend
-from meshwright.runtime.launch import Workers
-from meshwright.runtime.lend import Lending
+from meshwright.runtime.launch import shared_tensors as lend
+from meshwright.runtime.launch.shared_tensors import Lending
+from meshwright.runtime.launch.workers import Workers
 
 
 def given() -> dict[str, Any]:

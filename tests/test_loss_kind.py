@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.capture.export import flatten
-from meshwright.runtime.batch import Own
-from meshwright.train.start import Start, check_start
+from meshwright.capture.trace.export import flatten
+from meshwright.runtime.stage.batch import Own
+from meshwright.train.setup.check_capture import Start, check_start
 from tests import hard_models as hard
 from tests.conftest import Pool
 

@@ -10,11 +10,11 @@ import pytest
 
 from meshwright import Action, MeshwrightError, Op, Placement, Schedule, Transfer, check, lower, schedule_from_json, schedules
 from meshwright.ir.action import NONE, Kind, parse
-from meshwright.ir.carried import carried
-from meshwright.ir.groups import groups
-from meshwright.ir.order import Flow, rendezvous
+from meshwright.ir.analysis.carried_values import carried
+from meshwright.ir.analysis.order import Flow, rendezvous
+from meshwright.ir.analysis.reduction_groups import groups
 from meshwright.passes.laws import Law
-from meshwright.passes.reduction import group_faults, reduced, refuse_groups
+from meshwright.passes.reduction_law import group_faults, reduced, refuse_groups
 from meshwright.passes.sync import Sync
 from tests.cases import Case, flat, tiny
 from tests.mutations import CHIMERA, handmade, low, plus, with_rows

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError
-from meshwright.capture.draws import CHUNK, skip
-from meshwright.capture.materialise import Skeleton, sketch, tensors_of
+from meshwright.capture.weights.sketch import Skeleton, sketch, tensors_of
+from meshwright.capture.weights.skip_random import CHUNK, skip
 from tests import tiny
 
 
@@ -235,7 +235,7 @@ def test_skipped_numbers_leave_the_generator_where_drawn_ones_do(kind: str, dtyp
 MEMORY = """
 import sys, torch
 from torch import nn
-from meshwright.capture.materialise import sketch
+from meshwright.capture.weights.sketch import sketch
 
 torch.set_num_threads(1)
 def build():

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from meshwright import Lane, MeshwrightError, Timeline, costs_from_json, measure, measurement_from_json, measurement_to_json
 from meshwright.cli.main import app
-from meshwright.runtime.launch import Workers
-from meshwright.train.layers import through
-from meshwright.train.run import cut
-from meshwright.train.tracing import Traced
+from meshwright.runtime.launch.workers import Workers
+from meshwright.train.loop.on_rank import cut
+from meshwright.train.loop.traced_steps import Traced
+from meshwright.train.setup.captured_layers import through
 from tests.trainers import Plain, gpt2, ours, text, vectors
 
 ROWS = [(torch.full((8,), float(i)), torch.ones(8)) for i in range(64)]

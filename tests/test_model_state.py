@@ -16,9 +16,9 @@ from transformers import GPT2Config
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.capture.export import flatten
-from meshwright.train.layers import layers_for
-from meshwright.train.unchanged import Unchanged
+from meshwright.capture.trace.export import flatten
+from meshwright.train.session.model_changes import Unchanged
+from meshwright.train.setup.captured_layers import layers_for
 from tests import hard_models as hard
 
 RATE = 0.1

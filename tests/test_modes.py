@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.chance import Never
-from meshwright.train.layers import layers_for, through
+from meshwright.capture.trace.patches.random_rates import Never
+from meshwright.train.setup.captured_layers import layers_for, through
 from tests.tiny import SIZES, library
 
 

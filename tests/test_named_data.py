@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import MeshwrightError
-from meshwright.train.datasets import named
+from meshwright.train.data.named_datasets import named
 from tests.test_cli import meshwright
 
 TEXT = "".join(f"line {i} of a text\n" for i in range(40))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
-from meshwright.runtime.split import Deferred, run
+from meshwright.runtime.stage.split_backward import Deferred, run
 from tests.splitting import Block, Conv1D, backward, check, grads
 
 DTYPES = (torch.float32, torch.float64)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel
 from meshwright.ir.placement import Rows
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.objective import Objective
-from meshwright.train.layers import layers_for
-from meshwright.train.lists import lists_for
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.stage.objective import Objective
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.setup.captured_layers import layers_for
 from tests.conftest import Pool
 from tests.training import Recipe, agree
 
@@ -277,8 +277,8 @@ def test_shapes_follow_from_the_batch_alone(pool: Pool) -> None:
 
 
 def train(kind: str) -> None:
-    from meshwright.runtime.layers import Layers
-    from meshwright.train.verify import momentum
+    from meshwright.runtime.stage.layers import Layers
+    from meshwright.train.verify.verify import momentum
 
     plan = Parallel(pp=2, microbatches=4, transport="torch")
     engine = Engine(
@@ -298,8 +298,8 @@ def normed(kind: str) -> list[nn.Module]:
 
 
 def statistics(kind: str, recompute: str) -> dict[str, Any]:
-    from meshwright.runtime.layers import Layers
-    from meshwright.train.verify import momentum
+    from meshwright.runtime.stage.layers import Layers
+    from meshwright.train.verify.verify import momentum
 
     torch.manual_seed(0)
     model = Layers.of([m.double() for m in normed(kind)], 2)

@@ -6,7 +6,9 @@ import pytest
 
 from meshwright import Cluster, Link, Schedule, StageCost, Timeline, schedules, simulate
 from meshwright.ir.action import Op
-from meshwright.schedules import _halves, _windows, _words
+from meshwright.schedules._orders import order_strings as _words
+from meshwright.schedules._orders import split_orders as _halves
+from meshwright.schedules._orders import window_bound as _windows
 from tests.helpers import run
 from tests.optimum import Proof, optimum
 

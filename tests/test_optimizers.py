@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError
-from meshwright.runtime.parameters import Rules
-from meshwright.train import models
+from meshwright.runtime.parameters.parameters import Rules
+from meshwright.train.models import small_models as models
 from tests.conftest import Pool
 from tests.parity import model
 from tests.training import Recipe, agree

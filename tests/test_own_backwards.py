@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import MeshwrightError, verify
-from meshwright.capture.export import flatten
-from meshwright.train.layers import is_captured, layers_for, through
-from meshwright.train.start import Start, check_start
+from meshwright.capture.trace.export import flatten
+from meshwright.train.setup.captured_layers import is_captured, layers_for, through
+from meshwright.train.setup.check_capture import Start, check_start
 from tests import hard_models as hard
 
 

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel, Schedule, StageCost, schedules
 from meshwright.cli.main import app
-from meshwright.ir.plan_file import asked, plan_table, read_plan
+from meshwright.ir.plan.plan_file import asked, plan_table, read_plan
 from meshwright.passes.widen import widen
 from meshwright.report.terminal import timeline_text
-from meshwright.train import models
-from meshwright.train.lists import built_for, lists_for, stages_of
-from meshwright.train.settled import settled
+from meshwright.train.models import small_models as models
+from meshwright.train.setup.build_schedule import built_for, lists_for, stages_of
+from meshwright.train.setup.settled_plan import settled
 from tests.conftest import Pool
 from tests.trainers import gpt2, ours, text
 
@@ -287,7 +287,7 @@ def test_captured_operations_shape_what_a_trainer_runs(pool: Pool, tmp_path: Pat
 
 
 def _costs(trainer: Any) -> Sequence[StageCost]:
-    from meshwright.train.run import cut
+    from meshwright.train.loop.on_rank import cut
 
     layers, _ = cut(trainer, trainer.source(trainer.train_dataset).example(trainer.example_rows))
     assert layers.costs is not None
@@ -295,7 +295,7 @@ def _costs(trainer: Any) -> Sequence[StageCost]:
 
 
 def _schedule_name(trainer: Any) -> str:
-    from meshwright.train.run import session_for
+    from meshwright.train.loop.on_rank import session_for
 
     session = session_for(trainer, trainer.source(trainer.train_dataset).example(trainer.example_rows), 1)
     session.close()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.capture.export import flatten
-from meshwright.train.layers import layers_for, through
+from meshwright.capture.trace.export import flatten
+from meshwright.train.setup.captured_layers import layers_for, through
 from tests.captured import VOCABULARY, llama
 from tests.conftest import Pool
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.runtime.transport.pair import Pair
+from meshwright.runtime.transport.pair_sum import Pair
 from tests import crew
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

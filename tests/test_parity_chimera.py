@@ -10,10 +10,10 @@ import torch
 
 from meshwright import Parallel
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.unit import Unit
-from meshwright.train.case import Case, prepare
-from meshwright.train.certificate import RankTrace, certify, digest
-from meshwright.train.verify import momentum, rank_trace, serial_trace
+from meshwright.runtime.parameters.unit import Unit
+from meshwright.train.verify.certificate import RankTrace, certify, digest
+from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
+from meshwright.train.verify.verify_case import Case, prepare
 from tests.conftest import Pool
 from tests.parity import batch, built, model
 from tests.test_parity_edges import same_bits, traces

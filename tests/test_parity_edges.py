@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from meshwright import schedules
-from meshwright.train import models
-from meshwright.train.case import Case, prepare
-from meshwright.train.certificate import RankTrace
-from meshwright.train.verify import momentum, rank_trace
+from meshwright.train.models import small_models as models
+from meshwright.train.verify.certificate import RankTrace
+from meshwright.train.verify.verify import momentum, rank_trace
+from meshwright.train.verify.verify_case import Case, prepare
 from tests.conftest import Pool
 from tests.parity import ASYNCHRONOUS, batch, model
 from tests.thin import thinned

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from meshwright import Certificate, MeshwrightError, Parallel
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime import unit as units
-from meshwright.runtime.batch import Batch
-from meshwright.runtime.edges import Outgoing
-from meshwright.runtime.engine import Engine
-from meshwright.runtime.parameters import Parameters
-from meshwright.runtime.stage import Bundle, Stage
-from meshwright.train.case import Case, prepare
-from meshwright.train.certificate import RankTrace, certify
-from meshwright.train.verify import momentum, rank_trace, serial_trace
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.parameters import unit as units
+from meshwright.runtime.parameters.parameters import Parameters
+from meshwright.runtime.stage.batch import Batch
+from meshwright.runtime.stage.stage import Bundle, Stage
+from meshwright.runtime.transport.edges import Outgoing
+from meshwright.train.verify.certificate import RankTrace, certify
+from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
+from meshwright.train.verify.verify_case import Case, prepare
 from tests.conftest import Pool
 from tests.parity import batch, model
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from meshwright import Parallel
 from meshwright.ir.schedule import Schedule
-from meshwright.train.case import Case, prepare
-from meshwright.train.verify import momentum, rank_trace
+from meshwright.train.verify.verify import momentum, rank_trace
+from meshwright.train.verify.verify_case import Case, prepare
 from tests.conftest import Pool
 from tests.parity import batch
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import meshwright
 from meshwright import Certificate, MeshwrightError, verify
-from meshwright.train import models
-from meshwright.train import verify as module
+from meshwright.train.models import small_models as models
+from meshwright.train.verify import verify as module
 from tests.conftest import Pool
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
@@ -111,7 +111,7 @@ def test_names_with_torch_are_lazy() -> None:
 
 OWN = """
 from torch import nn
-from meshwright.train.models import mlp_batch
+from meshwright.train.models.small_models import mlp_batch
 
 def build():
     return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))

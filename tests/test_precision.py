@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel, verify
-from meshwright.runtime import probe
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.layers import Layers
-from meshwright.runtime.parameters import Rules
-from meshwright.runtime.precision import Precision
-from meshwright.train import models
-from meshwright.train.lists import lists_for
-from meshwright.train.verify import momentum
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.parameters.parameters import Rules
+from meshwright.runtime.stage import cpu_formats as probe
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.stage.precision import Precision
+from meshwright.train.models import small_models as models
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 
 BUILD = partial(models.gpt, blocks=6, dropout=0.1)

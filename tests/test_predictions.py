@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
 from meshwright.train import job
 from tests.tiny import SIZES, library
 from tests.trainers import arguments

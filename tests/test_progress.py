@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
-from meshwright.capture.graph import capture
+from meshwright.capture.model_graph import capture
 from meshwright.cli.main import app
-from meshwright.runtime.launch import Workers
-from meshwright.train.reporting import refuse_reporters
+from meshwright.runtime.launch.workers import Workers
+from meshwright.train.loop.report_to import refuse_reporters
 from tests.trainers import Plain, gpt2, ours, text, vectors
 
 JOB = ["tests.trainers:Plain", "--dataset", "tests.trainers:vectors", "--save-strategy", "no", "--logging-steps", "1"]
@@ -151,7 +151,7 @@ def test_a_tracker_that_is_not_installed_names_its_package(name: str, package: s
 def test_every_tracker_that_transformers_knows_has_a_package(tmp_path: Path) -> None:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    from meshwright.train import reporting
+    from meshwright.train.loop import report_to as reporting
 
     assert set(INTEGRATION_TO_CALLBACK) - {"kubeflow"} <= set(reporting._PACKAGES)  # kubeflow is an environment
     for name in reporting._PACKAGES:

@@ -15,15 +15,15 @@ from meshwright import MeshwrightError, Parallel, Placement, Recompute, Schedule
 from meshwright.ir.action import parse
 from meshwright.passes import check as proofs
 from meshwright.passes.check import prove
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.layers import Layers
-from meshwright.runtime.parameters import Rules
-from meshwright.runtime.precision import Precision
-from meshwright.train import models
-from meshwright.train.case import Case
-from meshwright.train.certificate import Certificate, certify
-from meshwright.train.lists import lists_for
-from meshwright.train.verify import momentum, rank_trace, serial_trace
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.parameters.parameters import Rules
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.stage.precision import Precision
+from meshwright.train.models import small_models as models
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.verify.certificate import Certificate, certify
+from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
+from meshwright.train.verify.verify_case import Case
 from tests.conftest import Pool
 from tests.mutations import handmade, low
 

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from meshwright import MeshwrightError
 from meshwright.ir.placement import Rows
-from meshwright.ir.plan import Parallel
+from meshwright.ir.plan.plan import Parallel
 from meshwright.runtime import device as devices
-from meshwright.runtime.batch import Batch, Own
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.executor import FORMS
-from meshwright.runtime.forward import Forward
-from meshwright.runtime.layers import Layers
-from meshwright.runtime.objective import Objective
-from meshwright.train import models
-from meshwright.train.layers import layers_for
-from meshwright.train.lists import lists_for
-from meshwright.train.verify import momentum
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.evaluate import Forward
+from meshwright.runtime.executor.executor import FORMS
+from meshwright.runtime.stage.batch import Batch, Own
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.stage.objective import Objective
+from meshwright.train.models import small_models as models
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.setup.captured_layers import layers_for
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 from tests.parity import model
 from tests.test_parity_edges import few

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright import MeshwrightError
-from meshwright.capture.export import flatten
-from meshwright.runtime.layers import Layers
-from meshwright.train.layers import layers_for, through
+from meshwright.capture.trace.export import flatten
+from meshwright.runtime.stage.layers import Layers
+from meshwright.train.setup.captured_layers import layers_for, through
 from tests.checking import answers, checked
 from tests.tiny import SIZES, library
 

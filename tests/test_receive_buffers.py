@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.ir.plan import Parallel
-from meshwright.passes.comm import OUTSTANDING
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.executor import WINDOW_BYTES
-from meshwright.runtime.layers import Layers
+from meshwright.ir.plan.plan import Parallel
+from meshwright.passes.messages import OUTSTANDING
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.executor.executor import WINDOW_BYTES
+from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.transport.base import Channel
-from meshwright.train.lists import lists_for
-from meshwright.train.verify import momentum
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 
 WIDTH = 256

@@ -22,13 +22,13 @@ from meshwright import (
     schedule_to_json,
     schedules,
 )
+from meshwright.cli._inputs import CostFlags
 from meshwright.cli.compare import compare
-from meshwright.cli.inputs import CostFlags
 from meshwright.ir.action import Cell, Transfer, parse
-from meshwright.ir.csv_form import to_csv
+from meshwright.ir.files.schedule_csv import to_csv
 from meshwright.ir.schedule import Recompute
 from meshwright.passes.widen import widen
-from meshwright.simulate.budget import stage_aware
+from meshwright.simulate.recompute_budget import stage_aware
 
 ONEF1B = schedules.build("onef1b", workers=4, microbatches=8)
 

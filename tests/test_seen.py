@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import GPT2LMHeadModel
 
-from meshwright.runtime.launch import Workers
-from meshwright.train import rotate
+from meshwright.runtime.launch.workers import Workers
+from meshwright.train.checkpoint import folders as rotate
 from tests.trainers import Plain, distance, gpt2, ours, text, vectors
 
 

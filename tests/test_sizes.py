@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright import MeshwrightError, verify
-from meshwright.capture.conditions import about_rows, broken, parsed
-from meshwright.capture.export import flatten
-from meshwright.train.layers import layers_for, through
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.size_conditions import about_rows, broken, parsed
+from meshwright.train.setup.captured_layers import layers_for, through
 
 EXAMPLE = {"ids": (4, 12), "labels": (4, 12)}
 

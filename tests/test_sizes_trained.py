@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.runtime.graphs import MOST
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.stage.graphs_by_size import MOST
 from tests.test_sizes import Deep, tokens
 from tests.trainers import distance, ours, reference, series
 

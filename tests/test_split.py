@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.runtime.split import Deferred, Rest, run
+from meshwright.runtime.stage.split_backward import Deferred, Rest, run
 from tests.splitting import Block, Conv1D, backward, check, grads, same
 
 INDEX = torch.tensor([[1, 2, 2], [0, 4, 1]])

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.capture.check.compare import compare
-from meshwright.capture.check.verdict import Verdict
-from meshwright.capture.export import flatten
-from meshwright.runtime.precision import Precision
-from meshwright.train.layers import layers_for
-from meshwright.train.start import Start, check_start, verdict_of
+from meshwright.capture.check.check_result import Verdict
+from meshwright.capture.check.start_check import compare
+from meshwright.capture.trace.export import flatten
+from meshwright.runtime.stage.precision import Precision
+from meshwright.train.setup.captured_layers import layers_for
+from meshwright.train.setup.check_capture import Start, check_start, verdict_of
 from tests import hard_models as hard
 from tests.conftest import Pool
 
@@ -234,7 +234,7 @@ def test_the_check_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_sketch_is_filled_for_the_check_and_stays_empty(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    from meshwright.train import start
+    from meshwright.train.setup import check_capture as start
 
     for free in (1 << 40, 0):
         monkeypatch.setattr(start, "free_bytes", lambda free=free: free)
@@ -248,7 +248,7 @@ def test_a_sketch_is_filled_for_the_check_and_stays_empty(caplog: pytest.LogCapt
 
 
 def test_a_model_that_is_too_large_is_left_out(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    from meshwright.train import start
+    from meshwright.train.setup import check_capture as start
 
     monkeypatch.setattr(start, "TOO_LARGE", 10)
     flat = flatten(hard.Counting(), hard.features(4))

@@ -17,11 +17,11 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from meshwright.ir.plan import Parallel
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.layers import Layers
-from meshwright.train import models
-from meshwright.train.lists import lists_for, stages_of
+from meshwright.ir.plan.plan import Parallel
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.stage.layers import Layers
+from meshwright.train.models import small_models as models
+from meshwright.train.setup.build_schedule import lists_for, stages_of
 from tests.conftest import Pool
 
 THEIRS: dict[str, Any] = {

@@ -14,16 +14,16 @@ from torch import nn
 
 from meshwright import Cell, Lane, MeshwrightError, Op, Span, Timeline, Transfer, simulate
 from meshwright.ir.action import actions
-from meshwright.ir.plan import Parallel
+from meshwright.ir.plan.plan import Parallel
+from meshwright.report.comparison import versus, versus_text
 from meshwright.report.perfetto import both_to_perfetto
-from meshwright.report.versus import versus, versus_text
-from meshwright.runtime.emulate import emulate
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.launch import Workers
-from meshwright.runtime.layers import Layers
-from meshwright.runtime.offsets import common_clock
-from meshwright.runtime.trace import Trace
-from meshwright.train.lists import lists_for
+from meshwright.runtime.emulate.emulate import emulate
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.tracing.clock_offset import common_clock
+from meshwright.runtime.tracing.trace import Trace
+from meshwright.train.setup.build_schedule import lists_for
 from tests.emulation import named
 from tests.helpers import costs_of
 

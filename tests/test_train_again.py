@@ -13,7 +13,7 @@ import transformers
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
 from tests.thin import slow
 from tests.trainers import Plain, arguments, distance, gpt2, no_numbers, ours, series, text, vectors
 

@@ -13,9 +13,9 @@ from transformers import EarlyStoppingCallback
 
 from meshwright import MeshwrightError, simulate
 from meshwright.ir.timeline import Lane
-from meshwright.report.versus import versus
-from meshwright.runtime.launch import Workers
-from meshwright.train import rotate
+from meshwright.report.comparison import versus
+from meshwright.runtime.launch.workers import Workers
+from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.measure import measure
 from tests.thin import slow
 from tests.trainers import Notes, accuracy, distance, gpt2, llama, ours, reference, series, summed_loss, text

@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.runtime.launch import Workers
-from meshwright.train.models import gpt, text_batch
-from meshwright.train.place import refuse_world
+from meshwright.runtime.launch.workers import Workers
+from meshwright.train.models.small_models import gpt, text_batch
+from meshwright.train.setup.where import refuse_world
 from tests.thin import slow
 from tests.trainers import Plain, arguments, distance, gpt2, ours, reference, series, summed_loss, text, vectors
 

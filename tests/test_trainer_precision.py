@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.runtime.launch import Workers
+from meshwright.runtime.launch.workers import Workers
 from tests.trainers import gpt2, ours, reference, series, text
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 import meshwright as mw
-from meshwright.capture.materialise import tensors_of
+from meshwright.capture.weights.sketch import tensors_of
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.launch import Workers
-from meshwright.train.export import ONE
-from meshwright.train.run import session_for
+from meshwright.runtime.launch.workers import Workers
+from meshwright.train.checkpoint.save_pretrained import ONE
+from meshwright.train.loop.on_rank import session_for
 from tests.conftest import Pool
 from tests.trainers import Notes, arguments, ours, series, text
 from tests.trainers import gpt2 as two_seeded

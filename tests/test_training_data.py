@@ -13,10 +13,10 @@ from torch.utils.data import IterableDataset
 from transformers import default_data_collator
 
 from meshwright import MeshwrightError
-from meshwright.train.collate import Collate, stacked, stand_ins
-from meshwright.train.data import Position, Source, numbered_steps, streamed_steps, without_unused
-from meshwright.train.rows import StepRows
-from meshwright.train.sampler import Sampler
+from meshwright.train.data.batches import Position, Source, numbered_steps, streamed_steps, without_unused
+from meshwright.train.data.collate import Collate, stacked, stand_ins
+from meshwright.train.data.sampler import Sampler
+from meshwright.train.data.step_rows import StepRows
 
 ROWS = [{"x": i, "labels": -i} for i in range(23)]
 

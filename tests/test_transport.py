@@ -17,11 +17,11 @@ from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind
-from meshwright.ir.plan import parse_name
+from meshwright.ir.plan.plan import parse_name
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.choose import host_identity, open_transport
-from meshwright.runtime.transport.ping import Timed, ping
-from meshwright.runtime.transport.wire import TorchTransport
+from meshwright.runtime.transport.self_test import Timed, ping
+from meshwright.runtime.transport.torch_distributed import TorchTransport
 from tests import crew
 
 ACT, GRAD = Channel(0, 1, Kind.ACT), Channel(1, 0, Kind.GRAD)

@@ -14,8 +14,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.faults import from_torch
-from meshwright.runtime.transport.ping import ping
-from meshwright.runtime.transport.shared import SharedTransport
+from meshwright.runtime.transport.self_test import ping
+from meshwright.runtime.transport.shared_memory import SharedTransport
 from tests import crew
 from tests.test_transport import ACT, ALL, GRAD, PAIR, opened
 

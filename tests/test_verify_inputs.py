@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from meshwright import MeshwrightError, Parallel, verify
 from meshwright.cli import verify as verb
 from meshwright.cli.simulate import simulate
-from meshwright.runtime.clock import Timing
-from meshwright.train import models
-from meshwright.train import verify as module
-from meshwright.train.case import Case, prepare
-from meshwright.train.certificate import RankTrace, certify, digest
-from meshwright.train.serial import Trace
+from meshwright.runtime.tracing.clock import Timing
+from meshwright.train.models import small_models as models
+from meshwright.train.verify import verify as module
+from meshwright.train.verify.certificate import RankTrace, certify, digest
+from meshwright.train.verify.serial_reference import Trace
+from meshwright.train.verify.verify_case import Case, prepare
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
 

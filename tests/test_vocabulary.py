@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.capture.export import flatten
-from meshwright.train.vocabulary import Vocabulary, vocabularies
+from meshwright.capture.trace.export import flatten
+from meshwright.train.data.vocabulary import Vocabulary, vocabularies
 from tests.trainers import gpt2, llama, ours, text
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import meshwright
 from meshwright import MeshwrightError, Parallel
-from meshwright.capture.materialise import sketch
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.train.layers import layers_for
-from meshwright.train.lists import lists_for, stages_of
-from meshwright.train.verify import momentum
+from meshwright.capture.weights.sketch import sketch
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.train.setup.build_schedule import lists_for, stages_of
+from meshwright.train.setup.captured_layers import layers_for
+from meshwright.train.verify.verify import momentum
 from tests import tiny
 from tests.conftest import Pool
 from tests.thin import thinned
@@ -98,8 +98,8 @@ BIG = """
 import json, time
 begin = time.process_time()
 import torch, transformers
-from meshwright.capture.graph import capture
-from meshwright.capture.materialise import sketch
+from meshwright.capture.model_graph import capture
+from meshwright.capture.weights.sketch import sketch
 from meshwright.capture.split import split
 
 config = transformers.GPT2Config(n_layer=44, n_embd=6144, n_head=64, n_positions=2048)

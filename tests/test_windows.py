@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from meshwright import Cluster, Link, StageCost, schedules, simulate
 from meshwright.ir.action import Op
-from meshwright.schedules import _windows, _words
-from meshwright.schedules._words import Chain
+from meshwright.schedules._orders import order_strings as _words
+from meshwright.schedules._orders import window_bound as _windows
+from meshwright.schedules._orders.order_strings import Chain
 from tests.optimum import optimum
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright import MeshwrightError
-from meshwright.capture.export import flatten
-from meshwright.train.layers import layers_for, through
+from meshwright.capture.trace.export import flatten
+from meshwright.train.setup.captured_layers import layers_for, through
 from tests.writing_models import made
 
 Found = dict[str, Tensor]

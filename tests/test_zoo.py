@@ -13,9 +13,9 @@ import torch
 from transformers import default_data_collator
 
 from meshwright import Parallel
-from meshwright.runtime.launch import Workers
-from meshwright.train.case import Case, prepare
-from meshwright.train.verify import momentum, rank_trace
+from meshwright.runtime.launch.workers import Workers
+from meshwright.train.verify.verify import momentum, rank_trace
+from meshwright.train.verify.verify_case import Case, prepare
 from tests.conftest import Pool
 from tests.trainers import ours, reference, series
 from tests.zoo.compare import Result, difference, plain, run

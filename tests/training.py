@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Parallel
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.layers import Layers
-from meshwright.runtime.parameters import Rules
-from meshwright.train.lists import lists_for, stages_of
-from meshwright.train.verify import momentum
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.parameters.parameters import Rules
+from meshwright.runtime.stage.layers import Layers
+from meshwright.train.setup.build_schedule import lists_for, stages_of
+from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 
 

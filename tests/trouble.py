@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind
-from meshwright.ir.plan import Parallel
-from meshwright.runtime.engine import Engine, Settings
-from meshwright.runtime.launch import Workers
-from meshwright.runtime.layers import Layers
+from meshwright.ir.plan.plan import Parallel
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.choose import open_transport
-from meshwright.runtime.transport.wire import TorchTransport
-from meshwright.train.lists import lists_for
-from meshwright.train.models import mlp, mlp_batch
+from meshwright.runtime.transport.torch_distributed import TorchTransport
+from meshwright.train.models.small_models import mlp, mlp_batch
+from meshwright.train.setup.build_schedule import lists_for
 
 Trouble = Callable[[], None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from meshwright.runtime.launch import attach
+from meshwright.runtime.launch.workers import attach
 from tests import trouble
 
 if __name__ == "__main__":

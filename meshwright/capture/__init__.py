@@ -20,7 +20,7 @@ class _Callable(ModuleType):
 
     def __call__(self, model: nn.Module, example_batch: Any) -> ModelGraph:
         """The chain of layers of a model, on any device and on meta."""
-        from meshwright.capture.graph import capture
+        from meshwright.capture.model_graph import capture
 
         return capture(model, example_batch)
 

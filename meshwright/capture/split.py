@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.capture.build import Captured, States, stage
-from meshwright.capture.chain import Chain
-from meshwright.capture.crossing import Line
-from meshwright.capture.export import flatten
-from meshwright.capture.flat import Flat, Kind, Node
-from meshwright.capture.graph import graph_of, line_of
-from meshwright.capture.weigh import Weigher, weigher
+from meshwright.capture.cut.cut_points import Chain
+from meshwright.capture.cut.liveness import Line
+from meshwright.capture.cut.loss_weight import Weigher, weigher
+from meshwright.capture.cut.stage_modules import Captured, States, stage
+from meshwright.capture.model_graph import graph_of, line_of
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat, Kind, Node
 from meshwright.errors import MeshwrightError
 from meshwright.ir.model import ModelGraph
 

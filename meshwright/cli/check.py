@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import inputs
+from meshwright.cli import _inputs as inputs
 from meshwright.passes import check as proof
 
 

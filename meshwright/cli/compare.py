@@ -13,12 +13,13 @@ from typing import Annotated
 import typer
 
 from meshwright import schedules
-from meshwright.cli import inputs, outputs
-from meshwright.cli.outputs import Format
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
+from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
 from meshwright.ir.cluster import Duplex
-from meshwright.ir.plan import bytes_in
+from meshwright.ir.plan.plan import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline

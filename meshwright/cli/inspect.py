@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import inputs, outputs
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from meshwright.capture.check.verdict import Verdict
+    from meshwright.capture.check.check_result import Verdict
     from meshwright.ir.model import Crossing, Cuts, ModelGraph
 
 
@@ -67,7 +68,7 @@ def inspect(
 
 
 def _checked(model: str, stages: int, rows: int | None, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
-    from meshwright.train.weightless import checked
+    from meshwright.train.models.named_layers import checked
 
     if Path(model).suffix == ".json" and '"kind": "model"' in outputs.read(Path(model)):
         raise MeshwrightError(f"{model} has the layers of a model, not the model", fix="--check with the model itself")
@@ -115,7 +116,7 @@ def _graph(model: str, rows: int | None, length: int | None, batch: str | None) 
             )
         return model_from_json(text)
     gc.enable()  # a trace leaves cycles behind
-    from meshwright.train.weightless import weightless
+    from meshwright.train.models.named_layers import weightless
 
     return weightless(model, rows=rows, length=length, batch=batch)
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli import inputs, outputs
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
 from meshwright.cli.train import asked_job
 from meshwright.errors import MeshwrightError
-from meshwright.ir.measurement import FILE, Measurement, measurement_from_json
+from meshwright.ir.files.measurement import FILE, Measurement, measurement_from_json
 from meshwright.ir.profile import costs_to_json
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _kept(folder: Path, beside: list[str]) -> Measurement:
 
 def _run(trainer: Trainer, steps: int, *, as_json: bool) -> Measurement | None:
     """Run a few traced steps."""
-    from meshwright.cli import running
+    from meshwright.cli import _running as running
     from meshwright.train.measure import measured
 
     running.follow(trainer, None, as_json=as_json)
@@ -87,7 +88,7 @@ def _run(trainer: Trainer, steps: int, *, as_json: bool) -> Measurement | None:
 
 
 def _show(found: Measurement, trace: Path | None, *, as_json: bool) -> None:
-    from meshwright.report.measured import measured_dict, measured_text, prediction
+    from meshwright.report.measured_text import measured_dict, measured_text, prediction
 
     if trace is not None:
         from meshwright.report.perfetto import both_to_perfetto

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import inputs, outputs
-from meshwright.cli.outputs import Format
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
+from meshwright.cli._outputs import Format
 from meshwright.cli.simulate import summary
 from meshwright.ir.cluster import Duplex
-from meshwright.ir.csv_form import to_csv
-from meshwright.ir.files import schedule_to_json
+from meshwright.ir.files.schedule_csv import to_csv
+from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.lower import lower
 from meshwright.report.terminal import timeline_text

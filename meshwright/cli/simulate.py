@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli import emulate as emulation
-from meshwright.cli import inputs, outputs
-from meshwright.cli.outputs import Format
+from meshwright.cli import _emulate as emulation
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
+from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex
-from meshwright.ir.plan import refuse_crowd
+from meshwright.ir.plan.plan import refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.lower import lower

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import inputs, outputs, running
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
+from meshwright.cli import _running as running
 from meshwright.errors import MeshwrightError
-from meshwright.ir.limits import toml
-from meshwright.ir.plan import Parallel
-from meshwright.ir.plan_file import asked
-from meshwright.ir.plan_order import refers
-from meshwright.train.settled import settled
-from meshwright.train.usable import refuse_folder
+from meshwright.ir.input_limits import toml
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.plan.plan_file import asked
+from meshwright.ir.plan.plan_order import refers
+from meshwright.train.setup.settled_plan import settled
+from meshwright.train.setup.usable_arguments import refuse_folder
 
 if TYPE_CHECKING:
     from meshwright.train.job import Job

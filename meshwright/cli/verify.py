@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright import schedules
-from meshwright.cli import inputs, outputs
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.ir.imported import function
-from meshwright.ir.plan import Parallel, refuse_crowd
-from meshwright.ir.plan_file import asked
-from meshwright.ir.plan_order import refers
+from meshwright.ir.imported_function import function
+from meshwright.ir.plan.plan import Parallel, refuse_crowd
+from meshwright.ir.plan.plan_file import asked
+from meshwright.ir.plan.plan_order import refers
 from meshwright.passes.sync import Sync
-from meshwright.train.settled import settled
+from meshwright.train.setup.settled_plan import settled
 
 if TYPE_CHECKING:
-    from meshwright.train.certificate import Certificate
+    from meshwright.train.verify.certificate import Certificate
 
 PRESETS = ("mlp", "gpt")
 """Small models that come with their data."""
@@ -82,7 +83,7 @@ def verify(
     path = output or (None if as_json else Path("certificate.json"))
     outputs.refuse_output(path)
     build, data = _model(model, inputs.batch_function(batch, old_batch), parallel)
-    from meshwright.train.verify import verify as compare
+    from meshwright.train.verify.verify import verify as compare
 
     certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed, precision=precision)
     _report(certificate, path, as_json=as_json)
@@ -152,7 +153,8 @@ def _model(model: str, batch: str | None, parallel: Parallel) -> tuple[Maker, Ma
     if model in PRESETS:
         if batch is not None:
             raise MeshwrightError(f"{model} comes with its data, --batch-function is for an own model")
-        from meshwright.train import lists, models
+        from meshwright.train.models import small_models as models
+        from meshwright.train.setup import build_schedule as lists
 
         stages, rows = lists.stages_of(parallel), max(32, 2 * parallel.microbatches * parallel.dp)
         if model == "mlp":

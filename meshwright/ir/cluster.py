@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir import reading
-from meshwright.ir.reading import Reader, count, number, parsed, rows
+from meshwright.ir import reader as reading
+from meshwright.ir.reader import Reader, count, number, parsed, rows
 
 SCHEMA = 1
 

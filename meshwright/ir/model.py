@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.partition import partition
-from meshwright.ir.reading import Reader, count, number, parsed, rows, text
+from meshwright.ir.reader import Reader, count, number, parsed, rows, text
 
 SCHEMA = 1
 

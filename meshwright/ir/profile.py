@@ -8,7 +8,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.reading import Reader, number, parsed, rows
+from meshwright.ir.reader import Reader, number, parsed, rows
 
 SCHEMA = 1
 

@@ -15,9 +15,9 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir import reading
+from meshwright.ir import reader as reading
 from meshwright.ir.action import COMPUTE, Action, Entry, Op, actions, parse
-from meshwright.ir.reading import Reader, count, flag, number, parsed, positive, rows
+from meshwright.ir.reader import Reader, count, flag, number, parsed, positive, rows
 
 SCHEMA = 1
 

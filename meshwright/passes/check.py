@@ -14,15 +14,15 @@ from itertools import chain
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Entry, Kind, Op, Transfer, Value, actions
-from meshwright.ir.carried import Load, carried
-from meshwright.ir.effects import ACTIVATIONS, CONSUMED
-from meshwright.ir.grid import excerpt
-from meshwright.ir.order import Blocked, Flow, Place, no_collection, rendezvous
+from meshwright.ir.analysis.carried_values import Load, carried
+from meshwright.ir.analysis.effects import ACTIVATIONS, CONSUMED
+from meshwright.ir.analysis.order import Blocked, Flow, Place, no_collection, rendezvous
 from meshwright.ir.schedule import Schedule
-from meshwright.passes.comm import StuckError
+from meshwright.ir.text_grid import excerpt
 from meshwright.passes.laws import border, structure
 from meshwright.passes.lower import lowered_flow
-from meshwright.passes.reduction import reduced
+from meshwright.passes.messages import StuckError
+from meshwright.passes.reduction_law import reduced
 from meshwright.passes.violation import Law, LawError, Violation, broken
 from meshwright.passes.wellformed import faults
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Op, Transfer, Value, actions, walk
-from meshwright.ir.effects import ACTIVATIONS, rule
+from meshwright.ir.analysis.effects import ACTIVATIONS, rule
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Lists, Schedule
-from meshwright.passes.rounds import rounds
+from meshwright.passes.round_laws import rounds
 from meshwright.passes.violation import Law, Violation, broken
 from meshwright.passes.wellformed import faults
 

@@ -9,16 +9,16 @@ from typing import TypeVar
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Entry, Transfer
+from meshwright.ir.analysis.order import Flow, no_collection
+from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.order import Flow, no_collection
-from meshwright.ir.price import Price
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule
-from meshwright.passes.comm import comm
 from meshwright.passes.laws import refuse_broken
+from meshwright.passes.messages import comm
 from meshwright.passes.recompute import Mode
 from meshwright.passes.recompute import recompute as settle_recompute
-from meshwright.passes.rounds import refuse_lost
+from meshwright.passes.round_laws import refuse_lost
 from meshwright.passes.sync import Sync
 from meshwright.passes.sync import sync as place_syncs
 

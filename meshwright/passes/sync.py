@@ -19,11 +19,11 @@ from dataclasses import replace
 from enum import StrEnum
 
 from meshwright.ir.action import NONE, Action, Entry, Op, walk
-from meshwright.ir.order import Flow, Place, Sweep, sweep
+from meshwright.ir.analysis.order import Flow, Place, Sweep, sweep
 from meshwright.ir.schedule import Schedule
-from meshwright.passes.comm import Duration, stuck_error
-from meshwright.passes.rounds import only_contributors
-from meshwright.passes.ties import synced, tie_updates
+from meshwright.passes.messages import Duration, stuck_error
+from meshwright.passes.round_laws import only_contributors
+from meshwright.passes.tie_updates import synced, tie_updates
 
 Issue = tuple[Action, tuple[int, ...]]
 """A sync and the workers that issue it."""

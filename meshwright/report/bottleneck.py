@@ -19,7 +19,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.lower import lowered_flow
 from meshwright.report.critical_path import CriticalPath, Wait
-from meshwright.simulate.program import Program
+from meshwright.simulate.event_graph import Program
 
 
 class What(StrEnum):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, Action, Kind, Op, Transfer, actions
 from meshwright.ir.timeline import Lane, Timeline
-from meshwright.simulate.program import Message, Program
+from meshwright.simulate.event_graph import Message, Program
 
 
 class Wait(NamedTuple):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Cell, Entry, Op, actions
-from meshwright.ir.grid import label
+from meshwright.ir.text_grid import label
 from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.report.time_grid import round_step
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshwright.ir.action import Op, actions
-from meshwright.ir.grid import columns, label
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.text_grid import columns, label
 from meshwright.ir.timeline import Span, Timeline
 from meshwright.report.time_grid import SYMBOLS, Bar, Paint, drawn, narrowest, ops_in
 

@@ -15,7 +15,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 
 from meshwright.ir.action import Action, Cell, Entry, Op, actions
-from meshwright.ir.grid import GOES_ON, IDLE
+from meshwright.ir.text_grid import GOES_ON, IDLE
 
 MOST_BANDS = 8
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"

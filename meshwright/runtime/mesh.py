@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from meshwright.ir.groups import groups, holders
+from meshwright.ir.analysis.reduction_groups import groups, holders
 from meshwright.ir.schedule import Schedule
-from meshwright.passes.reduction import refuse_groups
+from meshwright.passes.reduction_law import refuse_groups
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import torch
 
-import meshwright.runtime.emulate
-import meshwright.runtime.engine
+import meshwright.runtime.emulate.emulate
+import meshwright.runtime.engine.engine
 
 _weight = torch.nn.Parameter(torch.zeros(1))
 _weight.grad = torch.zeros(1)

@@ -19,11 +19,11 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.files import LARGEST
-from meshwright.ir.limits import shown
+from meshwright.ir.files.schedule_json import LARGEST
+from meshwright.ir.input_limits import shown
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._own import own_builder, parameters_of, read, refuse_malformed
+from meshwright.schedules._orders.user_schedule import own_builder, parameters_of, read, refuse_malformed
 
 __all__ = [
     "build",

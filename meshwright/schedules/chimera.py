@@ -27,9 +27,9 @@ from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Lists, Schedule
-from meshwright.schedules._fill import fill
-from meshwright.schedules._slots import sorted_slots, worker_of
-from meshwright.schedules._wave import steady, unfold
+from meshwright.schedules._orders.chimera_slots import sorted_slots, worker_of
+from meshwright.schedules._orders.fill_weight_halves import fill
+from meshwright.schedules._orders.wave import steady, unfold
 
 COMPARED: tuple[dict[str, object], ...] = (
     {},

@@ -22,7 +22,7 @@ from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._stagger import stagger
+from meshwright.schedules._orders.cyclic_turns import stagger
 
 
 def build(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from meshwright.errors import MeshwrightError
 from meshwright.ir.placement import Placement
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._wave import unfold
+from meshwright.schedules._orders.wave import unfold
 from meshwright.schedules.dualpipev import folded_lists
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from meshwright.ir.action import Action, Cell
 from meshwright.ir.placement import Placement
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._wave import letters
+from meshwright.schedules._orders.wave import letters
 
 
 def build(*, workers: int, microbatches: int) -> Schedule:

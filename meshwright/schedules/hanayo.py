@@ -14,7 +14,7 @@ from __future__ import annotations
 from meshwright.errors import MeshwrightError
 from meshwright.ir.placement import Placement
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._wave import steady
+from meshwright.schedules._orders.wave import steady
 
 COMPARED = ({"waves": 1}, {"waves": 2})
 

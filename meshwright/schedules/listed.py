@@ -19,8 +19,8 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import ChannelOrder, Schedule
-from meshwright.schedules._search import search
-from meshwright.schedules._words import Chain, Words, actions_of, caps, in_time, word
+from meshwright.schedules._orders.order_search import search
+from meshwright.schedules._orders.order_strings import Chain, Words, actions_of, caps, in_time, word
 
 COMPARED: tuple[dict[str, object], ...] = ({}, {"strict": False})
 

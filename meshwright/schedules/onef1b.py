@@ -54,8 +54,8 @@ def _within(
     memory: int, workers: int, microbatches: int, costs: Sequence[StageCost] | None, cluster: Cluster | None
 ) -> tuple[tuple[Action, ...], ...]:
     """Consistent extra warm-up from costs and latency, under a cap."""
-    from meshwright.schedules._search import search
-    from meshwright.schedules._words import Chain, actions_of, caps
+    from meshwright.schedules._orders.order_search import search
+    from meshwright.schedules._orders.order_strings import Chain, actions_of, caps
 
     if memory < 1:
         raise MeshwrightError(f"onef1b needs memory for at least one activation, got memory={memory}", fix=f"memory={workers}")

@@ -7,7 +7,7 @@ versions: D on the first stage, one on the last. A round is a single microbatch 
 from __future__ import annotations
 
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._endless import endless
+from meshwright.schedules._orders.no_flush import endless
 
 
 def build(*, workers: int, microbatches: int, steps: int = 1) -> Schedule:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._endless import endless
+from meshwright.schedules._orders.no_flush import endless
 
 
 def build(*, workers: int, microbatches: int, steps: int = 1) -> Schedule:

@@ -16,8 +16,8 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._fill import fill
-from meshwright.schedules._wave import steady
+from meshwright.schedules._orders.fill_weight_halves import fill
+from meshwright.schedules._orders.wave import steady
 
 
 def build(

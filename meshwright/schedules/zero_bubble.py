@@ -19,8 +19,8 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._halves import Limits, Line, linear, shared
-from meshwright.schedules._words import actions_of
+from meshwright.schedules._orders.order_strings import actions_of
+from meshwright.schedules._orders.split_orders import Limits, Line, linear, shared
 
 COMPARED: tuple[dict[str, object], ...] = ({"variant": "h1"}, {"variant": "h2"}, {"variant": "auto"})
 CAPPED: dict[str, object] = {"variant": "auto"}
@@ -56,7 +56,7 @@ def build(
 
 
 def _auto(line: Line, memory: int, rest: float, span: bool) -> list[str]:
-    from meshwright.schedules._shop import auto
+    from meshwright.schedules._orders.job_shop import auto
 
     each = (memory,) * len(line.forward)
     return auto(line, Limits(each, each) if rest == 1.0 else shared(line, memory, rest), span=span)

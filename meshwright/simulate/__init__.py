@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.sync import Sync
-from meshwright.simulate.engine import simulate
+from meshwright.simulate.simulator import simulate
 
 if TYPE_CHECKING:
-    from meshwright.simulate.fast import Compiled
+    from meshwright.simulate.compiled import Compiled
 
 __all__ = ["compile", "simulate"]
 
@@ -18,7 +18,7 @@ __all__ = ["compile", "simulate"]
 def compile(schedule: Schedule, cluster: Cluster | None = None, *, sync: Sync | str = Sync.EAGER) -> Compiled:
     """Prepare a schedule for many simulations: numba, cached on disk; needs the extra `fast`."""
     try:
-        from meshwright.simulate.fast import Compiled
+        from meshwright.simulate.compiled import Compiled
     except ImportError as error:
         from meshwright.errors import MeshwrightError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshwright.ir.lifetime import BEFORE, Life
+from meshwright.ir.analysis.lifetime import BEFORE, Life
 from meshwright.ir.timeline import Level
 
 Times = Sequence[tuple[float, float]]

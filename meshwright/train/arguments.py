@@ -18,15 +18,15 @@ import transformers
 from transformers.training_args import ParallelMode
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.plan import Parallel
-from meshwright.ir.plan_file import asked, plan_table
-from meshwright.ir.plan_order import refers
-from meshwright.ir.reading import LARGEST
-from meshwright.runtime.objective import LossKind
-from meshwright.runtime.precision import Precision
-from meshwright.train.rows import StepRows, plan_for
-from meshwright.train.settled import settled
-from meshwright.train.usable import refuse_kinds, usable
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.plan.plan_file import asked, plan_table
+from meshwright.ir.plan.plan_order import refers
+from meshwright.ir.reader import LARGEST
+from meshwright.runtime.stage.objective import LossKind
+from meshwright.runtime.stage.precision import Precision
+from meshwright.train.data.step_rows import StepRows, plan_for
+from meshwright.train.setup.settled_plan import settled
+from meshwright.train.setup.usable_arguments import refuse_kinds, usable
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "torch_compile": (False, "stages run as they are"),

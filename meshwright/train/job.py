@@ -22,13 +22,14 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.imported import function
-from meshwright.ir.limits import file_text, shown, toml
-from meshwright.ir.plan_file import asked, say_code
-from meshwright.ir.reading import Reader, positive, text
-from meshwright.train import datasets, rotate
+from meshwright.ir.imported_function import function
+from meshwright.ir.input_limits import file_text, shown, toml
+from meshwright.ir.plan.plan_file import asked, say_code
+from meshwright.ir.reader import Reader, positive, text
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.named import model_file
+from meshwright.train.checkpoint import folders as rotate
+from meshwright.train.data import named_datasets as datasets
+from meshwright.train.models.model_names import model_file
 from meshwright.train.trainer import Trainer
 
 SCHEMA = 1

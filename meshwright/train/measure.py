@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.measurement import Measurement
-from meshwright.runtime.trace import Trace
-from meshwright.train.data import Position
-from meshwright.train.loop import Course
-from meshwright.train.run import session_for
-from meshwright.train.tracing import WARM_UP, Tracing
+from meshwright.ir.files.measurement import Measurement
+from meshwright.runtime.tracing.trace import Trace
+from meshwright.train.data.batches import Position
+from meshwright.train.loop.on_rank import session_for
+from meshwright.train.loop.traced_steps import WARM_UP, Tracing
+from meshwright.train.loop.training_loop import Course
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer

@@ -20,30 +20,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.capture.export import flatten
-from meshwright.capture.flat import Flat
-from meshwright.capture.materialise import Skeleton
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat
+from meshwright.capture.weights.sketch import Skeleton
 from meshwright.errors import MeshwrightError
-from meshwright.ir.plan import Parallel
-from meshwright.ir.plan_file import asked
-from meshwright.runtime.batch import Given
-from meshwright.runtime.launch import attach
-from meshwright.runtime.objective import Loss, LossKind, Objective
-from meshwright.runtime.precision import Precision
-from meshwright.train.collate import tensors
-from meshwright.train.hooks import refuse_lost
-from meshwright.train.layers import is_captured, layers_for
-from meshwright.train.lists import stages_of
-from meshwright.train.own import ground, materialise
-from meshwright.train.place import device_for, launched, one_process, refuse_world
-from meshwright.train.rates import Rates, Recipe
-from meshwright.train.saved import kept_for
-from meshwright.train.session import Session, SessionSettings
-from meshwright.train.settled import settled
-from meshwright.train.start import Evaluation, Start, check_start
-from meshwright.train.staying import stay_in_evaluation
-from meshwright.train.user_arguments import refuse_arguments
-from meshwright.train.vocabulary import refuse_ids, vocabularies
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.plan.plan_file import asked
+from meshwright.runtime.launch.workers import attach
+from meshwright.runtime.stage.batch import Given
+from meshwright.runtime.stage.objective import Loss, LossKind, Objective
+from meshwright.runtime.stage.precision import Precision
+from meshwright.train.data.collate import tensors
+from meshwright.train.data.vocabulary import refuse_ids, vocabularies
+from meshwright.train.optimizer.shared_rates import Rates, Recipe
+from meshwright.train.session.session import Session, SessionSettings
+from meshwright.train.setup.build_schedule import stages_of
+from meshwright.train.setup.captured_layers import is_captured, layers_for
+from meshwright.train.setup.check_capture import Evaluation, Start, check_start
+from meshwright.train.setup.eval_submodules import stay_in_evaluation
+from meshwright.train.setup.gradient_hooks import refuse_lost
+from meshwright.train.setup.own_weights import ground, materialise
+from meshwright.train.setup.saved_bytes import kept_for
+from meshwright.train.setup.settled_plan import settled
+from meshwright.train.setup.user_arguments import refuse_arguments
+from meshwright.train.setup.where import device_for, launched, one_process, refuse_world
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

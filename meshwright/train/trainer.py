@@ -20,30 +20,39 @@ from transformers import trainer_pt_utils as reports
 from transformers.integrations.integration_utils import default_logdir
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
-from meshwright.capture.export import flatten
-from meshwright.capture.flat import Flat
-from meshwright.capture.materialise import Skeleton, sketch
-from meshwright.capture.packed import flattened_note
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat
+from meshwright.capture.trace.packed_sequences import flattened_note
+from meshwright.capture.weights.sketch import Skeleton, sketch
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.launch import Workers
-from meshwright.train import border, run
+from meshwright.runtime.launch.workers import Workers
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.carried import Carried, bring_back, gathered, take_notes
-from meshwright.train.collate import Collate, Collator, accepted, default_collator
-from meshwright.train.data import Source, without_unused
-from meshwright.train.hooks import refuse_lost
-from meshwright.train.layers import is_captured, refuse_lossless
-from meshwright.train.lists import lists_for, refuse_early, refuse_endless
-from meshwright.train.loop import Judged, Outcome
-from meshwright.train.own import refuse_others, seeded, stamp
-from meshwright.train.phases import phase
-from meshwright.train.place import everywhere, launched, refuse_world
-from meshwright.train.rows import refuse_small_cuts
-from meshwright.train.run import check, cut, evaluate_on_rank, generate_on_rank, predict_on_rank, save_on_rank, train_on_rank
-from meshwright.train.save import save_whole
-from meshwright.train.start import Evaluation
-from meshwright.train.tracing import Traced
-from meshwright.train.vocabulary import refuse_ids, vocabularies
+from meshwright.train.data.batches import Source, without_unused
+from meshwright.train.data.collate import Collate, Collator, accepted, default_collator
+from meshwright.train.data.step_rows import refuse_small_cuts
+from meshwright.train.data.vocabulary import refuse_ids, vocabularies
+from meshwright.train.loop import on_rank as run
+from meshwright.train.loop.between_trainings import Carried, bring_back, gathered, take_notes
+from meshwright.train.loop.on_rank import (
+    check,
+    cut,
+    evaluate_on_rank,
+    generate_on_rank,
+    predict_on_rank,
+    save_on_rank,
+    train_on_rank,
+)
+from meshwright.train.loop.traced_steps import Traced
+from meshwright.train.loop.training_loop import Judged, Outcome
+from meshwright.train.session.save_model import save_whole
+from meshwright.train.setup import trainer_inputs as border
+from meshwright.train.setup.build_schedule import lists_for, refuse_early, refuse_endless
+from meshwright.train.setup.captured_layers import is_captured, refuse_lossless
+from meshwright.train.setup.check_capture import Evaluation
+from meshwright.train.setup.gradient_hooks import refuse_lost
+from meshwright.train.setup.own_weights import refuse_others, seeded, stamp
+from meshwright.train.setup.start_phases import phase
+from meshwright.train.setup.where import everywhere, launched, refuse_world
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.capture.check.written import weights_kept
+from meshwright.capture.check.restore_weights import weights_kept
 from meshwright.ir.placement import Rows
-from meshwright.runtime.layers import Layers, columns_of
-from meshwright.runtime.objective import Objective
+from meshwright.runtime.stage.layers import Layers, columns_of
+from meshwright.runtime.stage.objective import Objective
 from tests.zoo.family import Family
 
 BARS = {torch.float64: 1e-9, torch.float32: 1e-5}

@@ -13,11 +13,11 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from meshwright.capture.export import flatten
-from meshwright.capture.flat import Flat
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat
 from meshwright.errors import MeshwrightError
-from meshwright.train.layers import layers_for
-from meshwright.train.start import Evaluation, Start, check_start
+from meshwright.train.setup.captured_layers import layers_for
+from meshwright.train.setup.check_capture import Evaluation, Start, check_start
 from tests.zoo.compare import BARS, Graphs, compared, mode, plain, run
 from tests.zoo.family import Batch, Family, built, cast
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.plan import TransportName, parse_name
+from meshwright.ir.plan.plan import TransportName, parse_name
 from meshwright.runtime.transport.base import Channel
-from meshwright.runtime.transport.ping import Timed, ping
-from meshwright.runtime.transport.shared import SharedTransport
-from meshwright.runtime.transport.strict import StrictTransport
-from meshwright.runtime.transport.wire import TorchTransport
+from meshwright.runtime.transport.blocking import StrictTransport
+from meshwright.runtime.transport.self_test import Timed, ping
+from meshwright.runtime.transport.shared_memory import SharedTransport
+from meshwright.runtime.transport.torch_distributed import TorchTransport
 
 
 def open_transport(

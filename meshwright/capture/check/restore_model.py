@@ -1,0 +1,85 @@
+"""A model that a check has run is afterwards what it was: buffers, gradients, modes, attributes, random states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.capture.check.random_streams import keep_states
+
+PLAIN = (bool, int, float, complex, str, tuple, type(None))
+"""Attributes of these types are compared: a forward that changes one behaves differently at the next call."""
+
+
+@contextmanager
+def untouched(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Run a model and the layers that were captured from it; put everything back, whatever happens."""
+    modules = list(dict.fromkeys(module for root in (model, *layers) for module in root.modules()))
+    modes = [module.training for module in modules]
+    held = {module: dict(vars(module)) for module in model.modules()}
+    inside = [(value, copy(value)) for kept in held.values() for key, value in kept.items() if _is_container(key, value)]
+    owned = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
+    values = [(b, b.detach().clone()) for b in dict.fromkeys((*model.buffers(), *_buffers(layers))) if not b.is_meta]
+    gradients = {p: p.grad for p in model.parameters()}
+    restore = keep_states()
+    try:
+        yield
+    finally:
+        restore()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        for module, kept in held.items():
+            for name in [name for name in vars(module) if name not in kept]:
+                del vars(module)[name]
+            vars(module).update(kept)
+        for container, before in inside:
+            _refill(container, before)
+        for module, buffers in owned:
+            for name, buffer in buffers.items():
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+        put_back(values)
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training
+
+
+def put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors the values that were kept of them."""
+    with torch.no_grad():
+        for tensor, kept in values:
+            if not torch.equal(tensor, kept):
+                tensor.copy_(kept)
+
+
+def plain_attributes(model: nn.Module) -> dict[str, Any]:
+    """The numbers and texts that modules have as attributes, by path; modes are left out."""
+    found = {}
+    for path, module in model.named_modules():
+        owner = path or type(module).__name__
+        for name, value in vars(module).items():
+            if isinstance(value, PLAIN) and name != "training":
+                found[f"{owner}.{name}"] = value
+    return found
+
+
+def _buffers(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for layer in layers:
+        yield from layer.buffers()
+
+
+def _is_container(name: str, value: Any) -> bool:
+    """A list, dict or set of the user's; those of torch itself begin with an underscore and are left alone."""
+    return type(value) in (list, dict, set) and not name.startswith("_")
+
+
+def _refill(container: Any, before: Any) -> None:
+    if isinstance(container, list):
+        container[:] = before
+    else:
+        container.clear()
+        container.update(before)

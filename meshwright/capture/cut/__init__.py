@@ -1,0 +1,1 @@
+"""From a flat graph to stages: what is alive where, what layers cost, cut points, stage modules."""

@@ -1,0 +1,133 @@
+"""What crosses where: a flat graph as a line of operations, and the values that are alive between two of them.
+
+Values that depend on no parameter and draw no numbers (masks, positions, rotary tables, shifted labels) are made again
+wherever they are read and never cross; neither do parameters. An operation that changes memory in place belongs to what it
+changes: whoever reads that memory later also depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.capture.trace.graph import Flat, Kind, Node, refs
+from meshwright.capture.trace.operations import CHECKS, is_one_of
+
+
+@dataclass(frozen=True)
+class Line:
+    """The operations of a graph that make up its layers, in order; `free` are those that are made again where needed."""
+
+    flat: Flat
+    parameters: frozenset[str]
+
+    @cached_property
+    def state(self) -> frozenset[str]:
+        """State that lives in one layer: parameters, and buffers that change."""
+        return self.parameters | {name for node in self.flat.nodes for name in node.changes}
+
+    @cached_property
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """For each node what must have run before: what it reads, and who has changed that in place."""
+        changed: dict[int, list[str]] = {}
+        found: dict[str, tuple[str, ...]] = {}
+        for node in self.flat.nodes:
+            reads = list(node.reads)
+            for name in node.reads:
+                for memory in self.flat.by_name[name].memory:
+                    reads += changed.get(memory, ())
+            found[node.name] = tuple(dict.fromkeys(reads))
+            for memory in node.writes:
+                changed.setdefault(memory, []).append(node.name)
+        return found
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """The memory that is written into."""
+        return frozenset(memory for node in self.flat.nodes for memory in node.writes)
+
+    def is_written(self, name: str) -> bool:
+        """Is the memory of a value changed in place?"""
+        return not self.written.isdisjoint(self.flat.by_name[name].memory)
+
+    @cached_property
+    def free(self) -> frozenset[str]:
+        """Nodes that depend on no parameter and draw no numbers."""
+        bound: set[str] = set()
+        taken: set[int] = set()
+        before = -1
+        while len(bound) != before:  # what is changed in place binds its memory, and that its earlier views
+            before = len(bound)
+            for node in self.flat.nodes:
+                if node.kind is Kind.STATE and node.target in self.state:
+                    bound.add(node.name)
+                elif node.random or not taken.isdisjoint(node.memory) or any(name in bound for name in self.needs[node.name]):
+                    bound.add(node.name)
+                    taken.update(node.writes)
+        return frozenset(node.name for node in self.flat.nodes if node.name not in bound)
+
+    @cached_property
+    def work(self) -> tuple[Node, ...]:
+        """The operations that are no one's to repeat, in order; what nothing depends on is left out."""
+        alive = self._alive()
+        return tuple(
+            node for node in self.flat.nodes if node.kind is Kind.CALL and node.name in alive and node.name not in self.free
+        )
+
+    def _alive(self) -> set[str]:
+        """What the result depends on; changes of buffers count as results."""
+        wanted = [ref.name for ref in refs(self.flat.result)]
+        wanted += [node.name for node in self.flat.nodes if node.changes]
+        seen: set[str] = set()
+        while wanted:
+            name = wanted.pop()
+            if name not in seen and not is_one_of(self.flat.by_name[name].target, CHECKS):
+                seen.add(name)
+                wanted += self.needs[name]
+        return seen
+
+    @cached_property
+    def last_use(self) -> dict[str, int]:
+        """For each operation on the line the index of the last one that needs its value; results are needed at the end."""
+        index = {node.name: i for i, node in enumerate(self.work)}
+        found = dict(index)
+        for i, node in enumerate(self.work):
+            for name in self.closure([node.name]):
+                if name in found:
+                    found[name] = max(found[name], i)
+        for ref in refs(self.flat.result):
+            if ref.name in found:
+                found[ref.name] = len(self.work)
+        return found
+
+    def closure(self, names: Iterable[str]) -> dict[str, None]:
+        """What these nodes read, through everything that is made again on the way."""
+        found: dict[str, None] = {}
+        wanted = [need for name in names for need in self.needs[name]]
+        while wanted:
+            name = wanted.pop()
+            if name not in found:
+                found[name] = None
+                if name in self.free:
+                    wanted += self.needs[name]
+        return found
+
+    @cached_property
+    def crossings(self) -> tuple[tuple[str, ...], ...]:
+        """For each place p, before operation p of the line, the values that are alive there, in order."""
+        starts: dict[int, list[str]] = {}
+        ends: dict[int, list[str]] = {}
+        for i, node in enumerate(self.work):
+            if self.last_use[node.name] > i:
+                starts.setdefault(i + 1, []).append(node.name)
+                ends.setdefault(self.last_use[node.name] + 1, []).append(node.name)
+        alive: dict[str, None] = {}
+        found = []
+        for place in range(len(self.work) + 1):
+            for name in ends.get(place, ()):
+                del alive[name]
+            for name in starts.get(place, ()):
+                alive[name] = None
+            found.append(tuple(alive))
+        return tuple(found)

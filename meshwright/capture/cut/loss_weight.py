@@ -1,0 +1,74 @@
+"""What the loss of some rows counts: the labels behind a mean cross entropy that are not ignored, else rows.
+
+The target of that operation depends on no parameter: it is worked out from columns alone, shift and all, on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from meshwright.capture.cut.liveness import Line
+from meshwright.capture.cut.stage_modules import States, free_graph
+from meshwright.capture.trace.graph import Node, Ref
+from meshwright.capture.trace.operations import is_one_of
+
+MEAN = 1
+"""torch's number for the mean."""
+
+
+@dataclass(frozen=True)
+class Weigher:
+    """Counts labels; `columns` are what it reads."""
+
+    columns: tuple[str, ...]
+    targets: fx.GraphModule
+    ignored: int
+    classes: Tensor | None = None
+
+    def __call__(self, columns: Mapping[str, Tensor]) -> float:
+        """How many labels count; where classes have weights, what they weigh together."""
+        found: Tensor = self.targets(*(columns[name] for name in self.columns))[0]
+        counts = found != self.ignored
+        return float(counts.sum() if self.classes is None else self.classes[found[counts]].double().sum())
+
+
+def weigher(line: Line, states: States, device: torch.device | None = None) -> Weigher | None:
+    """The one mean over labels that the loss is made of; None where there is none, or more than one."""
+    found = [
+        node for node in line.work if is_one_of(node.target, ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
+    ]
+    if len(found) != 1 or ("loss" not in line.flat.outputs[:1] and line.flat.outputs[:1] != ("output",)):
+        return None
+    node = found[0]
+    target, weights = _argument(node, 1, "target", None), _argument(node, 2, "weight", None)
+    if not isinstance(target, Ref) or target.name not in line.free:
+        return None
+    classes = _fixed(line, weights, states, device)
+    if weights is not None and classes is None:
+        return None
+    size = line.flat.by_name[target.name].size
+    if size is None or size.learns or _argument(node, 3, "reduction", MEAN) != MEAN:
+        return None
+    graph, columns, _ = free_graph(line, [target.name], states, device)
+    return Weigher(columns, graph, int(_argument(node, 4, "ignore_index", -100)), classes)
+
+
+def _fixed(line: Line, weights: Any, states: States, device: torch.device | None) -> Tensor | None:
+    """Weights of classes that follow from buffers and constants alone."""
+    if not isinstance(weights, Ref) or weights.name not in line.free:
+        return None
+    graph, columns, _ = free_graph(line, [weights.name], states, device)
+    if columns or any(t.is_meta for t in graph.buffers()):
+        return None
+    with torch.no_grad():
+        found: Tensor = graph()[0]
+    return found.clone() if found.dim() == 1 else None
+
+
+def _argument(node: Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name, default)

@@ -1,0 +1,117 @@
+"""`capture`: the layers of a model as data for planners and people, without weights."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import nn
+
+from meshwright.capture.cut.cost import flops, saved
+from meshwright.capture.cut.cut_points import Chain
+from meshwright.capture.cut.liveness import Line
+from meshwright.capture.cut.stage_modules import needed
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat, Kind
+from meshwright.capture.trace.operations import LOOKUPS, PRODUCTS, is_one_of
+from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
+
+
+def capture(model: nn.Module, example_batch: Any, *, flat: Flat | None = None) -> ModelGraph:
+    """The chain of layers of a model, on any device and on meta; `flat` is its graph, if it is there already."""
+    flat = flat or flatten(model, example_batch)
+    line = line_of(model, flat)
+    return graph_of(model, line, Chain(line).starts)
+
+
+def line_of(model: nn.Module, flat: Flat) -> Line:
+    """A flat graph with its parameters known."""
+    return Line(flat, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
+
+
+def graph_of(model: nn.Module, line: Line, places: tuple[int, ...]) -> ModelGraph:
+    """What the layers between these places cost."""
+    first: dict[nn.Parameter, str] = {}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in every.items():
+        first.setdefault(parameter, name)
+    made = {node.name: k for k, (a, b) in enumerate(itertools.pairwise(places)) for node in line.work[a:b]}
+    kept = saved(line, places, model)
+    layers, begun, taken = [], set[str](), set[str]()
+    for k, (a, b) in enumerate(itertools.pairwise(places)):
+        names = _parameters(line, a, b)
+        own = tuple(dict.fromkeys(first[every[name]] for name in names))
+        sizes = {first[every[name]]: every[name] for name in names}
+        layers.append(
+            Layer(
+                name=_name(line, a, b, taken),
+                flops=sum(flops(line, node) for node in line.work[a:b]),
+                parameters=own,
+                parameter_bytes=sum(p.numel() * p.element_size() for p in sizes.values()),
+                output=tuple(_crossing(line, name, made) for name in line.crossings[b]) if b < len(line.work) else (),
+                saved_bytes=kept[k],
+                columns=_columns(line, a, b),
+                modules=_modules(line, a, b, begun),
+            )
+        )
+    used = {name for at in layers for name in at.parameters}
+    weights = tuple(Weight(name, tuple(p.shape), p.numel() * p.element_size()) for p, name in first.items() if name in used)
+    return ModelGraph(type(model).__name__, tuple(layers), weights)
+
+
+def _crossing(line: Line, name: str, made: dict[str, int]) -> Crossing:
+    size = line.flat.by_name[name].size
+    assert size is not None, "only tensors cross"
+    return Crossing(name, size.shape, size.bytes, made[name])
+
+
+def _parameters(line: Line, first: int, last: int) -> tuple[str, ...]:
+    """The parameters that a layer reads, by the names in the graph."""
+    by_name = line.flat.by_name
+    reads = [name for node in line.work[first:last] for name in node.reads]
+    names = [by_name[name].target for name in reads if by_name[name].kind is Kind.STATE]
+    return tuple(dict.fromkeys(name for name in names if name in line.parameters))
+
+
+def _columns(line: Line, first: int, last: int) -> tuple[str, ...]:
+    wanted = needed(line, [node.name for node in line.work[first:last]])
+    return tuple(line.flat.by_name[name].target for name in wanted if line.flat.by_name[name].kind is Kind.COLUMN)
+
+
+def _modules(line: Line, first: int, last: int, begun: set[str]) -> tuple[str, ...]:
+    """The modules whose first operation is the first of the layer, the outermost first."""
+    found = []
+    for index, node in enumerate(line.work[first:last]):
+        parts = node.path.split(".") if node.path else []
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            if name not in begun:
+                begun.add(name)
+                if index == 0:
+                    found.append(name)
+    return tuple(found)
+
+
+def _name(line: Line, first: int, last: int, taken: set[str]) -> str:
+    """The innermost module around the products of a layer; the first of them where that is around other layers too."""
+    work = line.work[first:last]
+    paths = [node.path for node in work if node.path and is_one_of(node.target, (*PRODUCTS, *LOOKUPS))]
+    paths = paths or [node.path for node in work if node.path] or [work[0].name]
+    name = paths[0]
+    for path in paths[1:]:
+        name = _common(name, path)
+    outside = [node.path for node in (*line.work[:first], *line.work[last:])]
+    if not name or any(path == name or path.startswith(f"{name}.") for path in outside):
+        name = paths[0]
+    found = name if name not in taken else f"{name}#{first}"
+    taken.add(found)
+    return found
+
+
+def _common(a: str, b: str) -> str:
+    found = []
+    for x, y in zip(a.split("."), b.split("."), strict=False):
+        if x != y:
+            break
+        found.append(x)
+    return ".".join(found)

@@ -1,0 +1,1 @@
+"""From a model to a flat graph of operations, through torch.export."""

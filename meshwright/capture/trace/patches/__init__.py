@@ -1,0 +1,1 @@
+"""What is replaced or refused while a model is traced."""

@@ -1,0 +1,1 @@
+"""Models without weights, and how chosen parameters get their values."""

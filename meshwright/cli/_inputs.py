@@ -1,0 +1,274 @@
+"""What the verbs have in common: sizes, options and costs from flags, schedules by name or file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright import schedules
+from meshwright.cli import _outputs as outputs
+from meshwright.cli._outputs import Format
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json
+from meshwright.ir.plan.plan import bytes_in
+from meshwright.ir.profile import StageCost, costs_from_json, even_costs
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Timeline
+
+SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
+MISFIT = "rows of costs do not divide"
+"""How a schedule says that a cost file is not for as many stages as it has."""
+ENDLESS_STEPS = 4
+"""How many steps of a schedule without a flush are run unless asked: enough to see past its fill."""
+
+
+def _bandwidth(text: str | float) -> float:
+    """Bytes per second: a number, or a size such as 25GB. Links are sold in bits, and 25Gb is an eighth of that: refused."""
+    if isinstance(text, str) and text.strip()[-2:] in ("kb", "Kb", "Mb", "Gb", "Tb"):
+        raise MeshwrightError(
+            f"--bandwidth {text} may mean bits, and is given in bytes per second",
+            fix="--bandwidth 25GB, or 3.125GB for 25 gigabits",
+        )
+    size = bytes_in(text) if isinstance(text, str) else None
+    try:
+        return float(text) if size is None else size
+    except ValueError:
+        raise MeshwrightError(f"--bandwidth is a number or a size, got {text!r}", fix="--bandwidth 25GB") from None
+
+
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME|FILE", help="A schedule by name, a file with one (.json, .csv), or package.module:function."),
+]
+ScheduleChoice = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="NAME|FILE",
+        show_default="onef1b",
+        help="A schedule by name, a file with one (.json, .csv), or package.module:function.",
+        rich_help_panel=SIZES,
+    ),
+]
+Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-n", help="Microbatches per step.", rich_help_panel=SIZES)]
+Steps = Annotated[int | None, typer.Option(help="Steps to run: 1, or 4 for schedules without a flush.", rich_help_panel=SIZES)]
+Option = Annotated[
+    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the schedule.", rich_help_panel=SIZES)
+]
+Forward = Annotated[float, typer.Option(help="One worker's forward per microbatch.", rich_help_panel=TIMES)]
+Backward = Annotated[float, typer.Option(help="One worker's backward per microbatch.", rich_help_panel=TIMES)]
+Split = Annotated[str, typer.Option(metavar="I:W", help="How a backward splits into its halves.", rich_help_panel=TIMES)]
+RecomputeTime = Annotated[
+    float,
+    typer.Option("--recompute-cost", help="Recompute per microbatch; above 0 every stage recomputes.", rich_help_panel=TIMES),
+]
+OldRecompute = Annotated[float | None, typer.Option("--recompute", hidden=True)]
+Send = Annotated[float, typer.Option(help="Latency of a message between two workers.", rich_help_panel=TIMES)]
+Bandwidth = Annotated[
+    float,
+    typer.Option(
+        parser=_bandwidth, metavar="SIZE", help="Bytes per second of a link: 25GB; with --costs.", rich_help_panel=TIMES
+    ),
+]
+DuplexChoice = Annotated[
+    Duplex, typer.Option("--duplex", help="Do the two directions of a link share it?", rich_help_panel=TIMES)
+]
+SyncCost = Annotated[float, typer.Option(help="Gradient sync of one worker's parameters.", rich_help_panel=TIMES)]
+Overlap = Annotated[float, typer.Option(min=0, max=1, help="How much of the shorter action a cell hides.", rich_help_panel=TIMES)]
+Costs = Annotated[Path | None, typer.Option(help="JSON with one row of costs per stage.", rich_help_panel=TIMES)]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="JSON with the links between workers, instead of --send.", rich_help_panel=TIMES)
+]
+BatchFunction = Annotated[
+    str | None, typer.Option("--batch-function", metavar="package.module:function", help="batch(step), with an own model.")
+]
+OldBatch = Annotated[str | None, typer.Option("--batch", hidden=True)]
+Plan = Annotated[
+    str | None,
+    typer.Option("--plan", "--parallel", metavar="PLAN", help="A plan file (.json, .toml), or JSON text.", rich_help_panel=SIZES),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the numbers as one JSON object.", rich_help_panel=OUTPUT)]
+
+
+FormatChoice = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="text, a file of JSON or CSV, a Perfetto trace, or a picture (svg; png needs -o).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=OUTPUT)]
+
+
+@dataclass(frozen=True)
+class CostFlags:
+    """Costs as given on the command line."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    split: str = "1:1"
+    recompute: float = 0.0
+    send: float = 0.0
+    sync_cost: float = 0.0
+    bandwidth: float = float("inf")
+    duplex: Duplex = Duplex.FULL
+    file: Path | None = None
+    cluster_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        """A file stands instead of these flags; what would have no effect is refused."""
+        self._refuse_beside("--costs", self.file, ("forward", "backward", "split", "recompute", "sync_cost"))
+        self._refuse_beside("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
+
+    def _refuse_beside(self, flag: str, file: Path | None, names: Sequence[str]) -> None:
+        given = [_flag(name) for name in names if getattr(self, name) != getattr(type(self), name)]
+        if file is not None and given:
+            raise MeshwrightError(f"{flag} {file} stands instead of {', '.join(given)}", fix="one of the two")
+
+    def stages(self, schedule: Schedule) -> Sequence[StageCost]:
+        """One row per stage of this schedule."""
+        if self.file is not None:
+            return costs_from_json(outputs.read(self.file))
+        return self.even(stages=schedule.stages, workers=schedule.workers)
+
+    def spread(self, schedule: Schedule) -> Sequence[StageCost]:
+        """The rows of a file over this schedule's stages: where it has v times as many, each row is cut into v equal parts."""
+        if self.file is None:
+            return self.stages(schedule)
+        rows = costs_from_json(outputs.read(self.file))
+        parts, left = divmod(schedule.stages, len(rows))
+        if left:
+            raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} {MISFIT}")
+        return tuple(row.scaled(1 / parts) for row in rows for _ in range(parts))
+
+    def refuse_ring(self, ring: bool) -> None:
+        """A ring has no collective whose time could be given: its sums travel as messages."""
+        if ring and self.sync_cost:
+            raise MeshwrightError(
+                f"--sync-cost {self.sync_cost:g} is the time of a collective, a ring sends its sums from worker to worker",
+                fix="--send, or --costs with parameter_bytes and --bandwidth",
+            )
+
+    def even(self, *, stages: int, workers: int) -> Sequence[StageCost]:
+        """Equal stages from one worker's totals."""
+        for name in ("forward", "backward", "recompute", "send", "sync_cost"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise MeshwrightError(f"{_flag(name)} must be zero or more, got {getattr(self, name)}")
+        return even_costs(
+            stages=stages,
+            workers=workers,
+            forward_s=self.forward,
+            backward_s=self.backward,
+            split=self._ratio(),
+            recompute_s=self.recompute,
+            sync_s=self.sync_cost,
+        )
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """One kind of link between all workers; None where messages are free."""
+        if self.cluster_file is not None:
+            return cluster_from_json(outputs.read(self.cluster_file))
+        if not self.send and self.bandwidth == float("inf"):
+            return None
+        if self.bandwidth <= 0:
+            raise MeshwrightError(f"--bandwidth must be above zero, got {self.bandwidth}")
+        return Cluster(Link(self.send, self.bandwidth), duplex=self.duplex)
+
+    def _ratio(self) -> tuple[float, float]:
+        try:
+            first, second = (float(part) for part in self.split.split(":"))
+        except ValueError:
+            raise MeshwrightError(f"--split must be a ratio I:W, got {self.split!r}", fix="--split 1:1") from None
+        if not (0 <= first < float("inf") and 0 <= second < float("inf") and first + second > 0):
+            raise MeshwrightError(f"--split must be a ratio of positive numbers, got {self.split!r}", fix="--split 1:1")
+        return first, second
+
+
+def _flag(field: str) -> str:
+    """What a cost is called on the command line."""
+    return "--recompute-cost" if field == "recompute" else f"--{field.replace('_', '-')}"
+
+
+def recompute_cost(given: float, old: float | None) -> float:
+    """--recompute-cost, or its old name --recompute, which is a mode in `verify`."""
+    if old is None:
+        return given
+    if given:
+        raise MeshwrightError("--recompute is the old name of --recompute-cost", fix="--recompute-cost alone")
+    sys.stderr.write("note: --recompute is now --recompute-cost here\n")
+    return old
+
+
+def batch_function(name: str | None, old: str | None) -> str | None:
+    """--batch-function; its old name --batch still works for a function, and will be a size."""
+    if old is None:
+        return name
+    if name is not None or ":" not in old:
+        raise MeshwrightError(f"--batch {old} is no batch function", fix="--batch-function package.module:function")
+    sys.stderr.write("note: --batch is now --batch-function; --batch will be a size\n")
+    return old
+
+
+def load(
+    name: str,
+    *,
+    workers: int,
+    microbatches: int,
+    steps: int | None,
+    option: Sequence[str] | None,
+    flags: CostFlags,
+    spread: bool = False,
+) -> Schedule:
+    """A schedule from its file, or built by name with the given sizes and options."""
+    path = Path(name)
+    if path.suffix in (".json", ".csv") or os.path.isfile(path):
+        if option or steps is not None:
+            raise MeshwrightError(f"{name} is a schedule file: --option and --steps are for schedules by name")
+        return load_file(path)
+    chosen = pairs(option)
+    if steps is None:
+        steps = ENDLESS_STEPS if "steps" in schedules.parameters(name) else 1
+    sizes = {"workers": workers, "microbatches": microbatches, "steps": steps}
+    costs = flags.spread if spread else flags.stages
+    return schedules.shaped(name, costs=costs, cluster=flags.cluster, **sizes, **chosen)
+
+
+def load_file(path: Path) -> Schedule:
+    """A schedule from a JSON or CSV file."""
+    return schedules.read(path)
+
+
+def read_costs(path: Path | None) -> tuple[StageCost, ...] | None:
+    """The rows of --costs."""
+    return None if path is None else costs_from_json(outputs.read(path))
+
+
+def timeline_file(name: str) -> Timeline | None:
+    """The timeline in a file that has one; None for everything else, which is a schedule."""
+    path = Path(name)
+    if path.suffix != ".json" or not os.path.isfile(path):
+        return None
+    text = outputs.read(path)
+    return Timeline.from_json(text) if '"kind": "timeline"' in text[:200] else None
+
+
+def pairs(option: Sequence[str] | None) -> dict[str, Any]:
+    """`--option key=value` flags as a mapping."""
+    found: dict[str, Any] = {}
+    for text in option or ():
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise MeshwrightError(f"--option takes KEY=VALUE, got {text!r}", fix="--option warmup=2")
+        if key in found:
+            raise MeshwrightError(f"--option {key} is given twice: {found[key]} and {value}", fix="give it once")
+        found[key] = value
+    return found

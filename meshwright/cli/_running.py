@@ -1,0 +1,61 @@
+"""What a user sees of a run: phases and logs as they come, and a summary at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", help="Write a Perfetto trace of steps 3 to 6, and keep the measurement.", rich_help_panel=inputs.OUTPUT
+    ),
+]
+
+
+def follow(trainer: Trainer, trace: Path | None, *, as_json: bool) -> None:
+    """Let a trainer show its start and its logs, and trace some steps where that was asked for."""
+    from meshwright.report.progress import Stream
+    from meshwright.train.loop.callbacks import ShownLines
+    from meshwright.train.loop.traced_steps import Traced
+
+    trainer.add_callback(ShownLines(Stream.STDERR if as_json else Stream.STDOUT))
+    if trace is not None:
+        if trainer.is_world_process_zero():
+            outputs.refuse_output(trace)
+        trainer.traced = Traced(Path(os.path.abspath(trace)))
+
+
+def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) -> None:
+    """Where the loss went, how fast, and how much memory each rank has had."""
+    from meshwright.report.progress import size_text
+
+    history, peaks, metrics = trainer.state.log_history, trainer.peak_bytes, output.metrics
+    if as_json:
+        found = {"steps": output.global_step, "loss": output.training_loss, "log": history}
+        typer.echo(json.dumps({**found, "metrics": metrics, "peak_bytes": peaks}))
+        return
+    losses = [entry["loss"] for entry in history if "loss" in entry] or [output.training_loss]
+    plan = trainer.args.plan
+    rate = metrics.get("train_samples_per_second", 0.0)
+    typer.echo(
+        f"{plan.schedule}  pp {plan.pp}, dp {plan.dp}, {plan.microbatches} microbatches: {output.global_step} steps, "
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {rate:.0f} rows/s"
+    )
+    tokens = [f"{metrics[name]:,.0f} tokens/s" for name in ("train_tokens_per_second",) if name in metrics]
+    step = [f"step {metrics['train_step_time']:.4g} s (median)", *tokens, f"{metrics['total_flos']:.3g} operations"]
+    typer.echo(", ".join(step))
+    typer.echo(f"peak memory per rank: {', '.join(map(size_text, peaks))}")
+    if trace is not None:
+        typer.echo(f"trace: {trace} (ui.perfetto.dev); meshwright measure {trainer.folder} says where the time went")
+    typer.echo(f"log: {trainer.folder / 'log.jsonl'}")

@@ -1,0 +1,145 @@
+"""How long each value lives on a worker: from the start of what makes it to the end of its last use there.
+
+Times play no part: a moment is a place in the worker's list, 2 i for the start of entry i and 2 i + 1 for its end. The
+simulator lays them over a clock, the byte budget counts them in order.
+
+    activations   F to B or W; R and I turn one form into another at their start, which is no second copy
+    gradients     one buffer per unit and round, from the first backward to the update; a sum lands in it, and stays
+                  until a ring has handed it on
+    parameters    a version until its last reader; an update is in place where nobody later wants the old one
+    messages      with the sender until sent, with the receiver from the start of the message
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Transfer, Value, actions
+from meshwright.ir.analysis.effects import ACTIVATIONS, CONSUMED
+from meshwright.ir.analysis.order import Flow
+from meshwright.ir.analysis.price import Price
+from meshwright.ir.schedule import Schedule
+
+UNCOUNTED = frozenset({Kind.NORM, Kind.OPT, Kind.TURN, Kind.WGRAD})
+"""Kinds that take no memory that is counted here, or that of a buffer."""
+
+SUMS = frozenset({Kind.SUM, Kind.PARTIAL})
+MESSAGES = frozenset({Kind.ACT, Kind.GRAD})
+
+BEFORE = -1
+"""The moment before a list starts."""
+
+
+class Life(NamedTuple):
+    """A value on a worker between two moments (None: to the end), its bytes, and its share of a worker's activations."""
+
+    value: Value
+    made: int
+    ended: int | None
+    bytes: float
+    activations: float
+
+
+def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
+    """Everything that a worker holds at some time."""
+    entries, values = flow.lists[worker], flow.values
+    last = {value: index for index, reads in enumerate(flow.reads[worker]) for value in reads}
+    gradients = dict(_gradients(flow, worker))
+    for number in flow.initial[worker]:
+        if values[number].kind not in UNCOUNTED:
+            yield _life(flow, price, worker, number, BEFORE, last)
+    for index, (entry, writes) in enumerate(zip(entries, flow.writes[worker], strict=True)):
+        for number in writes:
+            kind = values[number].kind
+            if kind in UNCOUNTED or (kind in SUMS and _in_buffer(values[number], entry, gradients)):
+                continue
+            if kind in MESSAGES and not price.value_bytes(worker, values[number]):
+                continue
+            yield _life(flow, price, worker, number, 2 * index + (kind is Kind.PARAM), last)
+    if price.recompute:
+        yield from _working(flow, price, worker)
+    for (unit, _), (first, end) in gradients.items():
+        buffer = Value(Kind.WGRAD, unit)
+        yield Life(buffer, 2 * first, end, price.value_bytes(worker, buffer), 0.0)
+
+
+def parameter_copies(found: Sequence[Life], schedule: Schedule) -> float:
+    """The most parameter versions alive at once, in units of one worker's share of the model."""
+    params = [life for life in found if life.value.kind is Kind.PARAM and life.value.stage < schedule.stages]
+    return max(_counts(params), default=0) * schedule.workers / schedule.stages
+
+
+def _counts(found: list[Life]) -> Iterator[int]:
+    """How many lives there are after each change; at one moment what ends goes first."""
+    changes = [(life.made, 1, 1) for life in found] + [(life.ended, 0, -1) for life in found if life.ended is not None]
+    now = 0
+    for _, _, step in sorted(changes):
+        now += step
+        yield now
+
+
+def _life(flow: Flow, price: Price, worker: int, number: int, made: int, last: dict[int, int]) -> Life:
+    value = flow.values[number]
+    active = value.kind in ACTIVATIONS
+    ended = None
+    if (use := last.get(number)) is not None and _ends(flow, value):
+        ended = 2 * use + (not (active and _swaps(flow.lists[worker][use], value)))
+    count = _fraction(price, worker, value) * flow.schedule.workers / flow.schedule.stages if active else 0.0
+    return Life(value, made, ended, price.value_bytes(worker, value), count)
+
+
+def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple[int, int | None]]]:
+    """For each (unit, round) with gradients here: the entry that makes the first, and the moment of the last use.
+
+    That is the update, or the send behind it that hands a ring's sum on.
+    """
+    first: dict[tuple[int, int], int] = {}
+    update: dict[tuple[int, int], int] = {}
+    values, microbatches = flow.values, flow.schedule.microbatches
+    for index, (entry, writes) in enumerate(zip(flow.lists[worker], flow.writes[worker], strict=True)):
+        for number in writes:
+            value = values[number]
+            if value.kind is Kind.WGRAD:
+                first.setdefault((value.stage, value.mb // microbatches), index)
+        if type(entry) is Action and entry.op is Op.U:
+            update[entry.stage, entry.version] = 2 * index + 1
+        elif type(entry) is Transfer and entry.sends and entry.value.kind is Kind.SUM:
+            update[entry.value.stage, entry.value.version] = 2 * index + 1
+    yield from ((key, (index, update.get(key))) for key, index in first.items())
+
+
+def _in_buffer(value: Value, entry: Entry, gradients: dict[tuple[int, int], tuple[int, int | None]]) -> bool:
+    """Does this value live in the gradient buffer: a sum, or the partial sum that this worker adds up itself?"""
+    if (value.stage, value.version) not in gradients:
+        return False
+    return value.kind is Kind.SUM or not isinstance(entry, Transfer)
+
+
+def _swaps(entry: Entry, value: Value) -> bool:
+    """Does this use turn one form of the activations into another (R: kept into saved, I: saved or kept into rest)?"""
+    if type(entry) is Action and (entry.op is Op.B or entry.op is Op.W):
+        return False
+    return any((a.op is Op.R or a.op is Op.I) and (a.stage, a.mb) == (value.stage, value.mb) for a in actions(entry))
+
+
+def _ends(flow: Flow, value: Value) -> bool:
+    """Does a value end with its last local use? Parameters only if they are replaced."""
+    if value.kind is Kind.PARAM:
+        return value._replace(version=value.version + 1) in flow.ids
+    return value.kind in CONSUMED or value.kind is Kind.SUM or value.kind is Kind.NORM
+
+
+def _working(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
+    """Activations that exist only while a whole backward with recompute inside runs."""
+    for index, entry in enumerate(flow.lists[worker]):
+        for action in actions(entry):
+            if action.op is Op.B and not price.recompute[action.stage].early:
+                saved = Value(Kind.SAVED, action.stage, action.mb, action.replica, 0, action.part)
+                size = price.recompute[action.stage].share * price.value_bytes(worker, saved)
+                yield Life(saved, 2 * index, 2 * index + 1, size, 0.0)
+
+
+def _fraction(price: Price, worker: int, value: Value) -> float:
+    whole = 1.0 if value.part == NONE else 1.0 / price.schedule.parts
+    return whole if price.narrow else whole * price.row_share(worker, value.replica, value.stage, value.mb)

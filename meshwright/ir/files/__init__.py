@@ -1,0 +1,1 @@
+"""File forms of schedules and measurements: JSON and CSV."""

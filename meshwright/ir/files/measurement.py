@@ -1,0 +1,89 @@
+"""What a run has measured: its lowered schedule, what its stages cost, and the timeline of one step; and their file form.
+
+    {"schema": 1, "kind": "measurement", "steps": [3, 6], "schedule": {...}, "costs": {...}, "timeline": {...}}
+
+The parts are the files that other verbs read: a schedule, a cost file and a timeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.files.schedule_json import schedule_from_json, schedule_to_json
+from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json
+from meshwright.ir.reader import Reader, parsed, positive, rows
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Timeline
+
+SCHEMA = 1
+FILE = "measurement.json"
+"""The file of a measurement inside the output folder of a run."""
+
+_KEYS = frozenset(["schema", "kind", "steps", "schedule", "costs", "timeline"])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measured plan.
+
+    Attributes:
+        schedule: The lowered schedule that ran.
+        costs: For each stage its seconds and bytes for one microbatch, the mean over traced steps.
+        timeline: The last traced step. Worker w of copy j is worker w + schedule.workers * j.
+        steps: The first and the last traced step of the run, counted from 1.
+    """
+
+    schedule: Schedule
+    costs: tuple[StageCost, ...]
+    timeline: Timeline
+    steps: tuple[int, int] = (1, 1)
+
+    @property
+    def copies(self) -> int:
+        """Copies of the pipeline (dp)."""
+        return self.timeline.workers // self.schedule.workers
+
+
+def measurement_to_json(found: Measurement) -> str:
+    """Write a measurement; `measurement_from_json` gives back an equal one."""
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "kind": "measurement",
+            "steps": found.steps,
+            "schedule": json.loads(schedule_to_json(found.schedule)),
+            "costs": json.loads(costs_to_json(found.costs)),
+            "timeline": json.loads(found.timeline.to_json()),
+        }
+    )
+
+
+def measurement_from_json(text: str) -> Measurement:
+    """Read a measurement."""
+    read = Reader(parsed(text, "a measurement"), "a measurement", kind="measurement", schema=SCHEMA, keys=_KEYS)
+    schedule: Schedule = read("schedule", _part(schedule_from_json))
+    costs: tuple[StageCost, ...] = read("costs", _part(costs_from_json))
+    timeline: Timeline = read("timeline", _part(Timeline.from_json))
+    if len(costs) != schedule.stages or timeline.workers % schedule.workers:
+        raise MeshwrightError(
+            f"a measurement of {schedule.stages} stages and {schedule.workers} workers has costs for {len(costs)} stages and a "
+            f"timeline of {timeline.workers} workers",
+            fix="the file as it was written",
+        )
+    return Measurement(schedule, costs, timeline, read("steps", _steps))
+
+
+def _part(convert: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """A part that is a file of its own elsewhere."""
+    return lambda value: convert(json.dumps(value))
+
+
+def _steps(value: Any) -> tuple[int, int]:
+    first, last = map(positive, rows(value))
+    if last < first:
+        raise MeshwrightError(f"steps {first} to {last} are none")
+    return first, last

@@ -1,0 +1,166 @@
+"""The file form of a schedule: JSON, one text of entries per worker and segment (docs/schedule-file.md describes it).
+
+    {"schema": 1, "kind": "schedule", "name": "onef1b", "microbatches": 2,
+     "placement": [[[[0]], [[1]]]], "period": ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]}
+
+What is left out has its default, so that short files stay short.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir import reader as reading
+from meshwright.ir.action import Action, parse
+from meshwright.ir.placement import Placement
+from meshwright.ir.reader import Reader, count, flag, number, parsed, positive, rows
+from meshwright.ir.schedule import ChannelOrder, Lists, Recompute, Schedule
+
+SCHEMA = 1
+LARGEST = 5_000_000
+"""No schedule is read or built with more entries: 64 workers with 4096 microbatches, lowered, have a third of it."""
+_KEYS = frozenset(
+    [
+        "schema",
+        "kind",
+        "name",
+        "microbatches",
+        "placement",
+        "rows",
+        "period",
+        "prologue",
+        "drain",
+        "repeats",
+        "options",
+        "parts",
+        "ties",
+        "recompute",
+        "turns",
+        "channels",
+        "flush",
+        "ring",
+        "norm",
+        "lowered",
+    ]
+)
+
+
+def schedule_to_json(schedule: Schedule) -> str:
+    """Write a schedule; `schedule_from_json` gives back an equal one."""
+    data: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": "schedule",
+        "name": schedule.name,
+        "microbatches": schedule.microbatches,
+        "placement": schedule.placement.teams,
+        "period": _texts(schedule.period),
+    }
+    optional: dict[str, tuple[Any, Any]] = {
+        "rows": (schedule.placement.rows, 0),
+        "prologue": (_texts(schedule.prologue), []),
+        "drain": (_texts(schedule.drain), []),
+        "repeats": (schedule.repeats, 1),
+        "options": (dict(schedule.options), {}),
+        "parts": (schedule.parts, 1),
+        "ties": (schedule.ties, ()),
+        "recompute": (schedule.recompute, None),
+        "turns": ([[str(a), str(b)] for a, b in schedule.turns], []),
+        "channels": ([[list(c.workers), " ".join(map(str, c.producers))] for c in schedule.channels], []),
+        "flush": (schedule.flush, True),
+        "ring": (schedule.ring, False),
+        "norm": (schedule.norm, False),
+        "lowered": (schedule.lowered, False),
+    }
+    data |= {key: value for key, (value, default) in optional.items() if value != default}
+    return json.dumps(data, indent=1)
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """Read a schedule; whatever is wrong with the file is said, with the place."""
+    return schedule_from(parsed(text, "a schedule file"), "a schedule file")
+
+
+def schedule_from(data: Any, what: str) -> Schedule:
+    """Read a schedule from the object that a file held."""
+    read = Reader(data, what, kind="schedule", schema=SCHEMA, keys=_KEYS)
+    placement = Placement(read("placement", _teams), read("rows", count, 0))
+    workers, stages = placement.workers, placement.stages
+    schedule = Schedule(
+        name=read("name", reading.text),
+        placement=placement,
+        microbatches=read("microbatches", positive),
+        period=read("period", lambda value: _lists(value, workers)),
+        prologue=read("prologue", lambda value: _lists(value, workers), ()),
+        drain=read("drain", lambda value: _lists(value, workers), ()),
+        repeats=read("repeats", count, 1),
+        options=read("options", lambda value: tuple(sorted(value.items())), ()),
+        parts=read("parts", positive, 1),
+        ties=read("ties", lambda value: tuple(tuple(count(s) for s in rows(group)) for group in rows(value)), ()),
+        recompute=read("recompute", lambda value: _recompute(value, stages), None),
+        turns=read("turns", lambda value: tuple((_action(a), _action(b)) for a, b in rows(value)), ()),
+        channels=read("channels", lambda value: tuple(_channel(c) for c in rows(value)), ()),
+        flush=read("flush", flag, True),
+        ring=read("ring", flag, False),
+        norm=read("norm", flag, False),
+        lowered=read("lowered", flag, False),
+    )
+    _refuse_large(schedule)
+    return schedule
+
+
+def _refuse_large(schedule: Schedule) -> None:
+    """A short file may stand for more than fits into memory: periods, turns, parts and workers are all unrolled."""
+    once, often = (sum(map(len, lists)) for lists in ((*schedule.prologue, *schedule.drain), schedule.period))
+    lists = (once + schedule.repeats * (often + len(schedule.turns))) * schedule.parts
+    if (size := schedule.workers + lists + schedule.parts) > LARGEST:
+        raise MeshwrightError(
+            f"{schedule.name} unrolls to {size} entries ({schedule.workers} workers, {often} entries in a period, "
+            f"{schedule.repeats} repeats, {schedule.parts} parts), at most {LARGEST} are read",
+            fix="fewer repeats: one period stands for training of any length",
+        )
+
+
+def _recompute(value: Any, stages: int) -> tuple[Recompute, ...] | None:
+    if value is None:
+        return None
+    if len(rows(value)) != stages:
+        raise MeshwrightError(f"there are {stages} stages, recompute names {len(value)}")
+    found = tuple(Recompute(number(share), flag(early)) for share, early in value)
+    if any(how.share > 1 for how in found):
+        raise MeshwrightError("a share of recompute is at most 1")
+    return found
+
+
+def _texts(lists: Lists) -> list[str]:
+    return [" ".join(map(str, entries)) for entries in lists]
+
+
+def _lists(value: Any, workers: int) -> Lists:
+    if len(rows(value)) not in (0, workers):
+        raise MeshwrightError(f"the placement has {workers} workers, there are {len(value)} lists")
+    return tuple(tuple(parse(word) for word in reading.text(text).split()) for text in value)
+
+
+def _teams(value: Any) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
+    teams = tuple(
+        tuple(tuple(tuple(count(w) for w in rows(t)) for t in rows(stage)) for stage in rows(copy)) for copy in rows(value)
+    )
+    if not teams or not teams[0] or any(len(copy) != len(teams[0]) for copy in teams):
+        raise MeshwrightError("every replica needs the same stages, at least one")
+    if any(not stage or any(not team or len(set(team)) != len(team) for team in stage) for copy in teams for stage in copy):
+        raise MeshwrightError("every stage needs at least one team, and a team different workers")
+    return teams
+
+
+def _channel(value: Any) -> ChannelOrder:
+    (first, second), producers = value
+    return ChannelOrder((count(first), count(second)), tuple(_action(word) for word in reading.text(producers).split()))
+
+
+def _action(text: Any) -> Action:
+    action = parse(reading.text(text))
+    if not isinstance(action, Action):
+        raise MeshwrightError(f"'{text}' is not a single action")
+    return action

@@ -1,0 +1,256 @@
+"""What a user asks for: degrees, a schedule, and how it is to run. One type for the API, a file's table and the flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from math import inf, nan
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.input_limits import refuse_unfit, shown
+from meshwright.ir.plan.plan_order import Follows, followed, order_of, refers
+from meshwright.ir.profile import StageCost, costs_from
+from meshwright.ir.reader import LARGEST
+from meshwright.ir.schedule import Schedule
+
+LOCAL_RANKS = 256
+"""More processes than this are not started on one host."""
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]B|[KMG]iB)", re.IGNORECASE)
+
+
+class TransportName(StrEnum):
+    """How messages travel."""
+
+    AUTO = "auto"  # shared where possible, else torch
+    TORCH = "torch"  # torch.distributed
+    SHARED = "shared"  # shared memory of one host
+    STRICT = "strict"  # every send and receive blocks: to test schedules
+
+
+def parse_name(name: str) -> TransportName:
+    """The transport that a user's word means."""
+    try:
+        return TransportName(name)
+    except ValueError:
+        raise MeshwrightError(f"'{name}' is not a transport", fix=f"one of {', '.join(TransportName)}") from None
+
+
+class Unsaid(int):
+    """A count that nobody gave: an own schedule may say another one."""
+
+
+class UnsaidName(str):
+    """A name that nobody gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """`pp` workers per pipeline, `dp` copies of it, `width[s]` workers that share the rows of stage s.
+
+    `schedule` is a name, a `Schedule`, a schedule file, or `package.module:function`. The last two stay as they are until
+    `schedules.settled` has read or called them.
+    """
+
+    pp: int = Unsaid(1)
+    dp: int = 1
+    schedule: str = UnsaidName("onef1b")
+    microbatches: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+    sync: str = "eager"
+    recompute: str | float | Sequence[float] | None = None
+    width: tuple[int, ...] = ()
+    transport: str = "auto"
+    stages: tuple[str | int, ...] = ()
+    """Where stages behind the first begin: modules by name, or numbers of layers; empty for cuts that are worked out."""
+    order: Schedule | None = None
+    """The lists themselves, where they are not what the builder of a named schedule gives; `pp` and others follow from it."""
+    costs: tuple[StageCost, ...] = ()
+    """What each stage costs, where it was measured: builders and lowering shape a schedule by it."""
+
+    def __post_init__(self) -> None:
+        self._take_own()
+        for name, least in (("pp", 1), ("dp", 1), ("microbatches", 0)):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or not least <= count < LARGEST:
+                raise MeshwrightError(
+                    f"{name} must be a whole number of at least {max(least, 1)} and below {LARGEST}, got {shown(count)}",
+                    fix=f"{name}=4",
+                )
+        for name, example in (("schedule", "onef1b"), ("sync", "eager"), ("transport", "auto")):
+            if not isinstance(word := getattr(self, name), str):
+                raise MeshwrightError(f"{name} is a name, got {shown(word)}", fix=f'{name}="{example}"')
+        parse_name(self.transport)
+        options = _options(self.options)
+        self._set(options=options, recompute=_recompute(self.recompute), width=_width(self.width), stages=_stages(self.stages))
+        self._set(costs=() if self.costs in (None, (), []) else costs_from(self.costs, "the costs of a plan"))
+        if self.order is not None:
+            self._follow(self.order)
+        elif refers(self.schedule):
+            self._set(microbatches=self.microbatches or Unsaid(self.pp))
+        else:
+            self._set(pp=int(self.pp), schedule=str(self.schedule), microbatches=int(self.microbatches) or int(self.pp))
+        if self.width and len(self.width) != self.pp and not isinstance(self.pp, Unsaid):
+            raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
+
+    def _take_own(self) -> None:
+        """A schedule that is given as such is an order; a path is the name of a file."""
+        given: object = self.schedule
+        if isinstance(given, Schedule):
+            if self.order is not None:
+                raise MeshwrightError("schedule and order are both a schedule", fix="one of them")
+            self._set(schedule=given.name, order=given)
+        elif isinstance(given, Path):
+            self._set(schedule=str(given))
+        self._set(order=order_of(self.order))
+
+    def _follow(self, order: Schedule) -> None:
+        """Counts that an order says; what was given besides must agree."""
+        given = Follows(
+            pp=None if isinstance(self.pp, Unsaid) else self.pp,
+            microbatches=None if isinstance(self.microbatches, Unsaid) else self.microbatches or None,
+            width=self.width,
+            schedule=None if isinstance(self.schedule, UnsaidName) else self.schedule,
+            options=self.options or None,
+        )
+        found = followed(order, given)
+        self._set(pp=found.pp, microbatches=found.microbatches, width=found.width, schedule=found.schedule)
+        self._set(options=_options(found.options))
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def given(self) -> dict[str, Any]:
+        """All fields by name, but for counts that nobody gave."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if not isinstance(value, Unsaid | UnsaidName)}
+
+    @classmethod
+    def of(cls, given: Parallel | Mapping[str, Any]) -> Parallel:
+        """From a mapping; what is unknown is refused with what is known."""
+        if isinstance(given, Parallel):
+            return given
+        if not isinstance(given, Mapping):
+            raise MeshwrightError(f"parallel is a Parallel or a mapping, got {shown(given)}", fix="parallel=dict(pp=2)")
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(map(str, set(given) - set(known))):
+            raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))[:400]}", fix=", ".join(known))
+        return cls(**given)
+
+    @property
+    def budget_bytes(self) -> float | None:
+        """What a worker may keep between forwards and backwards, where recompute is to be chosen by that."""
+        return self.recompute if isinstance(self.recompute, float) else None
+
+    @property
+    def workers(self) -> int:
+        """Workers of one copy."""
+        return sum(self.width) if self.width else int(self.pp)
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return self.workers * self.dp
+
+
+def refuse_crowd(ranks: int) -> None:
+    """One host takes so many workers and no more; called before any is started."""
+    if ranks > LOCAL_RANKS:
+        raise MeshwrightError(
+            f"{ranks} workers are more than the {LOCAL_RANKS} that are started on one host", fix="torchrun on more hosts"
+        )
+
+
+def bytes_in(text: str) -> float | None:
+    """A size such as 2GB or 512 MiB in bytes; None where the text is no size with a unit."""
+    size = _SIZE.fullmatch(text.strip())
+    return float(size[1]) * _UNITS[size[2].upper()] if size else None
+
+
+def _options(given: object) -> dict[str, object]:
+    """Options by name; None are none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise MeshwrightError(f"options are a mapping from names to values, got {shown(given)}", fix="options={'chunks': 2}")
+    for name, value in given.items():
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise MeshwrightError(f"option {name} must be below {LARGEST}, got {shown(value)}", fix=f"options={{'{name}': 2}}")
+    refuse_unfit(given, "a mapping of options")
+    return dict(given)
+
+
+def _recompute(given: object) -> str | float | tuple[float, ...] | None:
+    """A mode by name, a budget in bytes, or shares; that there is one for each stage is checked where stages are known."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        budget = bytes_in(given)
+        if budget is None:
+            return given
+        if budget < inf:
+            return budget
+    elif 1 < (budget := _number(given)) < inf:
+        return budget
+    if (shares := _listed(given)) is None or not all(_is_share(share) for share in shares):
+        raise MeshwrightError(
+            "recompute is a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, "
+            f"got {shown(given)}",
+            fix="recompute='inline', recompute='2GB', or recompute=[0.5, 1]",
+        )
+    return tuple(float(share) for share in shares)
+
+
+def _listed(given: object) -> tuple[Any, ...] | None:
+    """The members of a list or another sequence; None for texts and bytes, which are one thing each."""
+    single = isinstance(given, str | bytes | bytearray | memoryview)
+    return tuple(given) if isinstance(given, Sequence) and not single else None
+
+
+def _is_share(given: object) -> bool:
+    return 0 <= _number(given) <= 1
+
+
+def _number(given: object) -> float:
+    """A number as a float: infinity where it is too large for one, NaN where it is no number."""
+    if not isinstance(given, Real) or isinstance(given, bool):
+        return nan
+    try:
+        return float(given)
+    except OverflowError:
+        return inf
+
+
+def _stages(given: object) -> tuple[str | int, ...]:
+    """Where stages begin; None is wherever it is best."""
+    if given is None:
+        return ()
+    found = _listed(given)
+    if found is None or not all(_is_place(at) for at in found):
+        raise MeshwrightError(
+            f"stages names the modules that stages begin with, got {shown(given)}",
+            fix='stages=["model.layers.4", "model.layers.8"]',
+        )
+    return found
+
+
+def _is_place(given: object) -> bool:
+    return isinstance(given, str) or (isinstance(given, int) and not isinstance(given, bool) and abs(given) < LARGEST)
+
+
+def _width(given: object) -> tuple[int, ...]:
+    """Workers of each stage; None is one each."""
+    if given is None:
+        return ()
+    found = _listed(given)
+    if found is None or any(isinstance(w, bool) or not isinstance(w, int) or not 0 < w < LARGEST for w in found):
+        raise MeshwrightError(f"width names workers per stage, got {shown(given)}", fix="width=(4, 2, 1, 1)")
+    return found

@@ -1,0 +1,110 @@
+"""A plan as a file: what a user asks for (`Parallel`), in JSON or TOML, with a schema number.
+
+schema = 1
+[parallel]
+pp = 4
+schedule = "chimera"
+microbatches = 8
+
+A plan with an order has it beside the table, as `order`, in the form of a schedule file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.files.schedule_json import schedule_to_json
+from meshwright.ir.input_limits import file_text, shown, toml
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.plan.plan_order import order_of
+from meshwright.ir.reader import Reader, parsed
+
+SCHEMA = 1
+WHAT = "a plan file"
+
+_log = logging.getLogger(__name__)
+
+
+def plan_to_json(parallel: Parallel) -> str:
+    """The file form of a plan."""
+    table = plan_table(parallel)
+    order = {"order": table.pop("order")} if "order" in table else {}
+    return json.dumps({"schema": SCHEMA, "parallel": table, **order}, indent=1)
+
+
+def plan_table(given: Parallel | Mapping[str, Any]) -> dict[str, Any]:
+    """A plan as values that JSON has; `order` and `costs` are left out where there are none."""
+    found = given.given() if isinstance(given, Parallel) else dict(given)
+    order, costs = found.pop("order", None), found.pop("costs", ())
+    if order is not None:
+        found["order"] = order if isinstance(order, Mapping) else json.loads(schedule_to_json(order))
+    if costs:
+        found["costs"] = [row if isinstance(row, Mapping) else asdict(row) for row in costs]
+    return found
+
+
+def plan_from_json(text: str) -> Parallel:
+    """Read a plan."""
+    return Parallel.of(_table(parsed(text, WHAT)))
+
+
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """What a plan file asks for, key by key, as it was written."""
+    path = Path(path)
+    text = file_text(path, "the plan", fix="parallel=dict(pp=2), or a JSON or TOML file")
+    found = _table(toml(text, f"the plan {path}") if path.suffix == ".toml" else parsed(text, WHAT))
+    Parallel.of(found)
+    say_code(path, found.get("schedule"))
+    return found
+
+
+def say_code(path: Path, *names: object) -> None:
+    """A file may come from others, and functions that it names are run: said once, by the rank that speaks for all."""
+    named = [name for name in names if isinstance(name, str) and ":" in name]
+    if named and os.environ.get("RANK", "0") == "0":
+        _log.warning("%s names %s: training imports and runs this code with your rights", path, " and ".join(named))
+
+
+def asked(given: Parallel | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """What `parallel=` asks for, key by key: a Parallel, a mapping, JSON text, or a plan file; None is one process."""
+    if given is None:
+        return {}
+    if isinstance(given, Parallel):
+        return given.given()
+    if isinstance(given, str) and given == "auto":
+        raise MeshwrightError(
+            'parallel="auto" needs the planner, which does not exist yet', fix='parallel=dict(pp=4, schedule="chimera")'
+        )
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        data = parsed(given, "a plan")
+        given = _table(data) if isinstance(data, dict) and "parallel" in data else data
+    if isinstance(given, str | Path):
+        return read_plan(given)
+    Parallel.of(given)
+    return dict(given)
+
+
+def _table(data: Any) -> dict[str, Any]:
+    """The one table of the file, with the order that stands beside it."""
+    read = Reader(data, WHAT, kind=None, schema=SCHEMA, keys=frozenset({"schema", "parallel", "order"}))
+    found = dict(read("parallel", _mapping))
+    if "schema" not in data:
+        raise MeshwrightError(f"{WHAT} has no 'schema'", fix=f'"schema": {SCHEMA}')
+    if "order" in data:
+        if found.get("order") is not None:
+            raise MeshwrightError(f"{WHAT} has an order in 'parallel' and another beside it", fix="one of them")
+        found["order"] = read("order", order_of)
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise MeshwrightError(f"{shown(value)} is no table")
+    return value

@@ -1,0 +1,1 @@
+"""Emulated devices: timed waits in place of compute, with real messages."""

@@ -1,0 +1,219 @@
+"""Emulated actions: timed waits in place of compute, with the real messages, order and executor.
+
+A stage that sleeps leaves the CPU idle as a GPU would, so many workers run in real time on few cores. Every message
+carries two times, when its link is free again and when it may be read:
+
+    wall      an action starts when its messages have really arrived (and their modelled time on the link is over)
+    stamped   an action starts at max(worker free, times in its messages), all modelled, and sleeps to that moment
+
+Both follow the rules of the simulator, from the same prices, but worker by worker while it runs: no one sees the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.ir.action import Kind, Op
+from meshwright.ir.analysis.price import Price
+from meshwright.ir.cluster import Duplex
+from meshwright.runtime.emulate.durations import Work, peer_of, rounds_before_compute, works
+from meshwright.runtime.executor.executor import Do, Store
+from meshwright.runtime.program import Program, Step
+from meshwright.runtime.stage.stage import Bundle
+from meshwright.runtime.tracing.clock import Clock, Timing
+from meshwright.runtime.tracing.trace import Trace
+from meshwright.runtime.transport.edges import Incoming, Outgoing, Pending
+
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+"""Process groups by their members."""
+
+
+class Reduction:
+    """A sync under way: the latest of all members' times, when it has been waited for."""
+
+    __slots__ = ("_before", "_end_s", "_takes_s", "_word", "_work")
+
+    def __init__(self, ready_s: float, takes_s: float, group: dist.ProcessGroup | None, before: Reduction | None) -> None:
+        self._takes_s, self._before = takes_s, before
+        self._end_s: float | None = None
+        self._word = torch.tensor([ready_s], dtype=torch.float64)
+        self._work = None if group is None else dist.all_reduce(self._word, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def end_s(self) -> float:
+        """When its sum is there."""
+        if self._end_s is None:
+            if self._work is not None:
+                self._work.wait()
+            before = self._before.end_s() if self._before is not None else 0.0
+            self._end_s = max(self._word.item(), before) + self._takes_s
+            self._before = self._work = None
+        return self._end_s
+
+
+class Arrivals(Store):
+    """Slots that hold the times at which values may be read, or syncs.
+
+    `turn_s` is the latest of those that the executor took itself; `links[peer, outward]` says until when a link is taken.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(len(program.values))
+        self.turn_s = 0.0
+        self.links: dict[tuple[int, bool], float] = {}
+        self.peers = {step.slot: peer_of(step) for step in program.steps if step.channel is not None and not step.sends}
+
+    def take(self, slot: int) -> object:
+        """The time of a message, waited for if it is still on its way, or whatever else is there."""
+        found = self.slots[slot]
+        if type(found) is not Pending:
+            return found
+        free, ready = found.wait().tensors[0][:2].tolist()
+        peer = self.peers[slot]
+        self.links[peer, False] = free
+        self.slots[slot] = ready
+        return ready
+
+    def pop(self, slot: int) -> object:
+        """The executor takes turns this way and throws them away: their time is kept."""
+        found = self.take(slot)
+        self.slots[slot] = None
+        if type(found) is float and found > self.turn_s:
+            self.turn_s = found
+        return found
+
+
+class WaitActions:
+    """The actions of an emulated worker: each waits as long as the modelled device would take.
+
+    `free_s` is when the device has done what it began, on the model's clock or on the wall's.
+    """
+
+    def __init__(
+        self, program: Program, price: Price, groups: Groups, timing: Timing, clock: Clock, trace: Trace | None = None
+    ) -> None:
+        self.program, self.price, self.groups, self.clock, self.trace = program, price, groups, clock, trace
+        self.wall = timing is Timing.WALL
+        self.half = price.cluster.duplex is Duplex.HALF
+        self.arrivals = Arrivals(program)
+        self.store: Store = self.arrivals
+        self.free_s = self.ended_s = 0.0
+        self._works = works(program, price)
+        self._middle = rounds_before_compute(program.schedule)
+        self._last: tuple[dist.ProcessGroup | None, Reduction] | None = None
+        self.token = Bundle((torch.zeros(2, dtype=torch.float64),), (False,))
+
+    def start(self, moment_s: float) -> None:
+        """Everything begins at this moment."""
+        self.free_s = self.ended_s = moment_s
+        self.arrivals.links.clear()
+        self._last = None
+
+    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """Nothing to do: walks follow each other, and take no data."""
+
+    def end(self) -> None:
+        """What was begun ends."""
+        self.clock.sleep_until(self.free_s)
+        self.ended_s = self.clock.now()
+
+    # -- actions
+
+    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
+        """The function that waits as long as a step takes, or sends and receives messages of the size of its value."""
+        if isinstance(line, Outgoing):
+            return lambda: line.send(self._message(step))
+        if isinstance(line, Incoming):  # both ends know the size from the prices
+            words = self._works[id(step)].words
+            return line.fill_into(self.store.slots, step, lambda: Bundle((torch.empty(words, dtype=torch.float64),), (False,)))
+        match step.action.op:
+            case Op.S if not self.program.schedule.ring:
+                members = self.program.schedule.holders[step.action.stage]
+                return partial(self._reduce, step, self.groups[members] if len(members) > 1 else None, Kind.SUM)
+            case Op.N if step.round not in self._middle:  # at the end of a run nobody waits for it
+                return lambda: None
+            case Op.N:
+                return partial(self._reduce, step, dist.group.WORLD if self.program.schedule.workers > 1 else None, Kind.NORM)
+            case _:
+                return partial(self._act, step)
+
+    def _act(self, step: Step) -> None:
+        work = self._works[id(step)]
+        if work.second:  # a cell was done by its first action
+            return
+        ready = self._ready(work)
+        start = max(self._now(), ready)
+        if self.trace is not None or (work.takes_s and not self.wall):
+            self.clock.sleep_until(start)
+        if self.trace is not None:
+            self.trace.begin()
+            if step.action.op is Op.U:
+                self.trace.landed(step.action.stage, step.round)
+        self.free_s = start + work.takes_s
+        # Stamped times are known before they come: messages leave while the action that made them is slept through.
+        if self.wall or self.trace is not None:
+            self.clock.sleep_until(self.free_s)
+
+    def _reduce(self, step: Step, group: dist.ProcessGroup | None, kind: Kind) -> None:
+        """A worker's collectives run one after the other: those of one group follow from each other at the wait, for others
+        the one before is waited for here (all its members come before ours in the order that was proved)."""
+        work = self._works[id(step)]
+        ready = max(self._now(), self._ready(work))
+        before: Reduction | None = None
+        if self._last is not None:
+            if self._last[0] is group:
+                before = self._last[1]
+            else:
+                ready = max(ready, self._last[1].end_s())
+        if self.trace is not None:
+            self.trace.watch(step.action.stage)
+        found = Reduction(ready, work.takes_s, group, before)
+        self._last = group, found
+        for slot in step.writes[kind]:
+            self.store.slots[slot] = found
+
+    # -- messages
+
+    def _message(self, step: Step) -> Bundle:
+        work, peer, links = self._works[id(step)], peer_of(step), self.arrivals.links
+        start = max(self._now(), links.get((peer, True), 0.0), *[self._stamp(slot) for slot in work.waits])
+        if self.half:  # the link is taken by what stands before this in the list, in either direction
+            for slot in work.link_waits:
+                self._stamp(slot)
+            start = max(start, links.get((peer, False), 0.0))
+        links[peer, True] = free = start + work.takes_s
+        message = torch.empty(work.words, dtype=torch.float64)
+        message[0], message[1] = free, free + work.latency_s
+        return Bundle((message,), (False,))
+
+    def form(self) -> Hashable:
+        """Sizes are the same in all walks."""
+        return None
+
+    def shape(self, step: Step) -> object:
+        """All messages cross, and both ends know their sizes."""
+        return self._works[id(step)].shape
+
+    # -- times
+
+    def _now(self) -> float:
+        return self.clock.now() if self.wall else self.free_s
+
+    def _ready(self, work: Work) -> float:
+        """When everything that a step waits for is there; it really is when this returns."""
+        ready, self.arrivals.turn_s = self.arrivals.turn_s, 0.0
+        for slot in work.waits:
+            if (time := self._stamp(slot)) > ready:
+                ready = time
+        return ready
+
+    def _stamp(self, slot: int) -> float:
+        """The time at which what is in a slot may be read."""
+        found = self.store.take(slot)
+        if type(found) is float:
+            return found
+        return found.end_s() if isinstance(found, Reduction) else 0.0

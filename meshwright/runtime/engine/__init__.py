@@ -1,0 +1,1 @@
+"""One rank of a run: training and evaluation of a lowered schedule."""

@@ -1,0 +1,262 @@
+"""Everything a rank needs to run a lowered schedule, put together: mesh, groups, transport, stages, units, executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Op, walk
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Timeline
+from meshwright.passes.check import refuse_unproved
+from meshwright.runtime.executor.executor import Executor
+from meshwright.runtime.executor.train_actions import TrainActions
+from meshwright.runtime.mesh import Mesh, sync_groups
+from meshwright.runtime.parameters.parameters import Parameters, Rules, refuse_rules
+from meshwright.runtime.parameters.unit import Adder, Collective, Optimizer, Scheduler, Unit
+from meshwright.runtime.program import channels, program
+from meshwright.runtime.stage.batch import Batch, Batches, Given, Own
+from meshwright.runtime.stage.cpu_formats import require
+from meshwright.runtime.stage.graphs_by_size import Graphs
+from meshwright.runtime.stage.layers import Layers, refuse_hooks, refuse_stray, refuse_tied_hooks, require_layers
+from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective, Tally
+from meshwright.runtime.stage.precision import Precision, refuse
+from meshwright.runtime.stage.stage import Stage
+from meshwright.runtime.tracing.clock_offset import common_clock
+from meshwright.runtime.tracing.trace import Trace, gather
+from meshwright.runtime.transport.choose import open_transport
+from meshwright.runtime.transport.edges import Edges
+from meshwright.runtime.transport.pair_sum import Pair
+from meshwright.runtime.transport.shared_memory import SharedTransport
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run, beside the schedule; `microbatches` is per step and copy."""
+
+    optimizer: Optimizer
+    microbatches: int
+    copies: int = 1
+    scheduler: Scheduler | None = None
+    loss: Loss | None = None
+    count: Count | None = None
+    loss_kind: LossKind = LossKind.MEAN
+    rules: Rules = field(default_factory=Rules)
+    transport: str = "auto"
+    seed: int = 0
+    precision: Precision = field(default_factory=Precision)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+EQUAL = ("microbatches", "copies", "loss_kind", "rules", "transport", "seed", "precision")
+"""The settings that must be the same on all ranks."""
+
+
+class Engine:
+    """One rank of a run. Every rank makes it with equal arguments, inside an initialised process group."""
+
+    def __init__(self, schedule: Schedule, layers: Layers, settings: Settings, trace: Trace | None = None) -> None:
+        self._is_whole = schedule.flush and all(a.op is not Op.I for entries in schedule.lists for a in walk(entries))
+        _refuse(schedule, layers, settings)
+        _refuse_hooks(schedule, layers, whole=self._is_whole)
+        _refuse_unequal(schedule, layers, settings)
+        self.schedule, self.layers, self.settings = schedule, layers, settings
+        self.objective = Objective(settings.loss, weigh=layers.weigh, count=settings.count, kind=settings.loss_kind)
+        self.scaler = settings.precision.scaler()
+        self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
+        self.groups = sync_groups(self.mesh, schedule)
+        lines = channels(schedule, settings.copies)
+        self.transport = open_transport(settings.transport, lines, self.mesh.rank, device=settings.device)
+        self.program = program(schedule, self.mesh.worker, self.mesh.rank_of)
+        self.stages = {stage: self._stage(stage) for stage in self.program.stages}
+        self.graphs = Graphs(layers, self.stages, settings.device, versioned=not schedule.flush)
+        self._start_equal()
+        self.units = {unit: self._unit(unit) for unit in self.program.units}
+        mine = {p for unit in self.units.values() for p in unit.params}
+        self._others = [p for p in self.layers.names if p not in mine and p.grad is None]
+        layers_here = {stage: at.layers for stage, at in self.stages.items()}
+        self.parameters = Parameters(
+            self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
+        )
+        self.actions = TrainActions(self.program, self.stages, self.parameters, settings.microbatches, self.graphs)
+        self.executor = Executor(
+            self.program, Edges(self.transport, settings.device, None if trace is None else trace.arrived), self.actions, trace
+        )
+        if trace is not None:
+            self._watch(trace)
+
+    def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
+        """Walk the schedule once with the batches of its steps: one, or several where its lists hold more microbatches."""
+        _refuse_hooks(self.schedule, self.layers, whole=self._is_whole)
+        behind = max(self.schedule.stages, self.schedule.steps)  # a walk asks for the forms of all its batches first
+        batches = Batches(lambda step: self._cut(batch(step)), behind)
+        if self.scaler is not None and not self.scaler.unit:
+            self.scaler.measure(self._largest(batches[first_step].count))
+        self.executor.run(first_step, batches)
+        if self.executor.walks == 1:
+            refuse_stray(self.layers, self._others)
+        return self.actions.tallies
+
+    def _cut(self, given: Given | Own) -> Batch:
+        """A step's batch, cut for this copy."""
+        settings = self.settings
+        found = Batch(
+            given,
+            microbatches=settings.microbatches,
+            copy=self.mesh.copy,
+            copies=settings.copies,
+            device=settings.device,
+            names=self.layers.columns,
+        )
+        self.actions.pieces.refuse_rows(found.cuts)
+        self.graphs.choose(found)
+        return found
+
+    def timeline(self) -> Timeline | None:
+        """What was traced, of all ranks on one clock: on rank 0, None elsewhere; all ranks call this together."""
+        if self.executor.trace is None:
+            raise MeshwrightError("this run was not traced", fix="Engine(..., trace=Trace()) on all ranks")
+        return gather(self.executor.trace, self.schedule, self.mesh)
+
+    def _watch(self, trace: Trace) -> None:
+        """Set the trace's clock, and let it know when syncs have been waited for."""
+        trace.clock = common_clock(self.settings.device)
+        for number, unit in self.units.items():
+            if unit.adder is not None:
+                trace.watch(number)
+                unit.landed = partial(trace.landed, number)
+
+    def close(self) -> None:
+        """Give back channels and groups."""
+        self.transport.close()
+        for unit in self.units.values():
+            if isinstance(unit.adder, Pair):
+                unit.adder.close()
+        for group in self.groups.values():
+            dist.destroy_process_group(group)
+
+    def _stage(self, stage: int) -> Stage:
+        schedule, layers = self.schedule, self.layers.of_stage(stage)
+        share = schedule.recompute[stage].share if schedule.recompute else 0.0
+        require_layers(layers, share, stage)
+        return Stage(
+            layers=[layer.to(self.settings.device) for layer in layers],
+            first_layer=self.layers.starts[stage],
+            device=self.settings.device,
+            is_last=stage == schedule.stages - 1,
+            objective=self.objective,
+            seed=self.settings.seed,
+            share=share,
+            precision=self.settings.precision,
+            scaler=self.scaler,
+            splits=any(a.op is Op.I and a.stage == stage for a in walk(schedule.lists[self.mesh.worker])),
+        )
+
+    def _unit(self, unit: int) -> Unit:
+        ranks = self.mesh.adding(self.schedule, unit)
+        return Unit(
+            self.layers.unit(unit),
+            optimizer=self.settings.optimizer,
+            scheduler=self.settings.scheduler,
+            adder=partial(self._adder, unit, ranks) if ranks in self.groups else None,
+            versioned=not self.schedule.flush,
+            rounds=self.schedule.steps,
+        )
+
+    def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
+        """What adds up a unit's gradients: for two that can see each other's memory no collective is needed."""
+        if len(ranks) == 2 and isinstance(self.transport, SharedTransport) and _one_sum_at_a_time(self.schedule, unit):
+            (peer,) = set(ranks) - {self.mesh.rank}
+            return Pair(flats, self.mesh.rank, peer, f"{self.transport.run_id}-{unit}")
+        return Collective(self.groups[ranks])
+
+    def _largest(self, count: int) -> float:
+        """The largest of all ranks' numbers; all ranks ask together."""
+        found = torch.tensor([float(count)], device=self.settings.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
+
+    def _start_equal(self) -> None:
+        """Copies of a unit begin with the values of their first holder; not by trust in seeds."""
+        for unit in range(self.schedule.units):
+            ranks = self.mesh.holders(self.schedule, unit)
+            group = self.groups.get(ranks)
+            if group is not None and self.mesh.rank in ranks:
+                for parameter in self.layers.unit(unit):
+                    dist.broadcast(parameter.data, src=ranks[0], group=group)
+
+
+def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
+    """What cannot run is said before the first collective, on all ranks alike."""
+    world = dist.get_world_size()
+    needed = schedule.workers * settings.copies
+    if world != needed:
+        raise MeshwrightError(
+            f"{schedule.name} needs {schedule.workers} workers x {settings.copies} copies = {needed} ranks, there are {world}",
+            fix=f"torchrun --nproc-per-node {needed}",
+        )
+    if layers.stages != schedule.stages:
+        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, the model is cut into {layers.stages}")
+    if layers.ties != schedule.ties:
+        raise MeshwrightError(f"the model ties stages {layers.ties}, the schedule was lowered for ties {schedule.ties}")
+    if not schedule.lowered:
+        raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
+    refuse_unproved(schedule)
+    refuse(settings.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
+    require(settings.precision.dtype, settings.device)
+    refuse_rules(settings.rules, schedule)
+    _refuse_microbatches(schedule, settings.microbatches)
+
+
+def _refuse_hooks(schedule: Schedule, layers: Layers, *, whole: bool) -> None:
+    """Gradient hooks that this schedule would not call, or not with a whole gradient; looked at before every walk too."""
+    if not whole:
+        why = f"{schedule.name} computes on versions of the parameters, or their gradients apart from those of inputs"
+        refuse_hooks(layers, why, fix="a schedule with a flush and whole backwards, such as onef1b, or no hook")
+    refuse_tied_hooks(layers)
+
+
+def _refuse_microbatches(schedule: Schedule, found: int) -> None:
+    """Lists that hold a part of a step of data lose its other rows, and a round over two steps takes rows twice."""
+    count, rounds = schedule.microbatches, schedule.steps
+    if type(found) is not int or found < 1 or found % count or count * rounds % found:
+        fits = [count * k for k in range(1, rounds + 1) if not rounds % k]
+        raise MeshwrightError(
+            f"{schedule.name} has {rounds} rounds of {count} microbatches, a step of data has {found!r}: a step must be whole "
+            f"rounds, and the lists whole steps",
+            fix=" or ".join(f"microbatches={fit}" for fit in sorted({fits[0], fits[-1]})),
+        )
+
+
+def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> None:
+    """Ranks that were given different things would send each other nonsense, or wait for ever: they are compared first of all."""
+    mine = {
+        "cut the model in different ways": layers.digest,
+        "have different schedules": f"{schedule.name} {schedule.digest[:16]}",
+    } | {f"have different settings, {name}": repr(getattr(settings, name)) for name in EQUAL}
+    found: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for what in mine:
+        if other := [rank for rank, words in enumerate(found) if words[what] != found[0][what]]:
+            raise MeshwrightError(
+                f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
+                fix="the same model, example batch, plan, settings and versions of torch on all ranks",
+            )
+
+
+def _one_sum_at_a_time(schedule: Schedule, unit: int) -> bool:
+    """Does every worker take up the sum of a unit's gradients before it starts the next one? A pair has room for one."""
+    for actions in schedule.lists if schedule.flush else ():
+        under_way = False
+        for action in walk(actions):
+            if action.stage == unit and action.op is Op.S and under_way:
+                return False
+            if action.stage == unit and action.op in (Op.S, Op.N, Op.U):
+                under_way = action.op is Op.S
+    return schedule.flush

@@ -1,0 +1,194 @@
+"""Forward-only walks on the stages and parameters of an engine: the loss of a batch, and what the model returns for it.
+
+The schedule is what is left of the engine's own when only forwards run, so nothing moves between training and evaluation.
+No graph is kept; layers are in eval mode meanwhile. A batch may have any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.ir.placement import Rows
+from meshwright.ir.schedule import Schedule
+from meshwright.passes.check import prove
+from meshwright.passes.forward_only import forward_only
+from meshwright.passes.lower import lower
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.executor.executor import Executor
+from meshwright.runtime.executor.train_actions import TrainActions
+from meshwright.runtime.parameters.parameters import Parameters, Rules
+from meshwright.runtime.program import channels, program
+from meshwright.runtime.stage.batch import Batch, Given, Own
+from meshwright.runtime.stage.graphs_by_size import Graphs
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.stage.objective import LossKind, Objective, Tally
+from meshwright.runtime.stage.stage import Stage
+from meshwright.runtime.transport.edges import Edges
+
+Reduce = Callable[[Rows, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""What is done to the outputs of some rows where they arise, before they are sent anywhere; a row stays a row."""
+
+
+class Outputs(Enum):
+    """Who gets what the model returns."""
+
+    NOBODY = "nobody"
+    FIRST = "the first rank"
+    EVERYBODY = "every rank"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The sum of a batch's losses and its weight (tokens or rows that count), the same on every rank; outputs where asked for."""
+
+    total: float
+    weight: float
+    outputs: tuple[Tensor, ...] = ()
+
+    @property
+    def loss(self) -> float:
+        """The mean over the whole batch."""
+        return self.total / self.weight if self.weight else float("nan")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one rank has of the outputs: rows of its copy."""
+
+    rank: int
+    copy: int
+    start: int
+    form: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+class Forward:
+    """Evaluates batches on an engine. `layers`: others than the engine trains, with the same parameters on each stage."""
+
+    def __init__(self, engine: Engine, layers: Layers | None = None) -> None:
+        self.engine, self.layers = engine, layers or engine.layers.evaluation or engine.layers
+        self.schedule = _forwards(engine.schedule)
+        assert set(channels(self.schedule, engine.settings.copies)) <= set(channels(engine.schedule, engine.settings.copies))
+        mesh, settings = engine.mesh, engine.settings
+        self.program = program(self.schedule, mesh.worker, mesh.rank_of)
+        self.stages = {stage: self._stage(stage, engine.stages[stage]) for stage in self.program.stages}
+        self.graphs = Graphs(self.layers, self.stages, settings.device)
+        layers_here = {stage: at.layers for stage, at in self.stages.items()}
+        units = {unit: engine.units[unit] for unit in self.program.units}
+        parameters = Parameters(self.program, mesh, units, layers_here, Rules(), settings.device)
+        self.actions = TrainActions(self.program, self.stages, parameters, self.schedule.microbatches, self.graphs)
+        self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.actions)
+        self._found: list[tuple[Rows, tuple[Tensor, ...]]] = []
+        self._reduce: Reduce | None = None
+
+    def __call__(
+        self, batch: Given | Own, *, outputs: Outputs = Outputs.NOBODY, reduce: Reduce | None = None, loss: bool = True
+    ) -> Evaluated:
+        """Evaluate one batch, on all ranks together; without `loss` it needs no target."""
+        self._found, self._reduce = [], reduce
+        for number, stage in self.stages.items():
+            stage.objective = self.engine.stages[number].objective if loss else Objective(wanted=False)
+            stage.keep = self._keep if outputs is not Outputs.NOBODY else None
+        cut = self._cut(batch)
+        with torch.no_grad(), evaluating(self.graphs.modules):
+            self.executor.run(0, {0: cut})
+        tally = self.actions.tallies.get(0, Tally())
+        sums = torch.tensor([float(tally.loss), tally.weight], dtype=torch.float64, device=self.engine.settings.device)
+        dist.all_reduce(sums)
+        total, weight = sums.tolist()
+        weight = 1.0 if loss and self.engine.objective.kind is LossKind.SUM else weight
+        return Evaluated(total, weight, self._gathered(outputs))
+
+    def _stage(self, number: int, trained: Stage) -> Stage:
+        layers = [layer.to(self.engine.settings.device) for layer in self.layers.of_stage(number)]
+        return replace(trained, layers=layers, first_layer=self.layers.starts[number], share=0.0, splits=False)
+
+    def _cut(self, given: Given | Own) -> Batch:
+        settings = self.engine.settings
+        found = Batch(
+            given,
+            microbatches=self.schedule.microbatches,
+            copy=self.engine.mesh.copy,
+            copies=settings.copies,
+            device=settings.device,
+            names=self.layers.columns,
+        )
+        self.graphs.choose(found)
+        return found
+
+    def _keep(self, rows: Rows, output: Any) -> None:
+        found = outputs_of(output)
+        self._found.append((rows, found if self._reduce is None else self._reduce(rows, found)))
+
+    def _gathered(self, outputs: Outputs) -> tuple[Tensor, ...]:
+        """The outputs of all rows in their order: pieces are announced, then sent one after another."""
+        if outputs is Outputs.NOBODY:
+            return ()
+        mesh, device = self.engine.mesh, self.engine.settings.device
+        mine = {
+            _Piece(mesh.rank, mesh.copy, rows.start, tuple((tuple(t.shape), t.dtype) for t in tensors)): tensors
+            for rows, tensors in self._found
+        }
+        announced: list[list[_Piece]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(announced, list(mine))
+        self._found = []
+        found = []
+        for piece in sorted((p for part in announced for p in part), key=lambda p: (p.copy, p.start)):
+            if outputs is Outputs.EVERYBODY or mesh.rank in (0, piece.rank):
+                found.append(_sent(piece, mine.get(piece), device, everybody=outputs is Outputs.EVERYBODY))
+        return (
+            tuple(torch.cat(parts) for parts in zip(*found, strict=True)) if outputs is Outputs.EVERYBODY or not mesh.rank else ()
+        )
+
+
+def _sent(piece: _Piece, own: tuple[Tensor, ...] | None, device: torch.device, *, everybody: bool) -> tuple[Tensor, ...]:
+    """One piece from the rank that has it, to every rank or to the first."""
+    rank = dist.get_rank()
+    tensors = own if own is not None else tuple(torch.empty(size, dtype=kind, device=device) for size, kind in piece.form)
+    for tensor in tensors:
+        if everybody:
+            dist.broadcast(tensor, src=piece.rank)
+        elif piece.rank != 0 and rank == piece.rank:
+            dist.send(tensor, dst=0)
+        elif piece.rank != 0:
+            dist.recv(tensor, src=piece.rank)
+    return tensors
+
+
+def outputs_of(output: Any) -> tuple[Tensor, ...]:
+    """The tensors that a last layer returns beside its loss."""
+    if isinstance(output, Tensor):
+        values: Sequence[Any] = (output,)
+    elif isinstance(output, Mapping):
+        values = [value for name, value in output.items() if name != "loss"]
+    else:
+        values = [value for name, value in vars(output).items() if name != "loss"] if hasattr(output, "loss") else tuple(output)
+    found = [value for value in values if isinstance(value, Tensor)]
+    loss_first = not isinstance(output, Mapping) and found and not found[0].dim()
+    return tuple(t.detach().contiguous() for t in (found[1:] if loss_first else found))
+
+
+def _forwards(schedule: Schedule) -> Schedule:
+    """One step of evaluation, lowered and proved."""
+    return prove(lower(forward_only(schedule).repeated(1)))
+
+
+@contextmanager
+def evaluating(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Eval mode, and back to what each module was in."""
+    modules = list({id(m): m for layer in layers for m in layer.modules()}.values())
+    before = [m.training for m in modules]
+    try:
+        for layer in layers:
+            layer.eval()
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training

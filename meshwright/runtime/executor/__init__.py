@@ -1,0 +1,1 @@
+"""The loop over a worker's list, and what each action does."""

@@ -1,0 +1,316 @@
+"""What the actions of a training worker do: stages compute on rows, parameters sync and update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.ir.action import COMPUTE, NONE, Kind, Op, Value
+from meshwright.ir.analysis.carried_values import Load, carried
+from meshwright.ir.placement import Rows
+from meshwright.runtime.device import stream
+from meshwright.runtime.executor.executor import Do, Store
+from meshwright.runtime.executor.row_slices import Pieces, by_range, cut, joined, require_rows, size_of
+from meshwright.runtime.parameters.parameters import Parameters
+from meshwright.runtime.program import Program, Step
+from meshwright.runtime.stage.batch import Batch, Cut
+from meshwright.runtime.stage.graphs_by_size import Graphs
+from meshwright.runtime.stage.objective import Tally
+from meshwright.runtime.stage.reached_parameters import everything
+from meshwright.runtime.stage.stage import Bundle, Record, Stage, leaves, own_leaves
+from meshwright.runtime.transport.edges import Incoming, Outgoing, Pending
+
+
+class TrainActions:
+    """The actions of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        parameters: Parameters,
+        microbatches: int,
+        graphs: Graphs,
+    ) -> None:
+        self.program, self.stages, self.parameters = program, stages, parameters
+        self.batches: Mapping[int, Batch] = {}
+        self.microbatches, self.graphs = microbatches, graphs
+        self._ways = carried(program.schedule)
+        self.pieces = Pieces(program.schedule, program.worker)
+        self.store = Store(len(program.values))
+        self.tallies: dict[int, Tally] = {}
+        self.first_step = 0
+        self._ahead = sorted({s.action.mb // microbatches for s in program.steps if s.channel is None and s.action.op in COMPUTE})
+        self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
+        self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
+
+    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
+        """A walk starts at a step of the data, with the batches of this step and those that follow."""
+        self.first_step, self.batches, self.tallies = first_step, batches, {}
+        self.parameters.begin(first_step)
+
+    def end(self) -> None:
+        """It is over."""
+        self.parameters.end()
+        self.batches = {}
+
+    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
+        """The function that runs a step."""
+        if isinstance(line, Outgoing):
+            return self._send(step, line)
+        if isinstance(line, Incoming):
+            return self._receive(step, line)
+        match step.action.op:
+            case Op.F:
+                return self._forward(step)
+            case Op.B | Op.I:
+                return self._backward(step, weights=step.action.op is Op.B)
+            case Op.W:
+                return self._finish(step)
+            case Op.R:
+                return self._recompute(step)
+            case Op.S:
+                return self._sync(step)
+            case Op.N:
+                return self._with_sums(step, self.parameters.norm)
+            case Op.U:
+                return self._with_sums(step, self.parameters.update)
+            case Op.G:
+                raise AssertionError("parameters are whole, nothing gathers them")
+
+    # -- what stages do
+
+    def _forward(self, step: Step) -> Do:
+        """Run a stage on its rows."""
+        saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
+        if not self.pieces.narrow or step.action.part != NONE or len(saved) > 1:
+            return partial(self._forward_cut, step, saved)
+        stage, slots = self.stages[step.action.stage], self.store.slots
+        takes_more = stage.is_last or bool(stage.columns) or self.parameters.versioned
+        ahead, local = divmod(step.action.mb, self.microbatches)
+        (given,), (keep,), written = step.reads.get(Kind.ACT, (NONE,)), saved or (NONE,), step.writes.get(Kind.ACT, ())
+
+        def forward() -> None:
+            number = self.first_step + ahead
+            batch = self.batches[number]
+            mine = (batch.ready or batch.make_ready(stage.objective, stage.seed, number))[local]
+            start, stop = mine.rows
+            if start == stop:
+                return
+            if given == NONE:
+                record = self._first(mine, batch)
+            else:
+                values, slots[given] = slots[given], None
+                record = Record(mine, own_leaves(*values.wait()) if type(values) is Pending else leaves(*values))
+            if takes_more:
+                self._complete(record, step, stage, batch)
+            bundle = (self._other(step, mine) if mine.graph else stage).forward(record)
+            if keep != NONE:
+                slots[keep] = record
+            if stage.is_last:
+                self._tally(number, bundle.tensors[0], record)
+            for slot in written:
+                slots[slot] = bundle
+
+        return forward
+
+    def _other(self, step: Step, cut: Cut) -> Stage:
+        """The stage in another graph of a captured model."""
+        return self.graphs.stage(step.action.stage, cut.graph)
+
+    def _first(self, mine: Cut, batch: Batch) -> Record:
+        """The record of a first stage."""
+        return Record(mine, *batch.inputs(mine.rows))
+
+    def _complete(self, record: Record, step: Step, stage: Stage, batch: Batch) -> None:
+        """What some stages take beside their inputs."""
+        if stage.is_last:
+            record.target = batch.targets(record.cut.rows)
+        if stage.columns:
+            record.columns = batch.named(stage.columns, record.cut.rows)
+        if self.parameters.versioned:
+            record.weights = self.parameters.versions(step)
+
+    def _forward_cut(self, step: Step, saved: tuple[int, ...]) -> None:
+        """Run a stage on what this worker has of the rows; where backwards come in halves, each half has a graph of its own."""
+        stage, (ahead, local) = self.stages[step.action.stage], divmod(step.action.mb, self.microbatches)
+        number = self.first_step + ahead
+        batch = self.batches[number]
+        own = self.pieces.own(step.action, batch.cuts[local])
+        if not size_of(own):
+            return
+        received = self._received(step, own) if Kind.ACT in step.reads else None
+        bundles: list[Bundle] = []
+        for index, part in enumerate(own):
+            if part.start == part.stop:  # half of a single row: its gradient will not be sent either
+                continue
+            mine = batch.cut(local, part, stage.objective, stream(stage.seed, number))
+            record = self._first(mine, batch) if received is None else Record(mine, leaves(*received[index]))
+            self._complete(record, step, stage, batch)
+            bundle = (self._other(step, mine) if mine.graph else stage).forward(record)
+            if saved:
+                self.store.slots[saved[index]] = record
+            if stage.is_last:
+                self._tally(number, bundle.tensors[0], record)
+            elif len(own) > 1:
+                require_rows(bundle, part.size)
+            bundles.append(bundle)
+        if Kind.ACT in step.writes:
+            self._scatter(step.writes[Kind.ACT], joined(bundles), own)
+
+    def _received(self, step: Step, own: tuple[Rows, ...]) -> list[Bundle]:
+        """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""
+        values = self.program.values
+        there = [(bundle, slot) for slot in step.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
+        return by_range([(bundle, self._crossing(values[slot])[1]) for bundle, slot in there], own)
+
+    def _backward(self, step: Step, *, weights: bool) -> Do:
+        """The gradients of a stage's inputs, and of its weights unless they come later."""
+        stage, slots, inline = self.stages[step.action.stage], self.store.slots, Kind.KEPT in step.reads
+        kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
+        written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
+        aim = self.parameters.aim if self.parameters.aims else None
+        gather, scatter, other, op = self._gather, self._scatter, self._other, step.action.op
+        leaves_of, count = self.parameters.leaves, self.parameters.counter(step)
+
+        def backward() -> None:
+            record: Record | None = slots[kept]
+            slots[kept] = None
+            if record is None:
+                if aim is not None:
+                    aim(step)  # without rows too this may be the last reader of a version
+                return
+            gradients = gather(read).tensors if read else ()
+            at = other(step, record.cut) if record.cut.graph else stage
+            if inline:
+                at.recompute(record)
+            first = None if op in at.reached else leaves_of(step)
+            if aim is not None:
+                aim(step)
+            found = at.backward(record, gradients, weights=weights, first=first)
+            if written:
+                scatter(written, Bundle(found, (False,) * len(found)), (record.cut.rows,))
+            if weights:
+                count(record.cut.counts, at.reached.get(op) or everything(first or ()))
+            else:
+                slots[rest] = record
+
+        return backward
+
+    def _finish(self, step: Step) -> Do:
+        """The gradients of the weights that were put off."""
+        stage, slot, count = self.stages[step.action.stage], step.reads[Kind.REST][0], self.parameters.counter(step)
+        aim = self.parameters.aim if self.parameters.aims else None
+
+        def finish() -> None:
+            record: Record | None = self.store.pop(slot)
+            at = stage if record is None or not record.cut.graph else self._other(step, record.cut)
+            first = None if record is None or Op.W in at.reached else self.parameters.leaves(step)
+            if aim is not None:  # another round may have had the leaves since I
+                aim(step)
+            if record is not None:
+                at.finish(record, first)
+                count(record.cut.counts, at.reached.get(Op.W) or everything(first or ()))
+
+        return finish
+
+    def _recompute(self, step: Step) -> Do:
+        """Bring back what a forward did not keep."""
+        stage, (kept,), (saved,) = self.stages[step.action.stage], step.reads[Kind.KEPT], step.writes[Kind.SAVED]
+
+        def recompute() -> None:
+            record: Record | None = self.store.pop(kept)
+            if record is not None:
+                (self._other(step, record.cut) if record.cut.graph else stage).recompute(record)
+            self.store.slots[saved] = record
+
+        return recompute
+
+    def _tally(self, number: int, loss: Tensor, record: Record) -> None:
+        self.tallies.setdefault(number, Tally()).add(loss, record.times, record.cut.counts)
+
+    # -- what parameters do
+
+    def _sync(self, step: Step) -> Do:
+        """Add up a unit's gradients, by a collective or along a ring."""
+        slots = step.reads.get(Kind.PARTIAL)
+        return lambda: self.parameters.sync(step, self.store.pop(slots[0]).tensors if slots else ())
+
+    def _with_sums(self, step: Step, do: Callable[[Step], None]) -> Do:
+        """What waits for the sums that a step reads, and does it."""
+        sums, store = step.reads.get(Kind.SUM, ()), self.store
+
+        def act() -> None:
+            for slot in sums:
+                store.take(slot)
+            do(step)
+
+        return act
+
+    # -- messages
+
+    def _send(self, step: Step, line: Outgoing) -> Do:
+        """Send a bundle from its slot, or the running sum of a unit as it is now."""
+        value, slot = step.value, step.slot
+        assert value is not None
+        if self._ways[value.kind].load is not Load.BUFFER:
+            return line.send_from(self.store.slots, slot)
+
+        def send_sum() -> None:
+            self.store.take(slot)
+            line.send(self.parameters.handed_on(value, last=step.releases))
+
+        return send_sum
+
+    def _receive(self, step: Step, line: Incoming) -> Do:
+        """Post a receive: into the buffer of a sum, into a token, or into new tensors, which the message describes."""
+        assert step.value is not None
+        slots, load = self.store.slots, self._ways[step.value.kind].load
+        if load is Load.BUFFER:
+            return line.fill_into(slots, step, partial(self.parameters.room, step.value))
+        if load is Load.TOKEN:
+            return line.fill_into(slots, step, lambda: Bundle((torch.empty_like(self.token.tensors[0]),), (False,)))
+        return line.post_into(slots, step)
+
+    def form(self) -> Hashable:
+        """The forms of all batches of a walk."""
+        return tuple([self.batches[self.first_step + ahead].form for ahead in self._ahead])
+
+    def shape(self, step: Step) -> object:
+        """A number for boundary, piece and shape of the batch; None where no row crosses."""
+        value = step.value
+        assert value is not None
+        if self._ways[value.kind].load is not Load.ROWS:
+            return value.kind
+        batch, rows = self._crossing(value)
+        if not (size := size_of(rows)):
+            return None
+        what = (value.stage, value.part, value.piece, size, batch.form[1:])
+        return self._shapes.setdefault(what, len(self._shapes))
+
+    # -- rows
+
+    def _gather(self, slots: tuple[int, ...]) -> Bundle:
+        """The pieces of a bundle put together; pieces without rows were never sent."""
+        return joined([bundle for slot in slots if (bundle := self.store.pop(slot)) is not None])
+
+    def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: tuple[Rows, ...]) -> None:
+        """Put a bundle into its slots, cut into pieces where the next team is another."""
+        if self.pieces.narrow:
+            for slot in slots:
+                self.store.slots[slot] = bundle
+            return
+        for slot in slots:
+            _, rows = self._crossing(self.program.values[slot])
+            if (piece := cut(bundle, rows, own)) is not None and size_of(rows):
+                self.store.slots[slot] = Bundle(tuple(t.contiguous() for t in piece.tensors), piece.flags)
+
+    def _crossing(self, value: Value) -> tuple[Batch, tuple[Rows, ...]]:
+        """The batch that a message belongs to, and its rows that cross."""
+        ahead, local = divmod(value.mb, self.microbatches)
+        batch = self.batches[self.first_step + ahead]
+        return batch, self.pieces.crossing(value, batch.cuts[local])

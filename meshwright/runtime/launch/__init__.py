@@ -1,0 +1,1 @@
+"""Start ranks: local processes, or processes that torchrun has started."""

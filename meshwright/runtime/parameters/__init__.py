@@ -1,0 +1,1 @@
+"""Parameters of a rank: versions, gradients, reduction and update."""

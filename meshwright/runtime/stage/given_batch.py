@@ -1,0 +1,71 @@
+"""A batch as a user gives it, sorted into inputs and target.
+
+A batch is a tuple whose last tensor is the target, or a mapping in which the target has one of its usual names. A captured
+model takes columns by name; a tuple is named in the order of its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.column_names import TARGETS
+
+Given = Mapping[str, Tensor] | Sequence[Tensor]
+
+
+def _refuse_other(given: object) -> None:
+    if not isinstance(given, Tensor | Mapping | Sequence) or isinstance(given, str | bytes):
+        raise MeshwrightError(
+            f"a batch is a tuple or a mapping of tensors, got {type(given).__name__}", fix='{"input_ids": ids, "labels": labels}'
+        )
+
+
+def sort_out(given: Given) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None]:
+    """Positional inputs, named inputs, target."""
+    _refuse_other(given)
+    if isinstance(given, Tensor):
+        return (given,), {}, None
+    if isinstance(given, Mapping):
+        names = [name for name in TARGETS if name in given]
+        inputs = {name: t for name, t in given.items() if name not in names[:1]}
+        return (), inputs, given[names[0]] if names else None
+    tensors = tuple(given)
+    if not tensors or not all(isinstance(t, Tensor) for t in tensors):
+        raise MeshwrightError(f"a batch is a tuple or a mapping of tensors, got {type(given).__name__}")
+    return (tensors[:-1], {}, tensors[-1]) if len(tensors) > 1 else (tensors, {}, None)
+
+
+def name_columns(
+    given: Given, names: tuple[str, ...]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
+    """The columns of a captured model, and the target that it leaves."""
+    _refuse_other(given)
+    if isinstance(given, Mapping):
+        if missing := [name for name in names if name not in given]:
+            raise MeshwrightError(
+                f"the batch has no column {missing[0]!r} that the model was captured with, but {', '.join(map(repr, given))}",
+                fix=f"a batch with {missing[0]!r}",
+            )
+        if unknown := [name for name in given if name not in names and name not in TARGETS]:
+            raise MeshwrightError(
+                f"the batch has a column {unknown[0]!r} that the model was captured without: its layers would not read it",
+                fix=f"{unknown[0]!r} in every batch, from the first on, or in none",
+            )
+        left = [given[name] for name in TARGETS if name in given and name not in names]
+        return (), {}, left[0] if left else None, {name: given[name] for name in names}
+    tensors = (given,) if isinstance(given, Tensor) else tuple(given)
+    if len(tensors) < len(names):
+        raise MeshwrightError(
+            f"the batch has {len(tensors)} tensors, the model was captured with {len(names)}: {', '.join(names)}",
+            fix=f"a batch with {names[len(tensors)]!r}",
+        )
+    if len(tensors) > len(names) + 1:
+        raise MeshwrightError(
+            f"the batch has {len(tensors)} tensors, the model was captured with {len(names)}, {', '.join(names)}, and a target",
+            fix="as many tensors in every batch",
+        )
+    target = tensors[len(names)] if len(tensors) > len(names) else None
+    return (), {}, target, dict(zip(names, tensors, strict=False))

@@ -1,0 +1,115 @@
+"""The graphs of a captured model on one rank: the first, and others for sizes that it does not hold for.
+
+A trace unrolls loops and decides branches, so it is the model for some sizes only. A batch of another size is captured again
+when it comes; the new graph is cut at the same modules, so every stage keeps its parameters. Every rank does this for itself
+and finds the same, because shapes decide. At most eight graphs are held; the oldest is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.stage.batch import Batch
+from meshwright.runtime.stage.layers import Layers, Shapes
+from meshwright.runtime.stage.stage import Stage
+
+log = logging.getLogger(__name__)
+
+MOST = 8
+"""So many graphs are held at once."""
+
+_FIX = "batches of one size: padding to one length, drop_last"
+
+
+class Graphs:
+    """Chooses the graph of every microbatch by its shapes; `versioned` schedules have the first graph alone."""
+
+    def __init__(self, layers: Layers, stages: Mapping[int, Stage], device: torch.device, *, versioned: bool = False) -> None:
+        self.layers, self.first, self.device, self.versioned = layers, stages, device, versioned
+        self._layers: dict[int, Layers] = {}
+        self._stages: dict[int, dict[int, Stage]] = {}
+        self._chosen: dict[object, int] = {}
+        self._made = 0
+
+    @property
+    def stages(self) -> list[tuple[int, Stage]]:
+        """This rank's stages in all graphs, each with its number."""
+        return [found for stages in (self.first, *self._stages.values()) for found in stages.items()]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers of this rank's stages in all graphs."""
+        return [layer for _, stage in self.stages for layer in stage.layers]
+
+    def stage(self, number: int, graph: int) -> Stage:
+        """A stage as one of the other graphs has it; what was set on the first since holds for it too."""
+        found, first = self._stages[graph][number], self.first[number]
+        found.objective, found.keep = first.objective, first.keep
+        if found.layers[0].training != first.layers[0].training:
+            for layer in found.layers:
+                layer.train(first.layers[0].training)
+        return found
+
+    def choose(self, batch: Batch) -> None:
+        """Let a batch know the graph of its microbatches; sizes that no graph can be made for are refused here."""
+        if self.layers.refusal is None:
+            return
+        batch.graph_for = lambda rows: self._number(batch, rows)
+        for rows in {cut.stop - cut.start for cut in batch.cuts} - {0}:
+            self._number(batch, rows)
+
+    def _number(self, batch: Batch, rows: int) -> int:
+        key = rows, batch.form[1:]
+        if key not in self._chosen:
+            self._chosen[key] = self._find(batch.columns, rows) if rows else 0
+        return self._chosen[key]
+
+    def _find(self, columns: Mapping[str, Tensor], rows: int) -> int:
+        """The number of a graph that holds for these sizes; made where there is none."""
+        shapes = {name: (rows, *t.shape[1:]) for name, t in columns.items()}
+        dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in columns.items()}
+        reasons = {number: _refusal(layers, shapes, dtypes) for number, layers in {0: self.layers, **self._layers}.items()}
+        for number, why in reasons.items():
+            if why is None:
+                return number
+        given = ", ".join(f"{name} {'x'.join(map(str, shape))} {dtypes[name]}" for name, shape in shapes.items())
+        what = f"the model was captured for batches with {reasons[0]}; a microbatch has {given}"
+        if self.layers.again is None or self.versioned:
+            raise MeshwrightError(what, fix=f"{_FIX}, or an example batch of the size that is to come")
+        log.info("%s: it is captured again", what)
+        try:
+            found = self.layers.again({name: t[:rows] for name, t in columns.items()})
+        except MeshwrightError as error:
+            raise MeshwrightError(f"{what}. For that it cannot be captured: {error}", fix=_FIX) from error
+        if (why := _refusal(found, shapes, dtypes)) is not None:
+            raise MeshwrightError(f"{what}. Captured again it would be for {why}", fix=_FIX)
+        return self._keep(found, what)
+
+    def _keep(self, layers: Layers, what: str) -> int:
+        self._made += 1
+        self._stages[self._made] = {number: self._other(number, stage, layers, what) for number, stage in self.first.items()}
+        self._layers[self._made] = layers
+        if len(self._layers) == MOST:
+            oldest = next(iter(self._layers))
+            del self._layers[oldest], self._stages[oldest]
+            self._chosen = {key: number for key, number in self._chosen.items() if number != oldest}
+        return self._made
+
+    def _other(self, number: int, stage: Stage, layers: Layers, what: str) -> Stage:
+        found = replace(stage, layers=[layer.to(self.device) for layer in layers.of_stage(number)])
+        if more := set(found.columns) - set(stage.columns):
+            raise MeshwrightError(f"{what}. For that stage {number} reads {sorted(more)[0]!r}, which it was not given", fix=_FIX)
+        return found
+
+
+def _refusal(layers: Layers, shapes: Shapes, dtypes: Mapping[str, str]) -> str | None:
+    for name, dtype in dtypes.items():
+        if layers.dtypes.get(name, dtype) != dtype:
+            return f"{name} as {layers.dtypes[name]}"
+    return None if layers.refusal is None else layers.refusal(shapes)

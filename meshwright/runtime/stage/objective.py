@@ -1,0 +1,205 @@
+"""How the losses of microbatches become the loss of a step: one rule for rows, tokens, copies and accumulation.
+
+    microbatch    its loss          items    sum = loss x items    counts
+    rows 0 to 1   2.0  (a mean)         3      6.0                   3
+    rows 2 to 3   1.0                   4      4.0                   4
+    rows 4 to 5   (all ignored)         0      0.0                   0
+                                            -------                ----
+                                              10.0        /          7     = loss of the step
+
+A microbatch has two weights. `items` is the number of rows or labels that its own loss is the mean over, so loss x items is
+a sum. `counts` is what it adds to the divisor. They differ where users count otherwise than the model's loss does
+(`num_items_in_batch`), and for losses that are sums themselves (`LossKind.SUM`): each has items 1, and only the microbatch
+with the last row of the last data-parallel copy counts 1, so that the divisor is 1.
+
+Sums and counts are added up over microbatches, accumulation steps, replicas and data-parallel copies, and divided once: the
+loss for the log by whoever logs it (`Tally`), the gradient in `unit.py`, where counts travel with the gradient's buffer. So
+every plan gives the mean over the whole batch. Cutting rows is the batch's part (`batch.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.column_names import TARGETS
+from meshwright.ir.placement import Rows
+
+
+class LossKind(StrEnum):
+    """How the losses of microbatches become that of their batch."""
+
+    MEAN = "mean"  # each counts by its rows or labels; their sum is divided once
+    SUM = "sum"  # they are added up
+
+    @classmethod
+    def of(cls, given: Any) -> LossKind:
+        """A kind by its name."""
+        try:
+            return cls(given)
+        except ValueError:
+            raise MeshwrightError(f"a loss is a mean or a sum, got loss_kind={given!r}", fix='loss_kind="sum"') from None
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""A user's own: output and target of some rows to their mean loss."""
+
+
+class Weigh(Protocol):
+    """Works out from some columns what the loss of their rows counts."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What it reads."""
+        ...
+
+    def __call__(self, columns: Mapping[str, Tensor]) -> float:
+        """The weight."""
+        ...
+
+
+class Weight(NamedTuple):
+    """How many items the mean of some rows is over, and how many they count for in the mean of the whole batch."""
+
+    items: float
+    counts: float
+
+
+Count = Callable[[Tensor], float]
+"""How many items some labels count for, where a user's habits say otherwise than the model's loss."""
+
+
+class Objective:
+    """The sum of the losses of some rows and the weight it is to be divided by: rows, or tokens that count.
+
+    Sums and weights are added up over the whole batch and divided once, so that any plan gives the same mean. Losses that are
+    sums themselves (`kind`) are divided by 1. Where no loss is wanted (outputs alone are) nothing counts.
+    """
+
+    def __init__(
+        self,
+        loss: Loss | None = None,
+        *,
+        ignored: int = -100,
+        wanted: bool = True,
+        weigh: Weigh | None = None,
+        count: Count | None = None,
+        kind: LossKind = LossKind.MEAN,
+    ) -> None:
+        self.loss, self.ignored, self.wanted, self.weigh, self.count = loss, ignored, wanted, weigh, count
+        self.kind = kind
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The batch columns that weights are worked out from."""
+        return () if self.weigh is None else self.weigh.columns
+
+    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> Weight:
+        """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
+        if not self.wanted:
+            return Weight(0.0, 0.0)
+        if self.weigh is not None and columns is not None:
+            items = self.weigh(columns)
+            labels = [columns[name] for name in TARGETS if name in columns]
+            return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
+        if target is not None and not target.is_floating_point():
+            items = float(self.labels(target).sum()) if self.count is None else self.count(target)
+            return Weight(items, items)
+        size = float(rows.stop - rows.start)
+        return Weight(size, size)
+
+    @property
+    def by_labels(self) -> bool:
+        """Is a weight the number of labels that count, where there are labels?"""
+        return self.wanted and self.weigh is None and self.count is None and self.kind is LossKind.MEAN
+
+    def labels(self, target: Tensor) -> Tensor:
+        """How many labels of each row are not ignored. What has no sign holds no -100, but torch compares what it wraps to."""
+        rows = target.flatten(1) if target.dim() > 1 else target.unsqueeze(1)
+        counted = rows != self.ignored if target.dtype.is_signed else torch.ones_like(rows, dtype=torch.bool)
+        return counted.sum(1)
+
+    def __call__(self, output: Tensor, target: Tensor | None, count: float) -> Tensor:
+        """The sum over some rows."""
+        loss, times = self.mean(output, target, count)
+        return loss if times == 1.0 else loss * times
+
+    def mean(self, output: Tensor, target: Tensor | None, count: float) -> tuple[Tensor, float]:
+        """A loss, and how many times it is the sum; where nothing counts there is nothing to learn, and a mean would be none."""
+        if not count:
+            return torch.zeros((), dtype=torch.float32, device=output.device), 1.0
+        if output.dtype in (torch.bfloat16, torch.float16):
+            output = output.float()  # a sum over rows leaves their range
+        if self.loss is not None:
+            if target is None:
+                raise MeshwrightError("a loss function needs a target, the batch has none", fix="batch(step) -> (inputs, target)")
+            return _one_number(self.loss(output, target)), count
+        if output.dim() == 0:
+            return output, count
+        if target is None:
+            raise MeshwrightError(
+                f"the first of what the last stage returns is {tuple(output.shape)}, no loss, and the batch has no target to "
+                "compare it with",
+                fix="a model that returns its loss first (loss, logits), or batch(step) -> (inputs, target)",
+            )
+        if self.kind is LossKind.SUM:
+            raise MeshwrightError('loss_kind="sum" needs a loss: the usual one is a mean', fix="a model that returns its loss")
+        _refuse_shapes(output, target)
+        if not target.is_floating_point():
+            classes, labels = output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
+            return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum"), 1.0
+        return torch.nn.functional.mse_loss(output, target.to(output.dtype)), count
+
+
+def _one_number(loss: Tensor) -> Tensor:
+    """What a user's loss function returned, without dimensions."""
+    if not isinstance(loss, Tensor):
+        raise MeshwrightError(f"the loss function returned {type(loss).__name__}, not a tensor", fix="the mean over the rows")
+    if not loss.dim():
+        return loss
+    if loss.numel() != 1:
+        raise MeshwrightError(f"the loss function returned {tuple(loss.shape)}, not one number", fix="the mean over the rows")
+    return loss.reshape(())
+
+
+def _refuse_shapes(output: Tensor, target: Tensor) -> None:
+    """The default loss compares like with like: torch would broadcast (N, 1) against (N,) to N x N pairs of rows."""
+    got, wanted = tuple(output.shape), tuple(target.shape)
+    if target.is_floating_point():
+        if got != wanted:
+            raise MeshwrightError(
+                f"the model's output is {got} and its target {wanted}: their mean square would pair all rows with all others",
+                fix="targets of the output's shape (target.view_as(output)), or an own loss function",
+            )
+    elif output[..., 0].numel() != target.numel():
+        raise MeshwrightError(
+            f"the model's output is {got} and its labels {wanted}: the default loss, a cross entropy, has the classes last",
+            fix=f"labels of {got[:-1]}, or an own loss function",
+        )
+
+
+@dataclass
+class Tally:
+    """Losses, how many times each counts in their sum, and the weight of that."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    weight: float = 0.0
+
+    @property
+    def loss(self) -> Tensor | float:
+        """The sum of all losses."""
+        terms = [(loss * times).double() for loss, times in zip(self.losses, self.times, strict=True)]
+        return torch.stack(terms).sum() if terms else 0.0
+
+    def add(self, loss: Tensor, times: float, weight: float) -> None:
+        """Add the loss of some rows, which counts so many times."""
+        self.losses.append(loss)
+        self.times.append(times)
+        self.weight += weight

@@ -1,0 +1,184 @@
+"""Split backward (zero bubble): I computes input gradients, W later computes the weight gradients that I left behind.
+
+    deferred = Deferred(stage)         once; forwards then run as ever, and so does a whole backward (B)
+    deferred.begin()
+    loss.backward()                    I: gradients reach the inputs; weight gradients wait as (input, grad_output)
+    rest = deferred.end()
+    run(rest)                          W: no forward and no graph; bit for bit what B would have added to .grad
+
+Linear, transformers' Conv1D, products of rows that say so (`splits_rows`), Embedding and convolutions are split where their
+weight is a leaf that needs a gradient. All else is left to autograd and gets its gradients during I: other modules, computed
+weights, autocast, and the options seen in `_kind`.
+Between I and W a rest holds the very tensors: neither the inputs nor a received gradient may be overwritten.
+Hooks on modules fire as ever; hooks on a split parameter itself see None in I and nothing in W.
+Of torch.func only functional_call is supported, and torch.compile is not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from meshwright.runtime.stage.split_functions import Rest, Slot, convolution, lookup, product
+
+__all__ = ["Deferred", "Rest", "run"]
+
+Call = Callable[[Slot, Any, Tensor], Tensor | None]
+"""One call of a module through its node, or None if this call is not for it."""
+
+
+@torch.no_grad()
+def run(rest: Rest, reached: set[int] | None = None) -> None:
+    """W: add what is owed to `.grad`, in place where there is one; each job is dropped once done, so the rest ends empty.
+
+    The ids of the parameters that get something are added to `reached`.
+    """
+    uses = Counter(id(target) for _, targets in rest for target in targets)
+    sums: dict[int, Tensor] = {}
+    rest.reverse()
+    while rest:
+        job, targets = rest.pop()
+        for target, grad in zip(targets, job(), strict=True):
+            if target is None or grad is None:
+                continue
+            # A weight used twice is summed first and added to .grad once: autograd's order, hence its bits.
+            key = id(target)
+            if reached is not None:
+                reached.add(key)
+            total = sums.pop(key).add_(grad) if key in sums else grad
+            uses[key] -= 1
+            if uses[key]:
+                sums[key] = total
+            elif target.grad is not None:
+                target.grad.add_(total)
+            else:  # like autograd, in the layout of the parameter
+                target.grad = total if total.stride() == target.stride() else torch.empty_like(target).copy_(total)
+
+
+class Deferred:
+    """Weight gradients of a stage that wait for their W."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._slots = [slot for part in module.modules() if (slot := _slot(part)) is not None]
+        self._rest: Rest | None = None
+
+    def begin(self) -> None:
+        """From now on backward puts weight gradients on a fresh rest instead of accumulating them."""
+        assert self._rest is None, "begin without end"
+        self._rest = []
+        for slot in self._slots:
+            slot.rest = self._rest
+
+    def end(self) -> Rest:
+        """Backwards are whole again; returns what has been put off since `begin`."""
+        rest, self._rest = self._rest, None
+        assert rest is not None, "end without begin"
+        for slot in self._slots:
+            slot.rest = None
+        return rest
+
+
+class _Forward:
+    """The forward of one module, set on the instance: through a node that can defer, or the plain one."""
+
+    __slots__ = ("call", "module", "plain", "slot")
+
+    def __init__(self, module: nn.Module, plain: Callable[..., Any], call: Call) -> None:
+        self.module = weakref.ref(module)  # a strong one would be a cycle: a dropped model would wait for the collector
+        self.plain = plain
+        self.call = call
+        self.slot = Slot()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        if len(args) == 1 and not kwargs and torch.is_grad_enabled():
+            y = self.call(self.slot, module, args[0])
+            if y is not None:
+                return y
+        return self.plain(module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles get their class's own forward: they are not split, and load without Meshwright.
+        return getattr, (self.module(), "forward")
+
+
+def _slot(module: nn.Module) -> Slot | None:
+    """The slot of a module, whose forward is replaced on first sight; None where autograd keeps the whole backward."""
+    forward: Any = module.forward
+    if isinstance(forward, _Forward):
+        return forward.slot
+    plain = getattr(forward, "__func__", None)
+    call = _kind(module, plain)
+    if call is None:
+        return None
+    module.forward = split = _Forward(module, plain, call)  # type: ignore[arg-type]
+    return split.slot
+
+
+def _kind(module: Any, plain: object) -> Call | None:
+    """How to call a module, judged by the function that is its forward: a subclass with its own forward is left alone."""
+    if is_parametrized(module):  # to look at its weight is to compute it
+        return None
+    if plain is nn.Linear.forward:
+        return _linear
+    if plain is nn.Embedding.forward:
+        return _embedding if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq else None
+    if plain in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+        return _convolution if module.padding_mode == "zeros" and not isinstance(module.padding, str) else None
+    if getattr(module, "splits_rows", False):
+        return _rows
+    for base in type(module).__mro__:
+        if base.__name__ == "Conv1D" and plain is not None and vars(base).get("forward") is plain and hasattr(module, "nf"):
+            return _conv1d
+    return None
+
+
+def _ready(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the gradients of a call can wait: they must end in leaves, and no cast may hide in between."""
+    if not (weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf)) or weight.is_complex():
+        return False
+    device = x.device.type
+    return device != "meta" and not torch.is_autocast_enabled(device)
+
+
+def _linear(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+    weight, bias = module.weight, module.bias
+    if not _ready(x, weight, bias):
+        return None
+    if x.dim() == 2:
+        return product(slot, x, weight, bias, True)
+    # As torch does it: rows are flattened, and only contiguous ones get their bias inside the product.
+    rows = x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+    fused = bias is None or x.is_contiguous()
+    y = product(slot, rows, weight, bias if fused else None, True).view(*x.shape[:-1], weight.shape[0])
+    return y if fused else y + bias
+
+
+def _conv1d(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+    weight, bias = module.weight, module.bias
+    if not _ready(x, weight, bias):
+        return None
+    return product(slot, x.view(-1, x.shape[-1]), weight, bias, False).view(*x.shape[:-1], module.nf)
+
+
+def _rows(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+    weight, bias = module.weight, module.bias
+    return product(slot, x, weight, bias, False) if x.dim() == 2 and _ready(x, weight, bias) else None
+
+
+def _embedding(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+    weight = module.weight
+    return lookup(slot, x, weight, module.padding_idx) if _ready(x, weight, None) else None
+
+
+def _convolution(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+    weight, bias = module.weight, module.bias
+    if x.dim() != weight.dim() or not _ready(x, weight, bias):  # an input without a batch is left to autograd
+        return None
+    return convolution(slot, x, weight, bias, (module.stride, module.padding, module.dilation, module.groups))

@@ -1,0 +1,269 @@
+"""A stage at work: its layers on one microbatch, forward, backward whole or in halves, and recompute.
+
+With recompute the first layers run without a graph and only their input is kept:
+
+    forward     input --no graph--> middle --graph--> output
+    recompute   input --graph--> head                             (again, with the same random streams)
+    backward    output -> gradient of middle -> head -> gradient of input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+from math import ceil
+from operator import attrgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from meshwright.ir.action import Op
+from meshwright.ir.placement import Rows
+from meshwright.runtime import device as devices
+from meshwright.runtime.stage.batch import Cut
+from meshwright.runtime.stage.layer_inputs import Takes, takes_target, tensors_of
+from meshwright.runtime.stage.layers import columns_of
+from meshwright.runtime.stage.moving_buffers import Moving, Place, changed_late
+from meshwright.runtime.stage.objective import Objective
+from meshwright.runtime.stage.precision import Precision, Scaler
+from meshwright.runtime.stage.reached_parameters import Leaves, Reached, noting
+from meshwright.runtime.stage.split_backward import Deferred, Rest, run
+
+_NOTHING: Mapping[Any, Any] = {}
+_takes_gradient = attrgetter("requires_grad")
+
+Weights = Sequence[Mapping[str, Tensor]]
+"""Parameters of each layer by name, where they are not the layer's own."""
+
+
+class Bundle(NamedTuple):
+    """What crosses a boundary; `flags` say which tensors take a gradient."""
+
+    tensors: tuple[Tensor, ...]
+    flags: tuple[bool, ...]
+
+
+class Record:
+    """A cut of a batch in a stage: what it is called with, and what its forward leaves for its backward.
+
+    The last stage writes `times`: the loss that it returns, so many times, is the sum over the rows.
+    """
+
+    target: Tensor | None = None
+    weights: Weights | None = None
+    columns: Mapping[str, Tensor] = _NOTHING
+    times: float = 1.0
+    flags: tuple[bool, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    middle: tuple[Tensor, ...] = ()
+    head: tuple[Tensor, ...] = ()
+    rest: Rest | None = None
+    moved: Mapping[Place, Tensor] = _NOTHING
+
+    def __init__(self, cut: Cut, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor] = _NOTHING) -> None:
+        self.cut, self.inputs, self.named = cut, inputs, named
+
+
+@dataclass
+class Stage:
+    """A run of layers; the last stage ends in the objective, and its one output is the loss."""
+
+    layers: Sequence[nn.Module]
+    first_layer: int
+    device: torch.device
+    is_last: bool = False
+    objective: Objective = field(default_factory=Objective)
+    seed: int = 0
+    share: float = 0.0
+    splits: bool = False
+    keep: Callable[[Rows, Any], None] | None = None
+    """Shown what the last layer returns for some rows, before the objective makes one number of it."""
+    precision: Precision = field(default_factory=Precision)
+    scaler: Scaler | None = None
+
+    def __post_init__(self) -> None:
+        self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
+        self._all = range(len(self.layers))
+        self.moving = Moving(self.layers[: self.recomputed])
+        self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
+        # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
+        # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
+        self.takes_target = takes_target(self.layers[-1])
+        mine = [name for layer in self.layers for name in columns_of(layer)]
+        self.takes = [Takes.of(layer) for layer in self.layers]
+        self.end = len(self.layers) - 1 if self.is_last else None
+        self.columns = tuple(dict.fromkeys([*mine, *self.objective.columns]))
+        self.inplace = changes_in_place(self.layers)
+        self.untouched: set[int] = set()
+        self.mixed = self.precision.mixed
+        self.salts = [devices.salt(self.first_layer + index) for index in range(len(self.layers))]
+        self.draw_from = devices.seeder(self.device)
+        self.reached: dict[Op, Reached] = {}
+        """For B, I and W, once they have run, which parameters of each unit they reach."""
+
+    def forward(self, record: Record) -> Bundle:
+        """Run the layers and keep what the backward will need."""
+        if self.recomputed:
+            values = self._forward_again_later(record)
+        else:
+            record.outputs = values = self._layers(self._all, record, record.inputs)
+            record.flags = tuple(map(_takes_gradient, values))
+        if not all(map(_takes_gradient, values)):
+            return Bundle(self.moving.apart(values, graph=self.recomputed < len(self.layers)), record.flags)
+        return Bundle(tuple(map(Tensor.contiguous, map(Tensor.detach, values))), record.flags)
+
+    def _forward_again_later(self, record: Record) -> tuple[Tensor, ...]:
+        """The first layers without a graph, the others with one that starts between them."""
+        count = self.recomputed
+        before = self.moving.copied()
+        given = [t._version for t in record.inputs]
+        with torch.no_grad():
+            values = self._layers(range(count), record, record.inputs)
+        if given != [t._version for t in record.inputs]:
+            raise changed_late(self.first_layer)
+        record.moved = self.moving.moved(before)
+        if count == len(self.layers):
+            record.flags = tuple(map(_learns, values))
+        else:
+            record.middle = leaves(values, map(_learns, values))
+            record.outputs = values = self._layers(range(count, len(self.layers)), record, record.middle)
+            record.flags = tuple(map(_takes_gradient, values))
+        return values
+
+    def recompute(self, record: Record) -> None:
+        """Run the first layers again, now with a graph; what they count of the data they have counted before."""
+        with self.moving.as_before(record.moved):
+            head = self._layers(range(self.recomputed), record, record.inputs)
+        if self.recomputed == len(self.layers):
+            record.outputs = head
+        else:
+            record.head = head
+
+    def backward(
+        self, record: Record, gradients: Sequence[Tensor | None], *, weights: bool = True, first: Leaves | None = None
+    ) -> tuple[Tensor, ...]:
+        """The gradients of the inputs; those of the weights are added up, or put off until `finish`.
+
+        The `first` backward of its kind notes which leaves it reaches, unless no row counts and nothing is to be seen.
+        """
+        if first is None or (self.is_last and not record.cut.items):
+            return self._backward(record, gradients, weights)
+        op = Op.B if weights else Op.I
+        found, self.reached[op] = noting(first, lambda _: self._backward(record, gradients, weights))
+        return found
+
+    def _backward(self, record: Record, gradients: Sequence[Tensor | None], weights: bool) -> tuple[Tensor, ...]:
+        putting_off = None if weights else self.deferred
+        if putting_off is not None:
+            putting_off.begin()
+        outputs = tuple(compress(record.outputs, record.flags))
+        if self.is_last:
+            gradients = [self._start(t, record.times) for t in outputs]
+        if self.recomputed:
+            _backward(outputs, gradients)
+            _backward(tuple(compress(record.head, map(_takes_gradient, record.middle))), _gradients(record.middle))
+        elif outputs:
+            _run_backward(outputs, gradients)
+        if putting_off is not None:
+            record.rest = putting_off.end()
+        record.outputs = record.middle = record.head = ()
+        return _gradients(record.inputs)
+
+    def finish(self, record: Record, first: Leaves | None = None) -> None:
+        """The gradients of the weights that a split backward has put off; what it reaches is added to what its I has."""
+        if first is not None and Op.I in self.reached:
+            _, late = noting(first, partial(run, record.rest or []))
+            self.reached[Op.W] = tuple(map(or_, self.reached[Op.I], late))
+        elif record.rest is not None:
+            run(record.rest)
+        record.rest = None
+
+    def _start(self, loss: Tensor, times: float) -> Tensor | None:
+        """What the backward of a loss begins with, for the gradient of the sum."""
+        factor = times if self.scaler is None else times * self.scaler.factor
+        return None if factor == 1.0 else torch.full_like(loss, factor)
+
+    def _layers(self, which: range, record: Record, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run some of the layers, one after another; behind the last one of all comes the loss."""
+        start, first, end = which.start, self.first_layer, self.end
+        named: Mapping[str, Any] = record.named if start == 0 else {}
+        watched: tuple[Tensor, ...] = ()
+        if self.inplace or start not in self.untouched or first + start == 0:
+            values = tuple(map(Tensor.clone, values))
+            named = {name: t.clone() for name, t in named.items()} if named else named
+            watched = () if start in self.untouched else values
+        plain, stream = record.weights is None and not self.mixed, record.cut.stream
+        again: dict[int, Any] = {}
+        target = record.target if record.target is None or self.recomputed < len(self.layers) else record.target.clone()
+        for index in which:
+            takes = self.takes[index]
+            if takes is not None:
+                named = {**named, **takes.from_batch(record.columns)}
+                if takes.shares:
+                    named["made_again"] = again
+            if index == end and target is not None and self.takes_target(len(values)):
+                values = (*values, target)
+            self.draw_from(stream ^ self.salts[index])
+            output = self.layers[index](*values, **named) if plain else self._apply(index, record, values, named)
+            if index == end and self.keep is not None:
+                self.keep(record.cut.rows, output)
+            values, named = (output,) if isinstance(output, Tensor) else tensors_of(output, first + index), {}
+        if watched and not any(t._version for t in watched):
+            self.untouched.add(start)
+        if end is not None and which.stop == len(self.layers):
+            loss, record.times = self.objective.mean(values[0], target, record.cut.items)
+            return (loss,)
+        return values
+
+    def _apply(self, index: int, record: Record, values: tuple[Tensor, ...], named: Mapping[str, Any]) -> Any:
+        """A layer in another precision than its weights have, or with weights of another version."""
+        layer = self.layers[index]
+        with self.precision.autocast(self.device):
+            if record.weights is None:
+                return layer(*values, **named)
+            return functional_call(layer, dict(record.weights[index]), values, dict(named))
+
+
+def changes_in_place(layers: Sequence[nn.Module]) -> bool:
+    """May one of these layers change what it is given?"""
+    return any(getattr(m, "inplace", False) for at in layers for m in at.modules())
+
+
+def own_leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
+    """A fresh start of a graph in tensors that nobody else has."""
+    return tuple(map(Tensor.requires_grad_, tensors, flags))
+
+
+def leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
+    """A fresh start of a graph for what has come over a boundary."""
+    return own_leaves(map(Tensor.detach, tensors), flags)
+
+
+_run_backward = torch.ops.aten.backward.TensorList
+"""What `torch.autograd.backward` ends in; for a small stage its checks in Python cost half as much as the backward."""
+
+
+def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """From where a gradient was announced; of what was run again it is only known now whether it takes one."""
+    learn = [t.requires_grad for t in outputs]
+    if any(learn):
+        _run_backward(list(compress(outputs, learn)), list(compress(gradients, learn)))
+
+
+def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Of those that take one; what nothing has come back to has one of zeros."""
+    found = []
+    for tensor in tensors:
+        if tensor.requires_grad:
+            gradient = tensor.grad
+            found.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
+    return tuple(found)
+
+
+def _learns(tensor: Tensor) -> bool:
+    """Can a gradient flow through it?"""
+    return tensor.is_floating_point() or tensor.is_complex()

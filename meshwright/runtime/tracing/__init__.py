@@ -1,0 +1,1 @@
+"""Measured timelines: one clock for all ranks, and a record of every action."""

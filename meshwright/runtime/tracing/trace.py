@@ -1,0 +1,165 @@
+"""What really happened on one rank: begin and end of every action, message and sync; off unless asked for.
+
+    action    from when its inputs were there to its end
+    send      from start to when the transport has taken it
+    receive   from its post to the end of the wait for it, at first use
+    sync      from its launch to the end of the wait for it
+
+Times are those of the host. On a GPU that is when work was launched, not when it ran.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from meshwright.ir.action import Cell, Entry, Op, Transfer
+from meshwright.ir.analysis.effects import collective
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Lane, Span, Timeline
+from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.program import Step
+from meshwright.runtime.tracing.clock import Clock, now
+
+Record = tuple[Step, float, float]
+"""Step, begin, end."""
+
+Sync = tuple[int, int]
+"""Unit and round."""
+
+
+class _Walk:
+    """One walk through a list as it was noted: the end of each step is the begin of the next.
+
+    What happens inside a step (by its place in the list) stands in `events`: a receive or a sync that was waited for, or
+    nothing but the moment from which the step counts.
+    """
+
+    __slots__ = ("ends", "events", "start_s", "steps")
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.ends: list[float] = []
+        self.events: list[tuple[int, float, Step | Sync | None]] = []
+        self.start_s = now()
+
+    def records(self, watched: set[int]) -> Iterator[Record]:
+        """Steps with begin and end, in the order in which they ended; what was never waited for has none."""
+        events = deque(self.events)
+        under_way: dict[object, tuple[Step, float]] = {}
+        begin = self.start_s
+        for place, (step, end) in enumerate(zip(self.steps, self.ends, strict=False)):
+            while events and events[0][0] == place:
+                _, moment, what = events.popleft()
+                if what is None:
+                    begin = moment
+                elif (found := under_way.pop(id(what) if isinstance(what, Step) else what, None)) is not None:
+                    yield (*found, moment)
+                    begin = moment
+            if step.receives:
+                under_way[id(step)] = step, begin
+            elif step.channel is None and step.action.op is Op.S and step.action.stage in watched:
+                under_way[step.action.stage, step.round] = step, begin
+            else:
+                yield step, begin, end
+            begin = end
+
+
+class Trace:
+    """Times of the steps of one rank, as they come. `clock` is set before the first walk, on all ranks together.
+
+    Walks that begin while `on` is False are not noted.
+    """
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.on = True
+        self._walks: list[_Walk] = []
+        self._watched: set[int] = set()
+
+    def clear(self) -> None:
+        """Forget what was recorded; walks are counted from 0 again."""
+        self._walks.clear()
+
+    def keep_last(self) -> None:
+        """Forget all walks but the last one, which is then the first."""
+        del self._walks[:-1]
+
+    def walk(self, steps: Sequence[Step]) -> list[float]:
+        """A walk through the list starts; who walks appends the end of each step."""
+        self._walks.append(_Walk(steps))
+        return self._walks[-1].ends
+
+    def begin(self) -> None:
+        """The step that is under way begins here: it has what it waited for."""
+        self._note(None)
+
+    def arrived(self, step: Step) -> None:
+        """A receive has been waited for."""
+        self._note(step)
+
+    def watch(self, unit: int) -> None:
+        """Somebody will say when the syncs of this unit have been waited for."""
+        self._watched.add(unit)
+
+    def landed(self, unit: int, round_: int) -> None:
+        """The sync of a unit has been waited for; calls after the first do nothing."""
+        self._note((unit, round_))
+
+    def _note(self, what: Step | Sync | None) -> None:
+        if not self.on:
+            return
+        walk = self._walks[-1]
+        walk.events.append((len(walk.ends), now(), what))
+
+    def spans(self, schedule: Schedule, mesh: Mesh) -> list[Span]:
+        """The records as spans on the common clock; walks follow each other like rounds, copies are further workers."""
+        found: list[Span] = []
+        for number, walk in enumerate(self._walks):
+            cells: dict[Entry, int] = {}
+            for step, begin, end in walk.records(self._watched):
+                start, stop = begin + self.clock.offset_s, end + self.clock.offset_s
+                if step.entry in cells:
+                    at = cells[step.entry]
+                    found[at] = found[at]._replace(end_s=stop)
+                    continue
+                if isinstance(step.entry, Cell):
+                    cells[step.entry] = len(found)
+                found.append(Span(mesh.rank, _lane(schedule, step), _placed(step.entry, schedule, mesh, number), start, stop))
+        return found
+
+
+def gather(trace: Trace, schedule: Schedule, mesh: Mesh, *, start_s: float | None = None) -> Timeline | None:
+    """All ranks' spans as one timeline on rank 0, None elsewhere; all ranks call this together, after the run.
+
+    Time 0 is `start_s`, or the first begin of all. Worker w of copy j is worker w + workers * j of the timeline.
+    """
+    world = mesh.workers * mesh.copies
+    heard: list[list[Span]] | None = [[] for _ in range(world)] if mesh.rank == 0 else None
+    dist.gather_object(trace.spans(schedule, mesh), heard)
+    return None if heard is None else assemble(heard, schedule, start_s=start_s)
+
+
+def assemble(heard: Sequence[Sequence[Span]], schedule: Schedule, *, start_s: float | None = None) -> Timeline:
+    """One timeline from the spans of all ranks."""
+    spans = [span for one in heard for span in one]
+    zero = min((span.start_s for span in spans), default=0.0) if start_s is None else start_s
+    moved = (span._replace(start_s=span.start_s - zero, end_s=span.end_s - zero) for span in spans)
+    ordered = tuple(sorted(moved, key=lambda span: (span.start_s, span.worker)))
+    return Timeline(schedule.name, len(heard), ordered, flush=schedule.flush)
+
+
+def _placed(entry: Entry, schedule: Schedule, mesh: Mesh, walk: int) -> Entry:
+    """An entry as it is called in the whole run."""
+    if isinstance(entry, Transfer):
+        entry = entry._replace(peer=mesh.rank_of(entry.peer))
+    rounds = walk * schedule.steps
+    return entry.shifted(rounds * schedule.microbatches, rounds) if rounds else entry
+
+
+def _lane(schedule: Schedule, step: Step) -> Lane:
+    if step.channel is not None:
+        return Lane.SEND if step.sends else Lane.RECEIVE
+    return Lane.COLLECTIVE if collective(schedule, step.action) else Lane.COMPUTE

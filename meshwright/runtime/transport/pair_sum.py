@@ -1,0 +1,100 @@
+"""Sums of two CPU processes of one host, through memory. Each has a window that the other can see:
+
+    start    own tensors -> own window, and a byte to the other: they are there
+    wait     a byte from the other; own tensors += its window; and a byte back: the window is free again
+
+a + b is b + a, so both have the same bits in the end, and those that a collective would give. A byte is read where a process
+sleeps, and the end of its pipe tells at once that the other died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.ir.action import Kind
+from meshwright.runtime.transport.base import Channel
+from meshwright.runtime.transport.faults import PeerLost, label
+from meshwright.runtime.transport.handshake import give, meet, take
+from meshwright.runtime.transport.shared_memory import let_go_in_children
+
+_BYTE = b"!"
+_ALIGNED = 64
+
+
+class Pair:
+    """One end of a pair that adds up tensors like these again and again; both ends make it and use it in the same order."""
+
+    def __init__(self, like: Sequence[Tensor], rank: int, peer: int, run_id: str, *, meet_timeout_s: float = 60.0) -> None:
+        self._heard, self._told = Channel(peer, rank, Kind.SUM), Channel(rank, peer, Kind.SUM)
+        memory, (reads, theirs) = os.memfd_create(label(self._told)), os.pipe()
+        lines = meet(run_id, rank, {peer}, meet_timeout_s)
+        with lines[peer] as line:
+            size = sum(map(_room, like))
+            os.ftruncate(memory, size)
+            give(line, label(self._told), [memory, theirs])
+            os.close(theirs)
+            their_memory, self._writes = take(line, label(self._heard), 2, peer)
+        self._reads = reads
+        self._window, self._others = _views(memory, like), _views(their_memory, like)
+        self._tensors: Sequence[Tensor] = ()
+        self._free = True  # the other has read what is in the window
+        let_go_in_children(self)
+
+    def start(self, tensors: Sequence[Tensor]) -> list[Pair]:
+        """Show the other what is here; it is in use until `wait`."""
+        if not self._free:
+            self._hear()
+        for place, tensor in zip(self._window, tensors, strict=True):
+            place.copy_(tensor)
+        self._tensors, self._free = tensors, False
+        self._tell()
+        return [self]
+
+    def wait(self) -> None:
+        """Add what the other has."""
+        self._hear()
+        for tensor, place in zip(self._tensors, self._others, strict=True):
+            tensor.add_(place)
+        self._tensors = ()
+        with contextlib.suppress(PeerLost):  # it may have closed after its last sum, which is whole
+            self._tell()
+
+    def close(self) -> None:
+        """Close the pipes; an other that still waits is told that this end is gone. Memory goes with its last view."""
+        for file in (self._reads, self._writes):
+            if file >= 0:
+                os.close(file)
+        self._reads = self._writes = -1
+
+    def _hear(self) -> None:
+        if not os.read(self._reads, 1):
+            raise PeerLost(self._heard, self._heard.target)
+
+    def _tell(self) -> None:
+        try:
+            os.write(self._writes, _BYTE)
+        except BrokenPipeError:
+            raise PeerLost(self._told, self._told.source) from None
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _views(memory: int, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors in a window, which hold it; the file is not needed any more."""
+    window = mmap.mmap(memory, sum(map(_room, like)))
+    os.close(memory)
+    found, start = [], 0
+    for tensor in like:
+        size = tensor.numel()
+        # torch makes no empty tensor from memory
+        found.append(torch.frombuffer(window, dtype=tensor.dtype, count=size, offset=start) if size else tensor)
+        start += _room(tensor)
+    return found

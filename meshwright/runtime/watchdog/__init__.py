@@ -1,0 +1,1 @@
+"""What each rank is doing, and which rank failed first."""

@@ -1,0 +1,140 @@
+"""The board on which ranks write what they do and read who failed first: a few keys in the store of a job.
+
+Whoever reaches the port of a store can write to it. Entries of local workers carry an HMAC of a secret that their parent gave
+them; what has none, or is no entry at all, is named in the log and ignored. Under torchrun nobody gives ranks a secret: there
+entries are read strictly, and who reaches the store is trusted, as torch itself trusts it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from typing import Protocol
+
+from meshwright.runtime.watchdog.failure import Doing, Failure
+
+_FAILURE = "failure"
+_PAUSE_S = 0.02
+_TRIES = 20
+_MARK = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Keys(Protocol):
+    """What a board needs of a store."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there; does not wait."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that is there."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """The values of keys that are there."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Write a value if the key has the expected one (empty: is not there); what is there then."""
+
+
+class Board:
+    """One job's board; a connection of its own, because others wait inside theirs. `secret` marks entries of this job."""
+
+    def __init__(self, store: Keys, world: int, *, secret: bytes = b"") -> None:
+        self.store, self.world, self.secret = store, world, secret
+        self._named: set[str] = set()
+
+    def post(self, failure: Failure) -> Failure:
+        """Claim to be the first failure; the one that is."""
+        entry, before = self._signed(_FAILURE, failure.to_json()), ""
+        for _ in range(_TRIES):
+            there = self.store.compare_set(_FAILURE, before, entry)
+            if (found := self._failure(there)) is not None:
+                return found
+            before = there.decode(errors="replace")  # not ours: it makes room
+        self.store.set(_FAILURE, entry)
+        return failure
+
+    def failure(self) -> Failure | None:
+        """The first failure, if there is one."""
+        return self._failure(self.store.get(_FAILURE)) if self.store.check([_FAILURE]) else None
+
+    def await_failure(self, timeout_s: float) -> Failure | None:
+        """The first failure, if it comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self.failure()) is None and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        return found
+
+    def say(self, doing: Doing) -> None:
+        """Write what a rank is doing."""
+        self.store.set(_key(doing.rank), self._signed(_key(doing.rank), doing.to_json()))
+
+    def heard(self, rank: int) -> Doing | None:
+        """What a rank said last; None before its first word."""
+        return self._doing(rank, self.store.get(_key(rank))) if self.store.check([_key(rank)]) else None
+
+    def everyone(self) -> list[Doing | None]:
+        """What each rank said last."""
+        keys = [_key(rank) for rank in range(self.world)]
+        if self.store.check(keys):
+            return [self._doing(rank, text) for rank, text in enumerate(self.store.multi_get(keys))]
+        return [self.heard(rank) for rank in range(self.world)]
+
+    def last_words(self, failure: Failure, timeout_s: float) -> list[Doing]:
+        """What everyone was doing when it learnt of a failure, as far as it is said in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = [doing for doing in self.everyone() if doing is not None]
+            missing = self.world - sum(d.last or d.over or d.rank == failure.rank for d in found)
+            if not missing or time.monotonic() > deadline:
+                return found
+            time.sleep(_PAUSE_S)
+
+    def _failure(self, entry: bytes) -> Failure | None:
+        try:
+            found = Failure.from_json(self._opened(_FAILURE, entry))
+            if not 0 <= found.rank < self.world:
+                raise ValueError(f"there is no rank {found.rank}")
+        except ValueError as error:
+            self._name(_FAILURE, error)
+            return None
+        return found
+
+    def _doing(self, rank: int, entry: bytes) -> Doing | None:
+        try:
+            found = Doing.from_json(self._opened(_key(rank), entry))
+            if found.rank != rank:
+                raise ValueError(f"it is of rank {found.rank}")
+        except ValueError as error:
+            self._name(_key(rank), error)
+            return None
+        return found
+
+    def _signed(self, key: str, text: str) -> str:
+        """An entry: where there is a secret, with a mark that only who knows it can make for this key."""
+        return f"{self._mark(key, text.encode())}{text}" if self.secret else text
+
+    def _opened(self, key: str, entry: bytes) -> bytes:
+        if not self.secret:
+            return entry
+        mark, text = entry[:_MARK], entry[_MARK:]
+        if not hmac.compare_digest(mark, self._mark(key, text).encode()):
+            raise ValueError("no rank of this run wrote it")
+        return text
+
+    def _mark(self, key: str, text: bytes) -> str:
+        return hmac.new(self.secret, f"{key}/".encode() + text, "sha256").hexdigest()
+
+    def _name(self, key: str, error: ValueError) -> None:
+        if key not in self._named:
+            self._named.add(key)
+            _log.warning("the store of this run has something strange under '%s', which is ignored: %s", key, str(error)[:200])
+
+
+def _key(rank: int) -> str:
+    return f"doing/{rank}"

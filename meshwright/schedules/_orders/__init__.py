@@ -1,0 +1,1 @@
+"""Ways to find an order of actions, shared by the schedules."""

@@ -1,0 +1,156 @@
+"""A lowered schedule as a graph of events in a fixed order: all that is left to do for given costs is one sweep.
+
+A node is a compute entry on its worker, a message on its link, or a collective of its group. It starts when everything it
+waits for is ready:
+
+    compute     the entry before it on the worker; the messages and collectives that bring what it reads
+    message     the entries before its send on the sender; the message before it on the link (half duplex: in either
+                direction, in the order of the lists); the message that brought the value, where it is handed on
+    collective  the entries before it on every member, and each member's collective before
+
+The receiver's side does not hold a message up: receives are posted ahead. Nodes that cost the same share a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import NONE, Action, Entry, Op, Transfer, Value
+from meshwright.ir.analysis.effects import collective
+from meshwright.ir.analysis.order import Flow, Place, rendezvous
+from meshwright.ir.analysis.price import Price
+from meshwright.ir.cluster import Duplex
+
+
+class Message(NamedTuple):
+    """A value on its way."""
+
+    value: Value
+    source: int
+    target: int
+
+
+class Program:
+    """Nodes in an order in which each comes after all it waits for."""
+
+    def __init__(self, flow: Flow, duplex: Duplex = Duplex.FULL) -> None:
+        schedule = flow.schedule
+        self.schedule = schedule
+        self.duplex = duplex
+        self.flow = flow
+        self.places: list[tuple[Place, ...]] = []
+        self.waits: list[list[int]] = []
+        self.link_before: list[int] = []
+        self.class_of: list[int] = []
+        self.classes: list[tuple[int, Entry | Message]] = []
+        self._classes: dict[Hashable, int] = {}
+        self._compute: list[int] = [-1] * schedule.workers
+        self._collective: list[int] = [-1] * schedule.workers
+        self._brought: list[dict[int, int]] = [{} for _ in range(schedule.workers)]
+        self._link: dict[tuple[int, int], int] = {}
+        self._narrow = all(len(team) == 1 for copy in schedule.placement.teams for teams in copy for team in teams)
+        events, blocked = rendezvous(schedule)
+        if blocked is not None:
+            worker, index = next(iter(blocked.at.items()))
+            raise MeshwrightError(
+                f"{schedule.name} deadlocks: worker {worker} waits at {schedule.lists[worker][index]}",
+                fix="meshwright check shows the cycle",
+            )
+        for event in events:
+            self._add(event)
+
+    def _add(self, event: tuple[Place, ...]) -> None:
+        worker, index = event[0]
+        entry = self.flow.lists[worker][index]
+        if isinstance(entry, Transfer):
+            self._add_message(event, entry)
+        elif isinstance(entry, Action) and (entry.op is Op.N or (entry.op is Op.S and not self.schedule.ring)):
+            self._add_collective(event, entry)
+        else:
+            self._compute[worker] = self._node(event, self._class(worker, entry), self._inputs(worker, index))
+
+    def _add_message(self, event: tuple[Place, ...], entry: Transfer) -> None:
+        (source, index), (target, _) = event
+        message = Message(entry.value, source, target)
+        link = (source, target) if self.duplex is Duplex.FULL else (min(source, target), max(source, target))
+        before = self._link.get(link, -1)
+        node = self._node(event, self._class_of_message(message), self._inputs(source, index), before)
+        self._link[link] = node
+        self._brought[target][self.flow.reads[source][index][0]] = node
+
+    def _add_collective(self, event: tuple[Place, ...], entry: Action) -> None:
+        group = collective(self.schedule, entry)
+        waits: list[int] = []
+        node = self._node(event, self._class(event[0][0], entry), waits)
+        for member, index in event:
+            waits += self._inputs(member, index)
+            if self._collective[member] >= 0:
+                waits.append(self._collective[member])
+            self._collective[member] = node
+            for value in self.flow.writes[member][index]:
+                self._brought[member][value] = node
+        assert len(group) == len(event)
+
+    def _inputs(self, worker: int, index: int) -> list[int]:
+        """The computation before an entry of a worker, and what brings the values it reads."""
+        brought = self._brought[worker]
+        waits = [brought[value] for value in self.flow.reads[worker][index] if value in brought]
+        if self._compute[worker] >= 0:
+            waits.append(self._compute[worker])
+        return waits
+
+    def _node(self, event: tuple[Place, ...], class_: int, waits: list[int], link_before: int = -1) -> int:
+        self.places.append(event)
+        self.waits.append(waits)
+        self.link_before.append(link_before)
+        self.class_of.append(class_)
+        return len(self.places) - 1
+
+    def _class(self, worker: int, entry: Entry) -> int:
+        key: Hashable
+        if self._narrow and isinstance(entry, Action):
+            key = (entry.op, entry.stage, entry.part != NONE)
+        elif self._narrow:
+            key = tuple((a.op, a.stage, a.part != NONE) for a in entry)  # type: ignore[union-attr]
+        else:
+            key = (worker, str(entry))
+        return self._intern(key, (worker, entry))
+
+    def _class_of_message(self, message: Message) -> int:
+        value, source, target = message
+        rows = value.piece if self._narrow else (value.piece, value.mb)
+        key = (value.kind, value.stage, value.part != NONE, rows, source, target)
+        return self._intern(key, (source, message))
+
+    def _intern(self, key: Hashable, example: tuple[int, Entry | Message]) -> int:
+        found = self._classes.get(key)
+        if found is None:
+            found = self._classes[key] = len(self.classes)
+            self.classes.append(example)
+        return found
+
+    def table(self, price: Price) -> list[tuple[float, float]]:
+        """For each class how long its nodes occupy their lane, and the latency behind that."""
+        return [
+            price.message_s(*what) if isinstance(what, Message) else (price.entry_s(worker, what), 0.0)
+            for worker, what in self.classes
+        ]
+
+
+def sweep(program: Program, table: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Start of every node, and when what it makes is there: the plain engine."""
+    starts: list[float] = []
+    ready: list[float] = []
+    free: list[float] = []
+    for waits, before, class_ in zip(program.waits, program.link_before, program.class_of, strict=True):
+        start = free[before] if before >= 0 else 0.0
+        for node in waits:
+            if ready[node] > start:
+                start = ready[node]
+        busy, latency = table[class_]
+        starts.append(start)
+        free.append(start + busy)
+        ready.append(start + busy + latency)
+    return starts, ready

@@ -1,0 +1,128 @@
+"""Stage-aware recompute (Merak): the least that every stage has to recompute so that no worker exceeds a byte budget.
+
+A stage holds fewer microbatches in flight the later it comes, so under one budget later stages keep more. Peaks are
+simulated, with all that lives there (messages, gradients, versions), never taken from a closed
+ratio. Dropping a little costs more than it frees, as the kept input and the working set come on top: a stage drops nothing,
+or enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil, isnan
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Action, Entry, Op
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Recompute, Schedule
+from meshwright.simulate.simulator import simulate
+
+HALVINGS = 20
+"""Steps of the search for a share; without layers it ends within a millionth."""
+
+
+def stage_aware(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    *,
+    budget_bytes: float,
+    reserved_bytes: float = 0.0,
+    cluster: Cluster | None = None,
+    layers: Sequence[int | Sequence[float]] | None = None,
+) -> tuple[Recompute, ...]:
+    """The least share per stage under the budget, of which some may be reserved, in whole layers where those are given.
+
+    `layers` has for each stage their number, or the bytes that are kept of it when none, one, two ... all of them are dropped;
+    a share is then one of layers. All stages of a worker drop the same share; a stage on several workers drops what the
+    tightest of them needs. What a schedule has settled to recompute by actions of its own it recomputes by them, or not at all.
+    Recompute takes as long as the forward, where costs do not say otherwise.
+    """
+    if isnan(budget_bytes):
+        raise MeshwrightError("the budget is not a number", fix="budget_bytes=16e9")
+    rows = [cost if cost.recompute_s else replace(cost, recompute_s=cost.forward_s) for cost in costs]
+    table = None if layers is None else [_dropped(of) for of in layers]
+    if table is not None and len(table) != schedule.stages:
+        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, layers are given for {len(table)}")
+
+    def choice(shares: Sequence[float], *, of_bytes: bool = False) -> tuple[Recompute, ...]:
+        found = _of_stages(schedule, shares)
+        if table is not None:
+            counts = [ceil(share * (len(of) - 1) - 1e-9) for share, of in zip(found, table, strict=True)]
+            found = [of[n] if of_bytes else n / max(1, len(of) - 1) for n, of in zip(counts, table, strict=True)]
+        return _settled(schedule, found)
+
+    def over(shares: Sequence[float]) -> dict[int, float]:
+        """The workers that exceed the budget, with their peaks."""
+        timeline = simulate(with_recompute(schedule, choice(shares, of_bytes=True)), rows, cluster)
+        found = {worker: timeline.peak_bytes(worker) + reserved_bytes for worker in range(schedule.workers)}
+        return {worker: peak for worker, peak in found.items() if peak > budget_bytes * (1 + 1e-12)}
+
+    return choice(_least(schedule, over, budget_bytes))
+
+
+def _least(schedule: Schedule, over: Callable[[Sequence[float]], dict[int, float]], budget_bytes: float) -> list[float]:
+    """The least share of each worker with which nobody exceeds the budget."""
+    shares = [0.0] * schedule.workers
+    tight: set[int] = set()
+    while more := over(shares):
+        # What others drop of a stage that this worker holds too costs it its kept input: it may have to drop as well.
+        if set(more) <= tight:
+            return [float(worker in tight) for worker in range(schedule.workers)]
+        tight |= set(more)
+        full = over([float(worker in tight) for worker in range(schedule.workers)])
+        if stuck := {worker: peak for worker, peak in full.items() if worker in tight}:
+            worker, peak = min(stuck.items())
+            raise MeshwrightError(
+                f"worker {worker} needs {peak:.6g} bytes even with full recompute, the budget is {budget_bytes:.6g}",
+                fix="more workers, a smaller microbatch or a larger budget",
+            )
+        low, shares = [0.0] * schedule.workers, [float(worker in tight) for worker in range(schedule.workers)]
+        for _ in range(HALVINGS):
+            middle = [(a + b) / 2 for a, b in zip(low, shares, strict=True)]
+            now = over(middle)
+            for worker in tight:
+                low[worker], shares[worker] = (middle[worker], shares[worker]) if worker in now else (low[worker], middle[worker])
+    return shares
+
+
+def with_recompute(schedule: Schedule, choice: Sequence[Recompute]) -> Schedule:
+    """A schedule that drops these shares; actions that would have nothing to recompute are left out."""
+    none = {stage for stage, how in enumerate(choice) if not how.share}
+
+    def kept(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        return tuple(e for e in entries if not (isinstance(e, Action) and e.op is Op.R and e.stage in none))
+
+    prologue, period, drain = (tuple(map(kept, lists)) for lists in (schedule.prologue, schedule.period, schedule.drain))
+    return replace(schedule, recompute=tuple(choice), prologue=prologue, period=period, drain=drain)
+
+
+def _settled(schedule: Schedule, shares: Sequence[float]) -> tuple[Recompute, ...]:
+    """Shares as a schedule can recompute them: where it has settled that itself, early where it does, else nothing."""
+    if schedule.recompute is None:
+        return tuple(map(Recompute, shares))
+    pairs = zip(shares, schedule.recompute, strict=True)
+    return tuple(Recompute(share, how.early) if how.share else Recompute(0.0) for share, how in pairs)
+
+
+def _dropped(layers: int | Sequence[float]) -> list[float]:
+    """The share of a stage's bytes that is dropped with none, one, two ... all of its layers."""
+    if isinstance(layers, int):
+        return [n / layers for n in range(layers + 1)] if layers else [0.0]
+    if len(layers) < 2 or any(b > a for a, b in pairwise(layers)) or layers[-1] < 0:
+        raise MeshwrightError(
+            f"the bytes that a stage keeps fall from layer to layer, got {list(layers)[:8]}",
+            fix="one number for each count of layers that are dropped",
+        )
+    return [1.0 - kept / layers[0] if layers[0] else n / (len(layers) - 1) for n, kept in enumerate(layers)]
+
+
+def _of_stages(schedule: Schedule, shares: Sequence[float]) -> list[float]:
+    """Each stage's share: the largest of its workers'."""
+    found = [0.0] * schedule.stages
+    for worker, held in enumerate(schedule.placement.held):
+        for _, stage in held:
+            found[stage] = max(found[stage], shares[worker])
+    return found

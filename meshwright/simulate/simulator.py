@@ -1,0 +1,71 @@
+"""Simulate a schedule: lower it where needed, sweep it once, and say when everything happens and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.ir.action import Action, Entry
+from meshwright.ir.analysis.effects import collective
+from meshwright.ir.analysis.lifetime import lives, parameter_copies
+from meshwright.ir.analysis.order import no_collection
+from meshwright.ir.analysis.price import Price
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Lane, Span, Timeline
+from meshwright.passes.check import refuse_unproved
+from meshwright.passes.lower import lowered_flow
+from meshwright.passes.sync import Sync
+from meshwright.simulate.event_graph import Message, Program, sweep
+from meshwright.simulate.lower_bound import lower_bound
+from meshwright.simulate.memory import memory
+
+
+@no_collection()
+def simulate(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    cluster: Cluster | None = None,
+    *,
+    sync: Sync | str = Sync.EAGER,
+    overlap: float = 0.0,
+) -> Timeline:
+    """Predict when every action, message and sync happens, and what each worker holds."""
+    cluster = cluster or Cluster()
+    refuse_unproved(schedule)
+    flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
+    program = Program(flow, cluster.duplex)
+    price = Price(flow.schedule, costs, cluster, overlap=overlap)
+    table = program.table(price)
+    starts, ready = sweep(program, table)
+    return timeline(program, price, starts, ready)
+
+
+def timeline(program: Program, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:
+    """Spans, memory, copies and the bound from the times of a program's nodes."""
+    schedule, flow = program.schedule, program.flow
+    spans: list[Span] = []
+    times: list[list[tuple[float, float]]] = [[(0.0, 0.0)] * len(entries) for entries in flow.lists]
+    lanes = [_lanes(schedule, what) for _, what in program.classes]
+    for places, class_, start, end in zip(program.places, program.class_of, starts, ready, strict=True):
+        for (worker, index), lane in zip(places, lanes[class_], strict=True):
+            times[worker][index] = (start, end)
+            spans.append(Span(worker, lane, flow.lists[worker][index], start, end))
+    held = [list(lives(flow, price, worker)) for worker in range(schedule.workers)]
+    return Timeline(
+        schedule=schedule.name,
+        workers=schedule.workers,
+        spans=tuple(spans),
+        memory=tuple(memory(found, times[worker]) for worker, found in enumerate(held)),
+        parameter_copies=tuple(parameter_copies(found, schedule) for found in held),
+        lower_bound_s=lower_bound(program, price),
+        flush=schedule.flush,
+    )
+
+
+def _lanes(schedule: Schedule, what: Entry | Message) -> tuple[Lane, ...]:
+    """What the places of a node occupy, one after the other."""
+    if isinstance(what, Message):
+        return (Lane.SEND, Lane.RECEIVE)
+    group = collective(schedule, what) if isinstance(what, Action) else ()
+    return (Lane.COLLECTIVE,) * len(group) or (Lane.COMPUTE,)

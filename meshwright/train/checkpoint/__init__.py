@@ -1,0 +1,1 @@
+"""Checkpoints that any plan resumes, and exports that from_pretrained reads."""

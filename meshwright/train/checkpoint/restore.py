@@ -1,0 +1,139 @@
+"""The way back: find a checkpoint, see that it is whole and fits the model, and put it into an engine of any plan.
+
+Every rank reads only what it holds. Whatever is wrong is found before anything is changed, and raised on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.engine.engine import Engine
+from meshwright.train.checkpoint import folders as rotate
+from meshwright.train.checkpoint.checkpoint_facts import read_facts
+from meshwright.train.checkpoint.run_state import BUFFER, MODEL, OPTIMIZER, buffers, parameters
+from meshwright.train.optimizer.optimizer_facts import put_back, refuse_mixture
+from meshwright.train.setup.all_ranks import agree
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint says besides the state that went into the engine; the next step is number `step`."""
+
+    folder: Path
+    step: int
+    seed: int
+    data: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] | None = None
+    written_under: Mapping[str, Any] = field(default_factory=dict)
+
+
+def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessGroup | None) -> Resumed | None:
+    """Put a checkpoint into an engine: the one named, which must be whole, or the newest that is."""
+    folder = named if named is not None else _newest(root, group)
+    if folder is None:
+        return None
+    if named is not None and (wrong := _damage(folder, group)):
+        raise MeshwrightError("; ".join(wrong), fix="resume from the last good one: resume_from_checkpoint=True, or name another")
+    known = agree(lambda: read_facts(folder), group=group)[dist.get_rank()]
+    reader = HuggingFaceStorageReader(str(folder))
+    sizes = {key: (about.size, about.properties.dtype) for key, about in _metadata(reader).items()}
+    held = agree(lambda: _fits(engine, sizes, known), group=group)
+    agree(lambda: _refuse_strangers(sizes, set().union(*held, known.get("unread", ()))), group=group)
+    _fill(engine, sizes, known, reader, group)
+    for stage in engine.stages.values():
+        stage.seed = known["seed"]
+    if engine.scaler is not None and known["scaler"] is not None:
+        engine.scaler.load_state_dict(known["scaler"])
+    fields = {key: known[key] for key in ("step", "seed", "data", "extra", "written_under")}
+    return Resumed(folder, **fields)
+
+
+def _newest(root: Path, group: dist.ProcessGroup | None) -> Path | None:
+    """The last good checkpoint, as all ranks see it."""
+    folders = agree(lambda: rotate.candidates(root), group=group)[0]
+    return rotate.last_good(root, folders=folders, judge=lambda folder: _damage(folder, group))
+
+
+def _damage(folder: Path, group: dist.ProcessGroup | None) -> list[str]:
+    """What is wrong with a checkpoint's files; each rank has read a share of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = agree(lambda: rotate.damage(folder, share=rank, shares=ranks), group=group)
+    return sorted({line for part in found for line in part})
+
+
+def _metadata(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
+    found = reader.read_metadata().state_dict_metadata
+    return {key: about for key, about in found.items() if isinstance(about, TensorStorageMetadata)}
+
+
+def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], known: Mapping[str, Any]) -> set[str]:
+    """The keys of the model that this rank reads; what is missing or has another shape is refused."""
+    mine = _weights(engine, known)
+    if missing := sorted(set(mine) - set(sizes)):
+        raise MeshwrightError(
+            f"the checkpoint has no {_list(missing)}", fix="the model that it was written with, built from the same configuration"
+        )
+    for key, tensor in mine.items():
+        if (saved := tuple(sizes[key][0])) != tuple(tensor.shape):
+            raise MeshwrightError(f"{key} is {saved} in the checkpoint and {tuple(tensor.shape)} in the model")
+    kinds = {type(u.optimizer).__name__ for u in engine.units.values() if u.optimizer is not None}
+    if kinds - {known["optimizer"]}:
+        raise MeshwrightError(
+            f"the checkpoint was trained with {known['optimizer']}, the optimizer now is {', '.join(sorted(kinds))}",
+            fix="the same optimizer, or start from the exported weights",
+        )
+    refuse_mixture(engine, known)
+    return set(mine)
+
+
+def _weights(engine: Engine, known: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Parameters and buffers of this rank as they are filled, by their keys in the files."""
+    if known["schema"] > 1:
+        return {name: t.detach() for name, t in {**parameters(engine), **buffers(engine)}.items()}
+    found = {f"{MODEL}/{name}": p.detach() for name, p in parameters(engine).items()}
+    found |= {f"{BUFFER}/{name}": b.detach() for name, b in buffers(engine).items()}
+    return {key: t if t.dim() else t.view(1) for key, t in found.items()}
+
+
+def _refuse_strangers(sizes: Mapping[str, object], held: set[str]) -> None:
+    """A parameter that no rank has means another model."""
+    if strange := sorted(key for key in set(sizes) - held if not key.startswith(f"{OPTIMIZER}/")):
+        raise MeshwrightError(
+            f"the model has no {_list(strange)}, which the checkpoint holds", fix="the model that it was written with"
+        )
+
+
+def _list(keys: list[str]) -> str:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return ", ".join(keys[:3]) + more
+
+
+def _fill(
+    engine: Engine,
+    sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
+    known: Mapping[str, Any],
+    reader: HuggingFaceStorageReader,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Read this rank's tensors in place, and what its optimizers keep into new ones."""
+    params, into = parameters(engine), _weights(engine, known)
+    trained = {engine.layers.names[p] for unit in engine.units.values() for p in unit.params}
+    kept: dict[str, dict[str, Tensor]] = {}
+    for key, (size, dtype) in sizes.items():
+        if key.startswith(f"{OPTIMIZER}/"):
+            _, entry, name = key.split("/", 2)
+            if name in trained:
+                into[key] = kept.setdefault(name, {})[entry] = torch.empty(size, dtype=dtype, device=params[name].device)
+    load_tensors(dict(into), storage_reader=reader, process_group=group)
+    put_back(engine, known, kept)

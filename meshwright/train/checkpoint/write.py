@@ -1,0 +1,217 @@
+"""Plan-free checkpoints: written under one plan, resumed under any other.
+
+    checkpoints = Checkpoints("out", engine, limit=3)
+    found = checkpoints.resume()                   the last good one, or None
+    checkpoints.save(step, data=sampler.state())   returns once the state is copied; a thread writes it
+    checkpoints.close()                            waits for the last one
+
+Tensors are written as safetensors, each by one of the ranks that hold it: weights under their own names, with an index and
+the model's configuration, so that `from_pretrained` reads the folder; the rest by torch.distributed.checkpoint. Numbers are JSON.
+All calls are made by all ranks together, between two walks of the schedule: without a flush that is after a drain, where
+only the newest version of each parameter is left, and that is what is saved. What goes wrong in the thread is raised by the
+next call.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime.engine.engine import Engine
+from meshwright.train.checkpoint import folder_lock
+from meshwright.train.checkpoint import folders as rotate
+from meshwright.train.checkpoint import run_state as state
+from meshwright.train.checkpoint.pretrained_weights import apart, name_optimizer_files, write_weights
+from meshwright.train.checkpoint.restore import Resumed, restore
+from meshwright.train.optimizer.optimizer_facts import facts, merged
+from meshwright.train.setup.all_ranks import agree
+
+SETTLE_S = 5.0
+"""How long a run that has failed waits for the checkpoint that it was writing."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One checkpoint on its way."""
+
+    step: int
+    folder: Path
+    weights: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    given: Mapping[str, Any]
+    keep: Collection[Path]
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of a run in one folder; `limit` is how many are left, None all of them.
+
+    `model` gives its configuration and the weights that no stage reads; `processing` is a tokenizer to save beside it.
+    """
+
+    root: Path
+    engine: Engine
+    limit: int | None = None
+    background: bool = True
+    model: Any = None
+    processing: Any = None
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _failed: BaseException | None = field(default=None, init=False)
+    _held: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.root = Path(self.root)
+        if self.limit is not None and self.limit < 1:
+            raise MeshwrightError(f"a limit of {self.limit} checkpoints leaves none", fix="save_total_limit=1, or None")
+        self._group = dist.new_group(backend="gloo")
+        agree(self._prepare, group=self._group)
+
+    def _prepare(self) -> None:
+        if dist.get_rank() == 0:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not folder_lock.held_by_another(self.root):  # what looks left behind may be on its way
+                rotate.tidy(self.root)
+
+    def save(
+        self,
+        step: int,
+        *,
+        data: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: Collection[Path] = (),
+    ) -> Path:
+        """Save what there is after `step` steps; `data` (where the data stands) and `extra` are kept as rank 0 gives them."""
+        self.wait()
+        if not self._held:
+            agree(lambda: folder_lock.take(self.root) if dist.get_rank() == 0 else None, group=self._group)
+            self._held = True
+        scaler = self.engine.scaler
+        given = {"data": data, "scaler": None if scaler is None else scaler.state_dict(), "extra": extra}
+        _refuse(self.engine, given)
+        token = [secrets.token_hex(4)]
+        dist.broadcast_object_list(token, group=self._group)
+        folder = self.root / f"{rotate.name_of(step)}.tmp-{token[0]}"
+        weights, rest = apart(self.engine, state.snapshot(self.engine))
+        job = _Job(step, folder, weights, rest, facts(self.engine), given, keep)
+        if self.background:
+            self._thread = threading.Thread(target=self._work, args=(job,), name=f"checkpoint {step}", daemon=True)
+            self._thread.start()
+        else:
+            self._work(job)
+            self.wait()
+        return self.root / rotate.name_of(step)
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on disk; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if (error := self._failed) is not None:
+            self._failed = None
+            raise error
+
+    def resume(self, which: str | Path | None = None) -> Resumed | None:
+        """Put a checkpoint's state into the engine: the one named, or the last good one; None where there is none."""
+        self.wait()
+        return restore(self.engine, self.root, None if which is None else Path(which), self._group)
+
+    def settle(self) -> None:
+        """The run has failed: what is being written was good, so it gets a while; then nothing waits for it any more."""
+        if self._thread is not None:
+            self._thread.join(SETTLE_S)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and give back the group."""
+        try:
+            self.wait()
+        finally:
+            if self._held and dist.get_rank() == 0:
+                folder_lock.release(self.root)
+            dist.destroy_process_group(self._group)
+
+    # -- in the thread
+
+    def _work(self, job: _Job) -> None:
+        try:
+            self._write(job)
+        except BaseException as error:
+            self._failed = error
+
+    def _write(self, job: _Job) -> None:
+        """Write, mark, rename, rotate; each part on all ranks or none."""
+        group, lead = self._group, dist.get_rank() == 0
+        try:
+            agree(lambda: job.folder.mkdir() if lead else None, group=group)
+            parts = agree(lambda: job.facts, group=group)
+            unread = write_weights(job.folder, job.weights, self.model, self.processing, group)
+            agree(lambda: _facts_file(job, self.engine, {**merged(parts), "unread": unread}) if lead else None, group=group)
+            writer = HuggingFaceStorageWriter(str(job.folder), save_distributed=True)
+            save_tensors(dict(job.tensors), storage_writer=writer, process_group=group)
+            agree(lambda: name_optimizer_files(job.folder) if lead else None, group=group)
+            described = agree(lambda: _described(job.folder, dist.get_rank(), dist.get_world_size()), group=group)
+            files = {name: about for part in described for name, about in part.items()}
+            agree(lambda: self._finish(job, files) if lead else None, group=group)
+        except (MeshwrightError, CheckpointException, OSError) as error:  # a lost rank is said by who watches it
+            if lead:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            good = rotate.checkpoints(self.root)
+            raise MeshwrightError(
+                f"{rotate.name_of(job.step)} could not be written: {_cause(error)}",
+                fix=f"the last good one is {good[-1].name}" if good else "there is no earlier one; see that the disk has room",
+            ) from error
+
+    def _finish(self, job: _Job, files: dict[str, Any]) -> None:
+        rotate.finish(job.folder, files, job.step)
+        rotate.rotate(self.root, self.limit, job.keep)
+
+
+def _described(folder: Path, share: int, shares: int) -> dict[str, Any]:
+    """This rank's share of the files, on disk, as the marker has them."""
+    found = {}
+    for path in sorted(path for path in folder.iterdir() if path.is_file())[share::shares]:
+        rotate.sync(path)
+        found[path.name] = rotate.describe(path)
+    return found
+
+
+def _facts_file(job: _Job, engine: Engine, known: dict[str, Any]) -> None:
+    head = {"schema": rotate.SCHEMA, "step": job.step, "seed": engine.settings.seed, "written_under": _plan(engine)}
+    rotate.write(job.folder / rotate.FACTS, {**head, **job.given, **known})
+
+
+def _plan(engine: Engine) -> dict[str, Any]:
+    """Under which plan this was written; for people, nothing depends on it."""
+    schedule = engine.schedule
+    return {"schedule": schedule.name, "workers": schedule.workers, "stages": schedule.stages, "dp": engine.settings.copies}
+
+
+def _refuse(engine: Engine, given: Mapping[str, Any]) -> None:
+    if engine.executor.at is not None:
+        raise MeshwrightError("a checkpoint was asked for inside a step", fix="save between two calls of run")
+    for name, value in given.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise MeshwrightError(f"{name} is kept as JSON, and cannot be: {error}", fix="numbers, text, lists, dicts") from error
+
+
+def _cause(error: BaseException) -> str:
+    """The first thing that went wrong, without the wrapping."""
+    if isinstance(error, CheckpointException):
+        rank, (failure, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {failure}"
+    return str(error)

@@ -1,0 +1,144 @@
+"""Batches of a training or evaluation set for one rank: the rows of its copy, from any step on.
+
+Map-style sets (torch's, Hugging Face's, lists) are read by row numbers; iterable ones are read through, and each copy keeps its
+own rows. Whatever is drawn at random while rows are read and collated starts from (seed, epoch, step, copy), so that all ranks
+of a copy see the same, and a run that goes on sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import Dataset as TorchDataset
+from transformers import set_seed
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime import device as devices
+from meshwright.runtime.stage.batch import Given, Own
+from meshwright.train.data.collate import Collate, first_rows, stand_ins
+from meshwright.train.data.sampler import Sampler, share
+from meshwright.train.data.step_rows import StepRows
+from meshwright.train.data.vocabulary import Vocabulary, refuse_ids
+
+
+class Position(NamedTuple):
+    """A step of an epoch."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set and how its rows become tensors."""
+
+    dataset: Any
+    collate: Collate
+    seed: int
+    copy: int = 0
+    copies: int = 1
+    needed: frozenset[str] | None = None
+    processes: int = 0
+    vocabularies: tuple[Vocabulary, ...] = ()
+
+    @property
+    def size(self) -> int | None:
+        """How many rows there are; None where nobody knows before they are read."""
+        return len(self.dataset) if has_rows(self.dataset) else None
+
+    def example(self, count: int) -> Given:
+        """The first rows, the same on all ranks."""
+        rows = list(islice(iter(self.dataset), count)) if self.size is None else self._read(list(range(min(count, self.size))))
+        if not rows:
+            raise MeshwrightError("the data set is empty: there is nothing to train on")
+        set_seed(self.seed)
+        return self._tensors(rows)
+
+    def batch(self, at: Position, rows: list[Any]) -> Own:
+        """The tensors of a step's rows on this copy; `rows` are all of the step."""
+        set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
+        mine = share(rows, self.copy, self.copies)
+        given = self._tensors(mine or rows[:1])
+        return Own(stand_ins(given if mine else first_rows(given, 0), self.needed))
+
+    def numbered(self, at: Position, numbers: list[int]) -> Own:
+        """The tensors of a step whose rows have these numbers; those of other copies are not read."""
+        set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
+        mine = share(numbers, self.copy, self.copies)
+        given = self._tensors(self._read(mine or numbers[:1]))
+        return Own(stand_ins(given if mine else first_rows(given, 0), self.needed))
+
+    def _tensors(self, rows: list[Any]) -> Given:
+        """Rows as tensors, whose ids the model knows."""
+        given = self.collate(rows)
+        refuse_ids(self.vocabularies, given)
+        return given
+
+    def _read(self, numbers: list[int]) -> list[Any]:
+        many = getattr(self.dataset, "__getitems__", None)
+        found = many(numbers) if many is not None else [self.dataset[i] for i in numbers]
+        return list(found)
+
+
+def has_rows(dataset: Any) -> bool:
+    """Can rows be had by number?"""
+    streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    return not streams and isinstance(dataset, Sized)
+
+
+class _Steps(TorchDataset[Own]):
+    """The steps of an epoch as a data set, for torch's loader and its processes."""
+
+    def __init__(self, source: Source, sampler: Sampler, epoch: int) -> None:
+        self.source, self.sampler, self.epoch = source, sampler, epoch
+        self.order = sampler.order(epoch)
+
+    def __getitem__(self, step: int) -> Own:
+        start, stop = self.sampler.span(step)
+        return self.source.numbered(Position(self.epoch, step), self.order[start:stop])
+
+
+def numbered_steps(source: Source, sampler: Sampler, start: Position) -> Iterator[Own]:
+    """The steps of one epoch from a position on, read by number."""
+    steps = _Steps(source, sampler, start.epoch)
+    wanted = range(start.step, sampler.steps)
+    if not source.processes:
+        yield from (steps[step] for step in wanted)
+        return
+    yield from DataLoader(steps, batch_size=None, sampler=wanted, num_workers=source.processes)  # type: ignore[arg-type]
+
+
+def streamed_steps(source: Source, rows: StepRows, start: Position) -> Iterator[Own]:
+    """The steps of one pass through an iterable set from a position on; what lies before is read and dropped."""
+    if hasattr(source.dataset, "set_epoch"):
+        source.dataset.set_epoch(start.epoch)
+    set_seed(_word(source.seed, start.epoch, 0, 0))
+    stream, step = iter(source.dataset), 0
+    while found := list(islice(stream, rows.step)):
+        if step >= start.step:
+            yield source.batch(Position(start.epoch, step), found)
+        step += 1
+        set_seed(_word(source.seed, start.epoch, step, 0))  # what is read next is the same on all copies
+
+
+def _word(seed: int, epoch: int, step: int, copy: int) -> int:
+    """A seed that every generator takes."""
+    return devices.stream(seed, epoch, step, copy) % (1 << 32)
+
+
+def without_unused(dataset: Any, columns: frozenset[str] | None) -> Any:
+    """A Hugging Face set without the columns that the model does not take, so that they are not even read."""
+    names = getattr(dataset, "column_names", None)
+    if columns is None or not isinstance(names, list) or not hasattr(dataset, "remove_columns"):
+        return dataset
+    unused = [name for name in names if name not in columns]
+    if len(unused) == len(names):
+        raise MeshwrightError(
+            f"the data set has the columns {', '.join(names)}; the model takes {', '.join(sorted(columns))}",
+            fix="rename a column, or remove_unused_columns=False",
+        )
+    return dataset.remove_columns(unused) if unused else dataset

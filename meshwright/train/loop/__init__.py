@@ -1,0 +1,1 @@
+"""The training and evaluation loops of one rank."""

@@ -1,0 +1,111 @@
+"""MODEL on the command line: a preset by name, a TOML file like one, a Hugging Face config.json, or package.module:function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.ir.input_limits import file_text, shown, toml
+from meshwright.ir.reader import Reader, parsed, text
+
+SCHEMA = 1
+CAUSAL = "AutoModelForCausalLM"
+KEYS = frozenset({"schema", "head", "dataset", "config"})
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model of transformers by its configuration: `head` is the class, or the Auto class, that is made of it."""
+
+    head: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str | None = None
+
+    def build(self) -> Any:
+        """The model, with fresh weights."""
+        import transformers
+
+        options = dict(self.config)
+        kind = getattr(transformers, self.head, None)
+        if kind is None:
+            raise MeshwrightError(f"transformers has no {self.head!r}", fix=CAUSAL)
+        try:
+            config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+        except Exception as error:  # configurations check their values with errors of several kinds
+            raise MeshwrightError(
+                f"transformers cannot make this configuration: {error}", fix="a model_type that it knows, and values of its types"
+            ) from error
+        try:
+            model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+        except Exception as error:  # whatever a model class makes of numbers that do not fit
+            raise MeshwrightError(
+                f"{self.head} cannot be built from this configuration: {type(error).__name__}: {error}",
+                fix="the types and sizes that the configuration of such a model has",
+            ) from error
+        if self.head == CAUSAL and getattr(model, "loss_type", None) is None:
+            model.loss_type = "ForCausalLM"  # a class whose name does not say so; it is what its loss does
+        return model
+
+    @property
+    def positions(self) -> int | None:
+        """How many positions the model has; None where its configuration does not say."""
+        names = ("n_positions", "max_position_embeddings")
+        found = next((self.config[name] for name in names if self.config.get(name) is not None), None)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise MeshwrightError(f"the configuration says {shown(found)} positions", fix="a whole number of at least 1")
+        return found
+
+
+def presets() -> list[str]:
+    """The models that come with the package."""
+    return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
+
+
+def model_file(name: str) -> ModelFile:
+    """A preset, a TOML file or a config.json."""
+    path = Path(name)
+    if path.suffix == ".json":
+        return _from_config(path)
+    if path.suffix != ".toml" and name not in presets():
+        raise MeshwrightError(
+            f"there is no model {name!r}{did_you_mean(name, presets())}",
+            fix=f"{', '.join(presets())}, a TOML, a config.json, or package.module:function",
+        )
+    raw = file_text(path, "the model") if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()
+    data = toml(raw, f"the model {name}")
+    read = Reader(data, f"the model {name}", kind=None, schema=SCHEMA, keys=KEYS)
+    config = read("config", _table)
+    if "model_type" not in config:
+        raise MeshwrightError(f"the model {name} has no config.model_type", fix='model_type = "gpt2"')
+    return ModelFile(read("head", text), config, read("dataset", text, None))
+
+
+def _from_config(path: Path) -> ModelFile:
+    config = parsed(file_text(path, "the configuration"), f"the configuration {path}")
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise MeshwrightError(
+            f"{path} is no configuration of transformers: it has no model_type", fix="the config.json of a model"
+        )
+    heads = config.get("architectures") or [CAUSAL]
+    if not isinstance(config["model_type"], str) or not isinstance(heads, list) or not isinstance(heads[0], str):
+        raise MeshwrightError(
+            f"{path} has the model_type {shown(config['model_type'])} and the architectures {shown(heads)}",
+            fix='"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]',
+        )
+    return ModelFile(heads[0], config)
+
+
+def _folder() -> Any:
+    return resources.files("meshwright.presets") / "models"
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MeshwrightError(f"{shown(value)} is no table")
+    return value

@@ -1,0 +1,40 @@
+"""Saving a model as `from_pretrained` reads it: from the process that has all of it, or from the ranks that have its parts.
+
+Of a model of peft the adapters alone are saved, by peft itself; they are small, and rank 0 gathers them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.train.checkpoint.save_pretrained import gathered, holdings
+from meshwright.train.session.session import Session
+from meshwright.train.setup.all_ranks import agree
+from meshwright.train.setup.usable_arguments import refuse_folder
+
+
+def save_whole(model: nn.Module, folder: Path) -> None:
+    """In this process alone: as Hugging Face does, or as safetensors."""
+    refuse_folder("the folder of the model,", folder)
+    whole: Any = model
+    if hasattr(model, "save_pretrained"):
+        whole.save_pretrained(folder)
+    else:
+        from safetensors.torch import save_model
+
+        save_model(model, str(folder / "model.safetensors"))
+
+
+def save(session: Session, folder: Path) -> None:
+    """On all ranks together: each writes what it holds."""
+    model: Any = session.model
+    if not hasattr(model, "peft_config"):
+        session.export(folder)
+        return
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    found = gathered(session.engine, {name: t for name, t in holdings(session.engine).items() if name in trained})
+    agree(lambda: model.save_pretrained(str(folder), state_dict=found) if dist.get_rank() == 0 else None)

@@ -1,0 +1,1 @@
+"""Compare a plan with one process."""

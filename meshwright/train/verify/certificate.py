@@ -1,0 +1,255 @@
+"""What a comparison with one process found, and how it is judged.
+
+An error is max|a - b| / max(max|b|, 1e-3 of the largest value in the model), tensor by tensor. Everything that was
+expected must have been seen: each update's gradients and each version's weights on every rank that holds them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.ir.plan.plan_file import plan_table
+from meshwright.ir.schedule import Schedule
+from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.stage.precision import written
+from meshwright.train.verify.serial_reference import Trace
+from meshwright.train.verify.verify_case import Case
+
+FLOOR = 1e-3
+"""A tensor's error is relative to its own largest value, but not to less than this share of the model's largest."""
+
+SHOWN = 20
+"""So many problems are written down; the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a comparison found; `worst` names the tensor with the largest error, `problems` what is missing or unequal."""
+
+    passed: bool
+    max_relative_error: float
+    loss_error: float
+    gradient_error: float
+    weight_error: float
+    worst: str
+    replicas_equal: bool
+    problems: tuple[str, ...]
+    tolerance: float
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    updates: int
+    compared: int
+    steps: int
+    dtype: str
+    precision: dict[str, Any]
+    clip: float | None
+    skipped: tuple[int, ...]
+    seed: int
+    parallel: dict[str, Any]
+    schedule: str
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        """The file form; JSON has no numbers without end, they are written as texts: "Infinity", "-Infinity", "NaN"."""
+        written = {"schema": 1, "kind": "certificate", **asdict(self)}
+        return json.dumps(_finite(written), indent=2, default=str, allow_nan=False)
+
+
+@dataclass
+class RankTrace:
+    """What one rank saw: sums of losses with their weights, its units' mean gradients, versions by digest, last weights."""
+
+    sums: dict[int, tuple[float, float]] = field(default_factory=dict)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    digests: dict[int, dict[str, int]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+
+
+def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, traces: list[RankTrace]) -> Certificate:
+    """Compare what all ranks saw with one process."""
+    held = _holdings(layers, schedule, case.parallel.dp)
+    trainable = {name for p, name in layers.names.items() if p.requires_grad}
+    unequal = list(_unequal(traces))
+    problems = [*_missing(held, trainable, traces, len(reference.gradients)), *unequal, *_other_starts(layers, traces)]
+    problems += [
+        f"rank {rank} skipped the updates {trace.skipped}, one process {reference.skipped}"
+        for rank, trace in enumerate(traces)
+        if trace.skipped != reference.skipped
+    ]
+    gradients = [(0.0, "nothing"), *_gradient_errors(reference, traces)]
+    weights = [(0.0, "nothing"), *_weight_errors(reference, traces)]
+    losses = _losses(traces, case.steps)
+    loss_error = max(_relative(a, b) for a, b in zip(losses, reference.losses, strict=True))
+    gradient, weight, tolerance = max(gradients), max(weights), case.tolerance
+    worst = max(gradient, weight)
+    return Certificate(
+        passed=worst[0] <= tolerance and loss_error <= tolerance and not problems,
+        max_relative_error=worst[0],
+        loss_error=loss_error,
+        gradient_error=gradient[0],
+        weight_error=weight[0],
+        worst=worst[1],
+        replicas_equal=not unequal,
+        problems=_short(problems),
+        tolerance=tolerance,
+        losses=tuple(losses),
+        reference_losses=tuple(reference.losses),
+        updates=len(reference.gradients),
+        compared=len(gradients) + len(weights) - 2,
+        steps=case.steps,
+        dtype=case.dtype,
+        precision=written(case.precision),
+        clip=case.rules.clip,
+        skipped=tuple(reference.skipped),
+        seed=case.seed,
+        parallel=plan_table(case.parallel),
+        schedule=schedule.name,
+        versions=_software(),
+    )
+
+
+def digest(tensor: Tensor) -> int:
+    """A number that differs, but for one chance in 2^64, where a bit differs or two elements change places."""
+    bits = _bits(tensor).long()
+    mixed = (bits ^ (torch.arange(1, len(bits) + 1) * -7046029254386353131)) * -4658895280553007687
+    return int(((mixed ^ (mixed >> 29)) * -7723592293110705685).sum())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers: unlike floats they equal themselves whatever they stand for."""
+    flat = tensor.detach().contiguous().flatten()
+    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def _holdings(layers: Layers, schedule: Schedule, copies: int) -> list[set[str]]:
+    """For each rank the names of the parameters that it must have."""
+    mesh = Mesh(schedule.workers, copies, 0)
+    held: list[set[str]] = [set() for _ in range(schedule.workers * copies)]
+    for unit in range(schedule.units):
+        for rank in mesh.holders(schedule, unit):
+            held[rank] |= {layers.names[p] for p in layers.unit(unit)}
+    return held
+
+
+def _missing(held: list[set[str]], trainable: set[str], traces: list[RankTrace], updates: int) -> Iterator[str]:
+    for rank, (names, trace) in enumerate(zip(held, traces, strict=True)):
+        yield from _absent(f"weights on rank {rank}", names, trace.weights)
+        for update in range(updates):
+            yield from _absent(f"gradients of update {update} on rank {rank}", names & trainable, trace.gradients.get(update, {}))
+        for version in range(updates + 1):
+            yield from _absent(f"version {version} on rank {rank}", names & trainable, trace.digests.get(version, {}))
+        if names & trainable and (more := sorted(set(trace.gradients) - set(range(updates)))):
+            yield f"updates {more} on rank {rank}, which one process has not"
+    unheld = trainable.difference(*held)
+    if unheld:
+        yield f"{sorted(unheld)[0]} is on no rank"
+
+
+def _absent(where: str, names: set[str], found: Mapping[str, object]) -> Iterator[str]:
+    if lost := sorted(names - set(found)):
+        yield f"{where}: {lost[0]} is missing" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+    if more := sorted(set(found) - names):
+        yield f"{where}: {more[0]} should not be there"
+
+
+def _other_starts(layers: Layers, traces: list[RankTrace]) -> Iterator[str]:
+    """Weights that a worker built otherwise than this process: then it is not the plan that differs."""
+    built = {name: digest(p) for p, name in layers.names.items() if p.requires_grad}
+    for rank, trace in enumerate(traces):
+        if other := [name for name, found in trace.digests.get(0, {}).items() if found != built[name]]:
+            yield f"rank {rank} starts with another {other[0]} than build() gives here: does it draw from torch's generator?"
+
+
+def _unequal(traces: list[RankTrace]) -> Iterator[str]:
+    """Copies of a parameter, version by version, and at the end bit by bit."""
+    first: dict[tuple[int, str], tuple[int, int]] = {}
+    for rank, trace in enumerate(traces):
+        for version, digests in sorted(trace.digests.items()):
+            for name, found in digests.items():
+                other, wanted = first.setdefault((version, name), (rank, found))
+                if found != wanted:
+                    yield f"version {version} of {name} differs between ranks {other} and {rank}"
+    last: dict[str, tuple[int, Tensor]] = {}
+    for rank, trace in enumerate(traces):
+        for name, tensor in trace.weights.items():
+            other, same = last.setdefault(name, (rank, tensor))
+            if tensor.shape != same.shape or not torch.equal(_bits(tensor), _bits(same)):
+                yield f"{name} differs between ranks {other} and {rank} at the end"
+
+
+def _gradient_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
+    for update, expected in enumerate(reference.gradients):
+        largest = _largest(expected)
+        for trace in traces if update not in reference.skipped else ():
+            for name, found in trace.gradients.get(update, {}).items():
+                if name in expected:
+                    yield tensor_error(found, expected[name], largest), f"gradient of {name} at update {update}"
+
+
+def _weight_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
+    largest = _largest(reference.weights)
+    for trace in traces:
+        for name, found in trace.weights.items():
+            yield tensor_error(found, reference.weights[name], largest), f"weight {name}"
+
+
+def _largest(tensors: Mapping[str, Tensor]) -> float:
+    return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0)
+
+
+def _losses(traces: list[RankTrace], steps: int) -> list[float]:
+    found = []
+    for step in range(steps):
+        sums = [trace.sums[step] for trace in traces if step in trace.sums]
+        weight = sum(w for _, w in sums)
+        found.append(sum(s for s, _ in sums) / (weight or 1.0) if sums else float("nan"))
+    return found
+
+
+def _relative(a: float, b: float) -> float:
+    """What is not a number equals nothing."""
+    error = abs(a - b) / max(abs(b), 1e-30)
+    return error if error == error else float("inf")
+
+
+def tensor_error(found: Tensor, expected: Tensor, largest: float) -> float:
+    """How far a tensor is from what it should be, by the rule of this file."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if not found.numel():
+        return 0.0
+    difference = float((found - expected).abs().max())
+    scale = max(float(expected.abs().max()), FLOOR * largest)
+    error = difference / scale if scale else difference
+    return error if error == error else float("inf")
+
+
+def _short(problems: list[str]) -> tuple[str, ...]:
+    more = len(problems) - SHOWN
+    return tuple(problems) if more <= 0 else (*problems[:SHOWN], f"and {more} more")
+
+
+def _finite(value: Any) -> Any:
+    """The same with texts in place of numbers that JSON has not."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_finite(item) for item in value]
+    return json.dumps(value) if isinstance(value, float) and not isfinite(value) else value
+
+
+def _software() -> dict[str, str]:
+    from meshwright import __version__
+
+    return {"meshwright": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,146 @@
+"""`verify`: run a plan on local workers, compare it with one process, and write down what was found.
+
+Compared are the loss of every step, the mean gradient of every update on every rank that holds it, and the weights at the
+end; copies of a parameter (replicas, ties, data parallelism, teams) must agree bit for bit in every version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.schedule import Schedule
+from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.parameters.parameters import Rules
+from meshwright.runtime.parameters.unit import Optimizer, Scheduler
+from meshwright.runtime.stage.batch import Given
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.stage.objective import Loss, LossKind, Tally
+from meshwright.runtime.stage.precision import Precision
+from meshwright.train.setup.captured_layers import Uncut
+from meshwright.train.verify.certificate import Certificate, RankTrace, certify, digest
+from meshwright.train.verify.serial_reference import Serial, Trace
+from meshwright.train.verify.verify_case import Case, prepare
+
+
+def momentum(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """What `verify` trains with unless it is told otherwise."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def verify(
+    build: Callable[[], Any],
+    batch: Callable[[int], Given],
+    parallel: Parallel | Mapping[str, Any],
+    *,
+    steps: int = 5,
+    dtype: str = "float64",
+    seed: int = 0,
+    loss: Loss | None = None,
+    optimizer: Optimizer = momentum,
+    scheduler: Scheduler | None = None,
+    clip: float | None = None,
+    precision: Precision | str = "fp32",
+    workers: Workers | None = None,
+    loss_kind: str = "mean",
+) -> Certificate:
+    """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name.
+
+    A captured model is first compared with its layers, as at the start of training. `loss_kind="sum"`: the loss is a sum.
+    `scheduler(optimizer)` makes a learning-rate schedule that goes on by one with each update. `clip` is the largest norm of
+    a gradient: of all of it, or of each unit's where the schedule has no flush.
+    """
+    case = Case(
+        build,
+        batch,
+        Parallel.of(parallel),
+        steps,
+        dtype,
+        seed,
+        loss,
+        optimizer,
+        Precision.of(precision),
+        LossKind.of(loss_kind),
+        scheduler=scheduler,
+        rules=Rules(clip=clip),
+    )
+    if workers is not None and not callable(getattr(workers, "run", None)):
+        raise MeshwrightError(f"workers are a pool that was started, got {workers!r}", fix="workers=None starts its own")
+    case, layers, schedule = prepare(case)
+    pool = workers or Workers(case.parallel.ranks)
+    try:
+        (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
+        traces = pool.run(rank_trace, case, schedule, ranks=case.parallel.ranks)
+    finally:
+        if workers is None:
+            pool.close()
+    return certify(case, layers, schedule, reference, traces)
+
+
+def serial_trace(case: Case, schedule: Schedule) -> Trace:
+    """What one process does with all layers."""
+    built, parallel = case.model(), case.parallel
+    layers = case.layers(schedule.stages, built)
+    one = Serial(
+        schedule,
+        layers,
+        case.optimizer,
+        parallel.microbatches,
+        parallel.dp,
+        case.loss,
+        case.seed,
+        precision=case.precision,
+        loss_kind=case.loss_kind,
+        scheduler=case.scheduler,
+        rules=case.rules,
+    )
+    if case.flat is not None and schedule.flush and not case.flat.random and case.precision.dtype is None:
+        # Nothing is drawn or rounded on the way, so that the model itself can be asked: what capture gets wrong shows too.
+        one.whole = Uncut.of(built, case.data(0), own_loss=case.loss is not None)
+    return one.run(case.data, case.steps)
+
+
+def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
+    """What this rank of a parallel run does; called on all ranks together."""
+    layers = case.layers(schedule.stages)
+    settings = Settings(
+        optimizer=case.optimizer,
+        microbatches=case.parallel.microbatches,
+        copies=case.parallel.dp,
+        scheduler=case.scheduler,
+        rules=case.rules,
+        loss=case.loss,
+        loss_kind=case.loss_kind,
+        transport=case.parallel.transport,
+        seed=case.seed,
+        precision=case.precision,
+    )
+    engine = Engine(schedule, layers, settings)
+    trace, tallies = RankTrace(), dict[int, Tally]()
+    updates = 0
+    for first in range(case.steps) if schedule.flush else [0]:
+        for unit in engine.units.values():
+            unit.watch = partial(_note, layers, trace, first)
+        tallies |= engine.run(case.data, first)
+        updates = first + schedule.steps
+    trace.skipped = list(engine.parameters.skipped)
+    trace.sums = {step: (float(tally.loss), tally.weight) for step, tally in tallies.items()}
+    trainable = [p for unit in engine.units.values() for p in unit.params]
+    trace.digests[updates] = {layers.names[p]: digest(p) for p in trainable}
+    trace.weights = {layers.names[p]: p.detach().clone() for unit in engine.units for p in layers.unit(unit)}
+    engine.close()
+    return trace
+
+
+def _note(layers: Layers, trace: RankTrace, first: int, round_: int, params: list[Any], views: list[Tensor]) -> None:
+    """Before an update: keep its mean gradients, and what the version that it replaces looks like."""
+    update = first + round_
+    trace.gradients.setdefault(update, {}).update({layers.names[p]: v.clone() for p, v in zip(params, views, strict=True)})
+    trace.digests.setdefault(update, {}).update({layers.names[p]: digest(p) for p in params})
