@@ -21,7 +21,7 @@ test: setup ## laws, closed forms, mutations, simulator, command line
 	$(BIN)/python -m pytest -n 2 -m "not slow and not bench"
 
 quick: setup ## a subset under one minute
-	$(BIN)/python -m pytest -n 2 -m "not slow and not bench" tests/test_layers.py tests/test_closed_forms.py tests/test_chimera.py tests/test_text.py
+	$(BIN)/python -m pytest -n 2 -m "not slow and not bench" tests/test_layers.py tests/schedules/test_closed_forms.py tests/schedules/test_chimera.py tests/ir/test_text.py
 
 full: setup ## everything: whole matrices, proofs of optimality, fuzz
 	$(BIN)/python -m pytest -n 2 -m "not bench"

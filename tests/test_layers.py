@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,30 @@ def test_imports_point_down(path: Path) -> None:
             assert LEVEL[parts[1]] < LEVEL[here], f"{path.name} of {here} imports {name}"
 
 
+def place(path: Path) -> str:
+    """A subfolder of a layer, or a file directly in it."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[:-1]) if len(parts) > 2 else "/".join(parts)
+
+
+def test_folders_form_no_cycle() -> None:
+    """Subfolders of a layer, and the files beside them, can be read in an order in which nothing is used before it is known."""
+    modules = {".".join(("meshwright", *path.relative_to(ROOT).with_suffix("").parts)): path for path in FILES}
+    uses: dict[str, set[str]] = {}
+    for path in FILES:
+        if path.name != "__init__.py":
+            found = {place(modules[name]) for name in imported(path) if name in modules}
+            uses[place(path)] = uses.get(place(path), set()) | (found - {place(path), "train/trainer.py"})
+    order = list(TopologicalSorter(uses).static_order())
+    assert order.index("runtime/device.py") < order.index("runtime/engine") < order.index("train/session")
+
+
+def test_no_two_files_share_a_name() -> None:
+    """But for the verbs of the command line, which are called like what they call."""
+    names = Counter(path.name for path in FILES if path.name != "__init__.py" and layer(path) != "cli")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_short_and_say_what_they_are(path: Path) -> None:
     text = path.read_text()
@@ -69,7 +95,7 @@ def test_nothing_pure_imports_torch_numpy_or_numba() -> None:
         heavy = {name.split(".")[0] for name in imported(path)} & {"torch", "numpy", "numba", "ortools"}
         if layer(path) in TORCH:
             heavy -= {"torch"}
-        assert not heavy or path == ROOT / "simulate" / "fast.py", f"{path} imports {heavy}"
+        assert not heavy or path == ROOT / "simulate" / "compiled.py", f"{path} imports {heavy}"
 
 
 def test_the_plain_path_loads_nothing_heavy() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_flags import VERBS
+from tests.cli.test_flags import VERBS
 
 ROOT = Path(__file__).parent.parent
 ANSWERS = {

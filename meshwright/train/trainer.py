@@ -31,17 +31,8 @@ from meshwright.train.data.batches import Source, without_unused
 from meshwright.train.data.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data.step_rows import refuse_small_cuts
 from meshwright.train.data.vocabulary import refuse_ids, vocabularies
-from meshwright.train.loop import on_rank as run
+from meshwright.train.loop import on_rank
 from meshwright.train.loop.between_trainings import Carried, bring_back, gathered, take_notes
-from meshwright.train.loop.on_rank import (
-    check,
-    cut,
-    evaluate_on_rank,
-    generate_on_rank,
-    predict_on_rank,
-    save_on_rank,
-    train_on_rank,
-)
 from meshwright.train.loop.traced_steps import Traced
 from meshwright.train.loop.training_loop import Judged, Outcome
 from meshwright.train.session.save_model import save_whole
@@ -116,13 +107,13 @@ class Trainer:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
         border.refuse_checkpoint(resume_from_checkpoint)
         border.refuse_training(self.module, self.train_dataset)
-        run.refuse_unusable(self)
+        on_rank.refuse_unusable(self)
         if self._trained and not resume_from_checkpoint:
             self._start_again()
         self.capture(self.train_dataset, trains=True)
         if self.args.eval_strategy != "no":
             self.evaluation.refuse()
-        found: list[Outcome] = self.everywhere(train_on_rank, resume_from_checkpoint or None)
+        found: list[Outcome] = self.everywhere(on_rank.train_on_rank, resume_from_checkpoint or None)
         bring_back(self, found)
         self.carried, self._trained = gathered([outcome.carried for outcome in found]), True
         if self.skeleton is not None and self.args.plan.ranks > 1:
@@ -137,7 +128,7 @@ class Trainer:
         border.refuse_dataset("eval_dataset", chosen, several=True)
         self.capture(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
         self.evaluation.refuse()
-        found: list[Judged] = self.everywhere(evaluate_on_rank, chosen, metric_key_prefix)
+        found: list[Judged] = self.everywhere(on_rank.evaluate_on_rank, chosen, metric_key_prefix)
         self.state = found[0].state
         take_notes(self.callbacks, found[0].callbacks)
         return found[0].metrics
@@ -147,7 +138,7 @@ class Trainer:
         border.refuse_dataset("test_dataset", test_dataset, needed=True)
         self.capture(test_dataset)
         self.evaluation.refuse()
-        found: list[PredictionOutput] = self.everywhere(predict_on_rank, test_dataset, metric_key_prefix)
+        found: list[PredictionOutput] = self.everywhere(on_rank.predict_on_rank, test_dataset, metric_key_prefix)
         return found[0]
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -167,7 +158,7 @@ class Trainer:
         """Write what `from_pretrained` reads: rank 0, which has a whole model, or of a sketch every rank its part, together."""
         folder = Path(output_dir or self.folder)
         if self.skeleton is not None:
-            self._cut_and(save_on_rank, folder)
+            self._cut_and(on_rank.save_on_rank, folder)
         elif self.is_world_process_zero():
             save_whole(self.module, folder)
         if self.is_world_process_zero() and hasattr(self.processing_class, "save_pretrained"):
@@ -176,7 +167,7 @@ class Trainer:
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
         """The most likely continuation of every row under the plan; see `Session.generate`."""
         self.evaluation.refuse()
-        return self._cut_and(generate_on_rank, input_ids, {"max_new_tokens": max_new_tokens, **more})[0]  # type: ignore[no-any-return]
+        return self._cut_and(on_rank.generate_on_rank, input_ids, {"max_new_tokens": max_new_tokens, **more})[0]  # type: ignore[no-any-return]
 
     # -- what ranks ask
 
@@ -223,10 +214,10 @@ class Trainer:
                 log.warning(note)
         if fresh and self.check_capture:
             with phase(self, "check"):
-                self.evaluation = check(self, self.source(dataset), example)
+                self.evaluation = on_rank.check(self, self.source(dataset), example)
         if plan.ranks > 1 and not launched():
             with phase(self, "cut"):
-                layers, kept = cut(self, example)
+                layers, kept = on_rank.cut(self, example)
                 refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept, costs=layers.costs).flush)
 
     @property

@@ -30,8 +30,9 @@ are padded and some labels are ignored.
 
 {counts}
 
-The page is written by `python -m tests.zoo --write docs/zoo.md`; `tests/test_zoo.py` holds every row current (`make full`), and
-trains some families of each kind on 2 and 4 local workers against the plain model, and by both libraries' trainers.
+The page is written by `python -m tests.zoo --write docs/zoo.md`; `tests/capture/test_zoo.py` holds every row current
+(`make full`), and trains some families of each kind on 2 and 4 local workers against the plain model, and by both
+libraries' trainers.
 """
 
 

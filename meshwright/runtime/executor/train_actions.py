@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshwright.ir.action import COMPUTE, NONE, Kind, Op, Value
 from meshwright.ir.analysis.carried_values import Load, carried
@@ -82,8 +81,6 @@ class TrainActions:
             case Op.G:
                 raise AssertionError("parameters are whole, nothing gathers them")
 
-    # -- what stages do
-
     def _forward(self, step: Step) -> Do:
         """Run a stage on its rows."""
         saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
@@ -102,7 +99,7 @@ class TrainActions:
             if start == stop:
                 return
             if given == NONE:
-                record = self._first(mine, batch)
+                record = Record(mine, *batch.inputs(mine.rows))
             else:
                 values, slots[given] = slots[given], None
                 record = Record(mine, own_leaves(*values.wait()) if type(values) is Pending else leaves(*values))
@@ -112,7 +109,7 @@ class TrainActions:
             if keep != NONE:
                 slots[keep] = record
             if stage.is_last:
-                self._tally(number, bundle.tensors[0], record)
+                self.tallies.setdefault(number, Tally()).add(bundle.tensors[0], record.times, record.cut.counts)
             for slot in written:
                 slots[slot] = bundle
 
@@ -121,10 +118,6 @@ class TrainActions:
     def _other(self, step: Step, cut: Cut) -> Stage:
         """The stage in another graph of a captured model."""
         return self.graphs.stage(step.action.stage, cut.graph)
-
-    def _first(self, mine: Cut, batch: Batch) -> Record:
-        """The record of a first stage."""
-        return Record(mine, *batch.inputs(mine.rows))
 
     def _complete(self, record: Record, step: Step, stage: Stage, batch: Batch) -> None:
         """What some stages take beside their inputs."""
@@ -149,13 +142,13 @@ class TrainActions:
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
                 continue
             mine = batch.cut(local, part, stage.objective, stream(stage.seed, number))
-            record = self._first(mine, batch) if received is None else Record(mine, leaves(*received[index]))
+            record = Record(mine, *batch.inputs(mine.rows)) if received is None else Record(mine, leaves(*received[index]))
             self._complete(record, step, stage, batch)
             bundle = (self._other(step, mine) if mine.graph else stage).forward(record)
             if saved:
                 self.store.slots[saved[index]] = record
             if stage.is_last:
-                self._tally(number, bundle.tensors[0], record)
+                self.tallies.setdefault(number, Tally()).add(bundle.tensors[0], record.times, record.cut.counts)
             elif len(own) > 1:
                 require_rows(bundle, part.size)
             bundles.append(bundle)
@@ -174,7 +167,7 @@ class TrainActions:
         kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
         written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.aims else None
-        gather, scatter, other, op = self._gather, self._scatter, self._other, step.action.op
+        pop, scatter, other, op = self.store.pop, self._scatter, self._other, step.action.op
         leaves_of, count = self.parameters.leaves, self.parameters.counter(step)
 
         def backward() -> None:
@@ -184,7 +177,8 @@ class TrainActions:
                 if aim is not None:
                     aim(step)  # without rows too this may be the last reader of a version
                 return
-            gradients = gather(read).tensors if read else ()
+            # pieces without rows were never sent
+            gradients = joined([piece for slot in read if (piece := pop(slot)) is not None]).tensors if read else ()
             at = other(step, record.cut) if record.cut.graph else stage
             if inline:
                 at.recompute(record)
@@ -230,11 +224,6 @@ class TrainActions:
 
         return recompute
 
-    def _tally(self, number: int, loss: Tensor, record: Record) -> None:
-        self.tallies.setdefault(number, Tally()).add(loss, record.times, record.cut.counts)
-
-    # -- what parameters do
-
     def _sync(self, step: Step) -> Do:
         """Add up a unit's gradients, by a collective or along a ring."""
         slots = step.reads.get(Kind.PARTIAL)
@@ -250,8 +239,6 @@ class TrainActions:
             do(step)
 
         return act
-
-    # -- messages
 
     def _send(self, step: Step, line: Outgoing) -> Do:
         """Send a bundle from its slot, or the running sum of a unit as it is now."""
@@ -291,12 +278,6 @@ class TrainActions:
             return None
         what = (value.stage, value.part, value.piece, size, batch.form[1:])
         return self._shapes.setdefault(what, len(self._shapes))
-
-    # -- rows
-
-    def _gather(self, slots: tuple[int, ...]) -> Bundle:
-        """The pieces of a bundle put together; pieces without rows were never sent."""
-        return joined([bundle for slot in slots if (bundle := self.store.pop(slot)) is not None])
 
     def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: tuple[Rows, ...]) -> None:
         """Put a bundle into its slots, cut into pieces where the next team is another."""

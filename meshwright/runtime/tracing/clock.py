@@ -1,6 +1,6 @@
 """One clock for all ranks, and sleeping to a moment on it.
 
-CLOCK_MONOTONIC is shared by all processes of a host; other hosts add their offset to rank 0's (`offsets.py`). Sleeps go to
+CLOCK_MONOTONIC is shared by all processes of a host; other hosts add their offset to rank 0's (`clock_offset.py`). Sleeps go to
 an absolute deadline, so that what happens before them is not added to them. No torch in here.
 """
 

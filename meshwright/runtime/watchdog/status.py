@@ -21,7 +21,7 @@ from meshwright.runtime.transport.faults import label, other
 from meshwright.runtime.watchdog.failure import Doing
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parent.parent) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep
 _NOT_THE_USERS = (_TORCH, _OURS, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen", "<string>")
 # A thread that is inside one of these waits for other ranks: nothing else in them takes long.
 _WAITING = (_TORCH + "distributed" + os.sep, _OURS + "runtime/transport/")

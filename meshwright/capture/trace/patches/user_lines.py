@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[2])
 
 
 def is_users(file: str) -> bool:
