@@ -33,7 +33,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from meshwright import even_costs, lower, schedules, simulate
 from meshwright.ir.plan.plan import Parallel
-from meshwright.runtime.emulate.emulate import Job, emulate
+from meshwright.runtime.emulate.emulate import EmulationJob, emulate
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.stage.layers import Layers
@@ -169,11 +169,11 @@ def real(microbatches: int, repeats: int) -> dict[str, list[float]]:
 def emulated(repeats: int) -> dict[str, Any]:
     """Wall times of emulated devices, 8 workers and 16 microbatches, against each schedule's own ideal."""
 
-    def job(name: str, op_s: float, transport: str = "shared", **options: object) -> tuple[Job, float]:
+    def job(name: str, op_s: float, transport: str = "shared", **options: object) -> tuple[EmulationJob, float]:
         schedule = schedules.build(name, workers=8, microbatches=16, **options)
         costs = even_costs(stages=schedule.stages, workers=8, forward_s=op_s, backward_s=2 * op_s)
         lowered = lower(schedule, costs=costs)
-        return Job(lowered, costs, transport=transport), simulate(lowered, costs).makespan_s
+        return EmulationJob(lowered, costs, transport=transport), simulate(lowered, costs).makespan_s
 
     jobs = {
         "onef1b_wall_over_ideal_gloo": job("onef1b", 0.005, "torch"),

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from meshwright.capture.cut.cost import flops, saved
-from meshwright.capture.cut.cut_points import Chain
+from meshwright.capture.cut.cut_points import LayerChain
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.stage_modules import needed
 from meshwright.capture.trace.export import flatten
-from meshwright.capture.trace.graph import Flat, Kind
+from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.capture.trace.operations import LOOKUPS, PRODUCTS, is_one_of
 from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
 
@@ -21,7 +21,7 @@ def capture(model: nn.Module, example_batch: Any, *, flat: Flat | None = None) -
     """The chain of layers of a model, on any device and on meta; `flat` is its graph, if it is there already."""
     flat = flat or flatten(model, example_batch)
     line = line_of(model, flat)
-    return graph_of(model, line, Chain(line).starts)
+    return graph_of(model, line, LayerChain(line).starts)
 
 
 def line_of(model: nn.Module, flat: Flat) -> Line:
@@ -69,13 +69,13 @@ def _parameters(line: Line, first: int, last: int) -> tuple[str, ...]:
     """The parameters that a layer reads, by the names in the graph."""
     by_name = line.flat.by_name
     reads = [name for node in line.work[first:last] for name in node.reads]
-    names = [by_name[name].target for name in reads if by_name[name].kind is Kind.STATE]
+    names = [by_name[name].target for name in reads if by_name[name].kind is NodeKind.STATE]
     return tuple(dict.fromkeys(name for name in names if name in line.parameters))
 
 
 def _columns(line: Line, first: int, last: int) -> tuple[str, ...]:
     wanted = needed(line, [node.name for node in line.work[first:last]])
-    return tuple(line.flat.by_name[name].target for name in wanted if line.flat.by_name[name].kind is Kind.COLUMN)
+    return tuple(line.flat.by_name[name].target for name in wanted if line.flat.by_name[name].kind is NodeKind.COLUMN)
 
 
 def _modules(line: Line, first: int, last: int, begun: set[str]) -> tuple[str, ...]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.capture.cut.cut_points import Chain
+from meshwright.capture.cut.cut_points import LayerChain
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.loss_weight import Weigher, weigher
 from meshwright.capture.cut.stage_modules import Captured, States, stage
 from meshwright.capture.model_graph import graph_of, line_of
 from meshwright.capture.trace.export import flatten
-from meshwright.capture.trace.graph import Flat, Kind, Node
+from meshwright.capture.trace.graph import Flat, Node, NodeKind
 from meshwright.errors import MeshwrightError
 from meshwright.ir.model import ModelGraph
 
@@ -48,7 +48,7 @@ class Split:
 def split_like(first: Split, model: nn.Module, flat: Flat, device: torch.device | None = None) -> Split:
     """Cut another graph of the same model where the first one is cut: at the same modules, with the same parameters."""
     line = line_of(model, flat)
-    graph = graph_of(model, line, Chain(line).starts)
+    graph = graph_of(model, line, LayerChain(line).starts)
     at = [_same_place(first.graph, start, graph) for start in first.starts[1:-1]]
     found = split(model, None, len(first.starts) - 1, cuts=at, flat=flat, device=device)
     ranges = zip(itertools.pairwise(first.starts), itertools.pairwise(found.starts), strict=True)
@@ -78,7 +78,7 @@ def _refuse_far_buffers(line: Line, starts: Sequence[int]) -> None:
 
 def _states_read(line: Line, node: Node) -> set[str]:
     nodes = [line.flat.by_name[name] for name in (*node.reads, *line.closure([node.name]))]
-    return {n.target for n in nodes if n.kind is Kind.STATE}
+    return {n.target for n in nodes if n.kind is NodeKind.STATE}
 
 
 def _same_place(first: ModelGraph, start: int, other: ModelGraph) -> int:
@@ -108,7 +108,7 @@ def split(
     """Cut a model; `flat` is a graph that was captured before, of an equal model."""
     flat = flat or flatten(model, example_batch)
     line = line_of(model, flat)
-    places = Chain(line).starts
+    places = LayerChain(line).starts
     graph = graph_of(model, line, places)
     found = graph.cuts(stages, at=cuts)
     starts = found.starts

@@ -60,10 +60,10 @@ class Wish:
                 fix=f"--forward 0.01 --backward 0.02, or --limit {total:g}",
             )
         try:
-            from meshwright.runtime.emulate.emulate import Job, emulate
+            from meshwright.runtime.emulate.emulate import EmulationJob, emulate
         except ImportError as error:
             raise MeshwrightError("emulated devices need torch", fix="pip install 'meshwright[torch]'") from error
-        job = Job(schedule, costs, cluster, overlap, self.timing, self.transport, trace=self.trace is not None)
+        job = EmulationJob(schedule, costs, cluster, overlap, self.timing, self.transport, trace=self.trace is not None)
         [measured] = emulate([job], repeat=self.repeat)
         if self.trace is not None:
             from meshwright.report.perfetto import both_to_perfetto

@@ -28,7 +28,7 @@ from meshwright.simulate import simulate as predict
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedSchedule:
     """One schedule at the given sizes and costs, or why it does not run at them."""
 
     schedule: str
@@ -125,7 +125,7 @@ def _cap(text: str, flags: inputs.CostFlags) -> float:
     return found
 
 
-def _refuse_misfit(rows: list[Row], flags: inputs.CostFlags, workers: int) -> None:
+def _refuse_misfit(rows: list[ComparedSchedule], flags: inputs.CostFlags, workers: int) -> None:
     """A cost file that is for no schedule's stages is one mistake, not one refusal per schedule."""
     if flags.file is None or any(not r.refused for r in rows) or all(inputs.MISFIT not in str(r.refused) for r in rows):
         return
@@ -158,7 +158,7 @@ class Given:
     memory: float | None = None
 
 
-def row(name: str, options: dict[str, object], workers: int, microbatches: int, given: Given) -> Row:
+def row(name: str, options: dict[str, object], workers: int, microbatches: int, given: Given) -> ComparedSchedule:
     """Simulate one schedule by name."""
     text = [f"{key}={value}" for key, value in options.items()]
 
@@ -194,7 +194,7 @@ def _own(name: str, workers: int, microbatches: int, given: Given) -> Builder:
     return built
 
 
-def row_of(title: str, built: Builder, given: Given) -> Row:
+def row_of(title: str, built: Builder, given: Given) -> ComparedSchedule:
     """Simulate a schedule; where it has no flush, a step costs what one more of them adds."""
     flags = given.flags
 
@@ -207,10 +207,10 @@ def row_of(title: str, built: Builder, given: Given) -> Row:
         timeline, costs = run(schedule), flags.spread(schedule)
         step_s = timeline.makespan_s if timeline.flush else run(built(5)).makespan_s - run(built(4)).makespan_s
     except MeshwrightError as error:
-        return Row(title, refused=error.what)
+        return ComparedSchedule(title, refused=error.what)
     every = range(schedule.workers)
     peak, size = max(timeline.peak(w) for w in every), max(timeline.peak_bytes(w) for w in every)
-    return Row(
+    return ComparedSchedule(
         title,
         step_s,
         timeline.makespan_s,
@@ -241,16 +241,16 @@ def is_stale(schedule: Schedule) -> bool:
     return any(action.version < action.mb // schedule.microbatches for action in computed)
 
 
-def _csv(rows: list[Row]) -> str:
+def _csv(rows: list[ComparedSchedule]) -> str:
     """The rows as a table for spreadsheets."""
     found = io.StringIO()
     table = csv.writer(found, lineterminator="\n")
-    table.writerow([each.name for each in fields(Row)])
+    table.writerow([each.name for each in fields(ComparedSchedule)])
     table.writerows(astuple(r) for r in rows)
     return found.getvalue()
 
 
-def _print(rows: list[Row], flags: inputs.CostFlags, *, capped: bool, output: Path | None) -> None:
+def _print(rows: list[ComparedSchedule], flags: inputs.CostFlags, *, capped: bool, output: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -279,7 +279,7 @@ def _print(rows: list[Row], flags: inputs.CostFlags, *, capped: bool, output: Pa
         outputs.write(output, written.getvalue())
 
 
-def _legend(rows: list[Row], measured: bool) -> list[str]:
+def _legend(rows: list[ComparedSchedule], measured: bool) -> list[str]:
     """What the columns count, and what the marks mean that occur."""
     unit = "in seconds" if measured else "in the unit of --forward"
     found = [f"step: time per step {unit}; parameters: copies that a worker holds; activations: of one microbatch, at the peak"]

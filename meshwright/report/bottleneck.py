@@ -19,7 +19,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.lower import lowered_flow
 from meshwright.report.critical_path import CriticalPath, Wait
-from meshwright.simulate.event_graph import Program
+from meshwright.simulate.event_graph import EventGraph
 
 
 class What(StrEnum):
@@ -73,7 +73,7 @@ def bottleneck(schedule: Schedule, costs: Sequence[StageCost], timeline: Timelin
     Raises:
         MeshwrightError: The timeline is of another schedule.
     """
-    path = CriticalPath(Program(lowered_flow(schedule)), timeline)
+    path = CriticalPath(EventGraph(lowered_flow(schedule)), timeline)
     stage_s = [cost.forward_s + cost.backward_s + cost.recompute_s for cost in costs]
     excess = {stage: _excess(stage, stage_s) * seconds for stage, seconds in path.stages.items()}
     slow = max(excess, key=lambda stage: excess[stage], default=0)

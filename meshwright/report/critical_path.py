@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, Action, Kind, Op, Transfer, actions
 from meshwright.ir.timeline import Lane, Timeline
-from meshwright.simulate.event_graph import Message, Program
+from meshwright.simulate.event_graph import EventGraph, Message
 
 
 class Wait(NamedTuple):
@@ -33,7 +33,7 @@ class Wait(NamedTuple):
 class CriticalPath:
     """Nodes are those of the simulator's graph, one set per copy; `waits` are all there are, the longest first."""
 
-    def __init__(self, program: Program, timeline: Timeline) -> None:
+    def __init__(self, program: EventGraph, timeline: Timeline) -> None:
         self.program, self.copies = program, timeline.workers // program.schedule.workers
         self.stages: dict[int, float] = defaultdict(float)
         self.links: dict[tuple[int, int], float] = defaultdict(float)

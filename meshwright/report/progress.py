@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 
 
-class Bar:
+class TerminalBar:
     """Steps done of all, with a few numbers beside."""
 
     def __init__(self, total: int, done: int = 0) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 
 import torch
 
@@ -31,25 +30,6 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@contextmanager
-def patience(device: torch.device) -> Iterator[None]:
-    """What wakes this thread, or one that it starts in here, does not interrupt who computes on a CPU, where a system allows it.
-
-    Every message wakes a peer, with gloo also threads that carry it. Who is interrupted by them finds its caches cold.
-    """
-    before = None
-    with suppress(OSError, AttributeError):  # not permitted, not on this system
-        policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
-        if device.type == "cpu" and policy == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, parameter)
-            before = policy, parameter
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.sched_setscheduler(0, *before)
 
 
 _MIX = 0x9E3779B97F4A7C15

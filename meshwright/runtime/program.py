@@ -1,6 +1,6 @@
 """A worker's list made ready to run: effects asked for once, values numbered, messages with their channels.
 
-The executor walks the steps and never asks what depends on what.
+The executor walks the instructions and never asks what depends on what.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.runtime.transport.base import Channel
 
 
 @dataclass(slots=True)
-class Step:
+class Instruction:
     """One action or one end of a message. `reads` and `writes` are slots, keyed by kind; `round` is that of its gradients.
 
     An update is `in_place` where nobody later wants the version that it replaces; `drops` are versions whose last reader
@@ -61,33 +61,38 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one worker, and what its slots stand for."""
+    """The instructions of one worker, and what its slots stand for."""
 
     schedule: Schedule
     worker: int
-    steps: tuple[Step, ...]
+    instructions: tuple[Instruction, ...]
     values: tuple[Value, ...]
 
-    def early(self, depth: Mapping[Channel, int]) -> tuple[Step, ...]:
-        """The steps with each receive moved up to where, `depth` messages before it on its channel, one is read.
+    def early(self, depth: Mapping[Channel, int]) -> tuple[Instruction, ...]:
+        """The instructions with each receive moved up to where, `depth` messages before it on its channel, one is read.
 
         What does not block may be posted there: a message that finds its receive posted needs one round trip less.
         """
-        last_read = {slot: index for index, step in enumerate(self.steps) for slots in step.reads.values() for slot in slots}
-        behind: dict[int, list[Step]] = defaultdict(list)
-        seen: dict[Channel, list[Step]] = defaultdict(list)
-        for index, step in enumerate(self.steps):
-            if step.channel is None or step.sends:
+        last_read = {
+            slot: index
+            for index, instruction in enumerate(self.instructions)
+            for slots in instruction.reads.values()
+            for slot in slots
+        }
+        behind: dict[int, list[Instruction]] = defaultdict(list)
+        seen: dict[Channel, list[Instruction]] = defaultdict(list)
+        for index, instruction in enumerate(self.instructions):
+            if instruction.channel is None or instruction.sends:
                 continue
-            before, ahead = seen[step.channel], depth[step.channel]
+            before, ahead = seen[instruction.channel], depth[instruction.channel]
             place = last_read.get(before[-ahead].slot, index) if len(before) >= ahead else -1
-            behind[min(place, index)].append(step)
-            before.append(step)
-        moved = {id(step) for steps in behind.values() for step in steps}
+            behind[min(place, index)].append(instruction)
+            before.append(instruction)
+        moved = {id(instruction) for instructions in behind.values() for instruction in instructions}
         found = list(behind[-1])
-        for index, step in enumerate(self.steps):
-            if id(step) not in moved:
-                found.append(step)
+        for index, instruction in enumerate(self.instructions):
+            if id(instruction) not in moved:
+                found.append(instruction)
             found += behind[index]
         return tuple(found)
 
@@ -103,27 +108,27 @@ class Program:
 
 
 _MESSAGE = Action(Op.F, NONE)
-"""What stands in a step that is a message."""
+"""What stands in a instruction that is a message."""
 
 
 def program(schedule: Schedule, worker: int, rank_of: Callable[[int], int]) -> Program:
     """Compile one worker's list; `rank_of` says which rank a worker of this copy is."""
     effects = rule(schedule)
     slots: dict[Value, int] = {}
-    steps: list[Step] = []
+    instructions: list[Instruction] = []
     for entry in schedule.lists[worker]:
         if isinstance(entry, Transfer):
-            steps.append(_message(entry, worker, slots, rank_of))
+            instructions.append(_message(entry, worker, slots, rank_of))
             continue
         for action in actions(entry):
             found = effects(worker, action)
             round_ = action.mb // schedule.microbatches if action.op in COMPUTE else action.version
-            step = Step(entry, action, _by_kind(found.reads, slots), _by_kind(found.writes, slots), round_)
-            step.waits, step.signals = step.reads.get(Kind.TURN, ()), step.writes.get(Kind.TURN, ())
-            steps.append(step)
-    _mark_versions(steps, list(slots))
-    _mark_releases(steps)
-    return Program(schedule, worker, tuple(steps), tuple(slots))
+            instruction = Instruction(entry, action, _by_kind(found.reads, slots), _by_kind(found.writes, slots), round_)
+            instruction.waits, instruction.signals = instruction.reads.get(Kind.TURN, ()), instruction.writes.get(Kind.TURN, ())
+            instructions.append(instruction)
+    _mark_versions(instructions, list(slots))
+    _mark_releases(instructions)
+    return Program(schedule, worker, tuple(instructions), tuple(slots))
 
 
 def channels(schedule: Schedule, copies: int) -> tuple[Channel, ...]:
@@ -142,11 +147,11 @@ def channels(schedule: Schedule, copies: int) -> tuple[Channel, ...]:
     )
 
 
-def _message(entry: Transfer, worker: int, slots: dict[Value, int], rank_of: Callable[[int], int]) -> Step:
+def _message(entry: Transfer, worker: int, slots: dict[Value, int], rank_of: Callable[[int], int]) -> Instruction:
     slot = slots.setdefault(entry.value, len(slots))
     ends = (worker, entry.peer) if entry.sends else (entry.peer, worker)
     channel = Channel(rank_of(ends[0]), rank_of(ends[1]), entry.value.kind)
-    return Step(entry, _MESSAGE, {}, {}, 0, entry.value, slot, channel, entry.sends)
+    return Instruction(entry, _MESSAGE, {}, {}, 0, entry.value, slot, channel, entry.sends)
 
 
 def _by_kind(values: tuple[Value, ...], slots: dict[Value, int]) -> dict[Kind, tuple[int, ...]]:
@@ -156,27 +161,31 @@ def _by_kind(values: tuple[Value, ...], slots: dict[Value, int]) -> dict[Kind, t
     return found
 
 
-def _mark_versions(steps: list[Step], values: list[Value]) -> None:
+def _mark_versions(instructions: list[Instruction], values: list[Value]) -> None:
     """Parameter lifetime is liveness over the worker's list."""
     last: dict[int, int] = {}
-    for index, step in enumerate(steps):
-        for slot in step.reads.get(Kind.PARAM, ()):
+    for index, instruction in enumerate(instructions):
+        for slot in instruction.reads.get(Kind.PARAM, ()):
             last[slot] = index
-    replaced = {(step.action.stage, step.action.version): index for index, step in enumerate(steps) if step.action.op is Op.U}
+    replaced = {
+        (instruction.action.stage, instruction.action.version): index
+        for index, instruction in enumerate(instructions)
+        if instruction.action.op is Op.U
+    }
     for slot, index in last.items():
         value = values[slot]
         if (update := replaced.get((value.stage, value.version))) is not None:
-            steps[update].in_place = index <= update
-            steps[index].drops += (value,)
+            instructions[update].in_place = index <= update
+            instructions[index].drops += (value,)
 
 
-def _mark_releases(steps: list[Step]) -> None:
+def _mark_releases(instructions: list[Instruction]) -> None:
     """A round's gradients end with the update, or with the sum that is handed on after it."""
-    last: dict[tuple[int, int], Step] = {}
-    for step in steps:
-        if step.action.op is Op.U:
-            last[step.action.stage, step.action.version] = step
-        elif step.value is not None and step.value.kind is Kind.SUM and step.sends:
-            last[step.value.stage, step.value.version] = step
-    for step in last.values():
-        step.releases = True
+    last: dict[tuple[int, int], Instruction] = {}
+    for instruction in instructions:
+        if instruction.action.op is Op.U:
+            last[instruction.action.stage, instruction.action.version] = instruction
+        elif instruction.value is not None and instruction.value.kind is Kind.SUM and instruction.sends:
+            last[instruction.value.stage, instruction.value.version] = instruction
+    for instruction in last.values():
+        instruction.releases = True

@@ -20,7 +20,7 @@ from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules._orders.order_strings import actions_of
-from meshwright.schedules._orders.split_orders import Limits, Line, linear, shared
+from meshwright.schedules._orders.split_orders import Limits, StageLine, linear, shared
 
 COMPARED: tuple[dict[str, object], ...] = ({"variant": "h1"}, {"variant": "h2"}, {"variant": "auto"})
 CAPPED: dict[str, object] = {"variant": "auto"}
@@ -51,11 +51,11 @@ def build(
             )
         memory = min(memory, microbatches + 2 * workers)  # more is never alive
         costs = rows_for(costs, workers)
-        words = _auto(Line.of(costs, microbatches, hop_s(costs, cluster)), memory, rest, span)
+        words = _auto(StageLine.of(costs, microbatches, hop_s(costs, cluster)), memory, rest, span)
     return Schedule("zero_bubble", Placement.line(workers), microbatches, actions_of(words))
 
 
-def _auto(line: Line, memory: int, rest: float, span: bool) -> list[str]:
+def _auto(line: StageLine, memory: int, rest: float, span: bool) -> list[str]:
     from meshwright.schedules._orders.job_shop import auto
 
     each = (memory,) * len(line.forward)

@@ -28,7 +28,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.passes.check import refuse_unproved
 from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
-from meshwright.simulate.event_graph import Message, Program
+from meshwright.simulate.event_graph import EventGraph, Message
 
 FIELDS = [field.name for field in fields(StageCost)]
 Array = NDArray[np.float64]
@@ -41,7 +41,7 @@ class Compiled:
         cluster = cluster or Cluster()
         refuse_unproved(schedule)
         flow = lowered_flow(schedule, sync=sync)
-        self.program = program = Program(flow, cluster.duplex)
+        self.program = program = EventGraph(flow, cluster.duplex)
         self.stages = schedule.stages
         counts = np.fromiter((len(waits) for waits in program.waits), np.int64, len(program.waits))
         self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -32,7 +32,7 @@ class Message(NamedTuple):
     target: int
 
 
-class Program:
+class EventGraph:
     """Nodes in an order in which each comes after all it waits for."""
 
     def __init__(self, flow: Flow, duplex: Duplex = Duplex.FULL) -> None:
@@ -139,7 +139,7 @@ class Program:
         ]
 
 
-def sweep(program: Program, table: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def sweep(program: EventGraph, table: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Start of every node, and when what it makes is there: the plain engine."""
     starts: list[float] = []
     ready: list[float] = []

@@ -19,7 +19,7 @@ from meshwright.ir.action import Action, Cell, Entry, Op, Transfer, actions
 from meshwright.ir.analysis.order import Flow
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Duplex
-from meshwright.simulate.event_graph import Message, Program
+from meshwright.simulate.event_graph import EventGraph, Message
 
 Job = tuple[float, float, float]
 """(head, length, tail)."""
@@ -27,7 +27,7 @@ Job = tuple[float, float, float]
 COMPUTE = "compute"
 
 
-def lower_bound(program: Program, price: Price) -> float:
+def lower_bound(program: EventGraph, price: Price) -> float:
     """The largest one-machine bound over all workers and links."""
     cells = any(isinstance(what, Cell) for _, what in program.classes)
     share = 1.0
@@ -47,14 +47,14 @@ def lower_bound(program: Program, price: Price) -> float:
     return max([max(map(sum, found), default=0.0), *map(one_machine, jobs.values())])
 
 
-def _opened(program: Program) -> Program:
+def _opened(program: EventGraph) -> EventGraph:
     """The same schedule with the actions of its cells one after the other."""
     schedule = program.schedule
     lists = tuple(
         tuple(e for entry in entries for e in ((entry,) if isinstance(entry, Transfer) else actions(entry)))
         for entries in schedule.lists
     )
-    return Program(Flow.of(schedule.with_lists(lists)), program.duplex)
+    return EventGraph(Flow.of(schedule.with_lists(lists)), program.duplex)
 
 
 def one_machine(jobs: list[Job]) -> float:
@@ -83,7 +83,7 @@ def one_machine(jobs: list[Job]) -> float:
     return best
 
 
-def _chains(program: Program, price: Price) -> list[Job]:
+def _chains(program: EventGraph, price: Price) -> list[Job]:
     """For each node the longest chain of inputs before it, its length, and the longest chain after it.
 
     Only real dependencies count: what a value needs, never the order of a list.
@@ -107,7 +107,7 @@ def _chains(program: Program, price: Price) -> list[Job]:
     return list(zip(heads, lengths, tails, strict=True))
 
 
-def _needs(program: Program) -> list[list[int]]:
+def _needs(program: EventGraph) -> list[list[int]]:
     """For each node those that make what it reads; a message reads at its sender only."""
     flow = program.flow
     producer: list[dict[int, int]] = [{} for _ in flow.lists]
@@ -124,7 +124,7 @@ def _needs(program: Program) -> list[list[int]]:
     return found
 
 
-def _machine(program: Program, what: Entry | Message) -> Hashable:
+def _machine(program: EventGraph, what: Entry | Message) -> Hashable:
     """What a class of nodes occupies: a link, `COMPUTE` on its worker, or nothing that only one can have."""
     if isinstance(what, Message):
         ends = (what.source, what.target)

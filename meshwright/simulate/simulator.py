@@ -16,7 +16,7 @@ from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.passes.check import refuse_unproved
 from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
-from meshwright.simulate.event_graph import Message, Program, sweep
+from meshwright.simulate.event_graph import EventGraph, Message, sweep
 from meshwright.simulate.lower_bound import lower_bound
 from meshwright.simulate.memory import memory
 
@@ -34,14 +34,14 @@ def simulate(
     cluster = cluster or Cluster()
     refuse_unproved(schedule)
     flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
-    program = Program(flow, cluster.duplex)
+    program = EventGraph(flow, cluster.duplex)
     price = Price(flow.schedule, costs, cluster, overlap=overlap)
     table = program.table(price)
     starts, ready = sweep(program, table)
     return timeline(program, price, starts, ready)
 
 
-def timeline(program: Program, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:
+def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:
     """Spans, memory, copies and the bound from the times of a program's nodes."""
     schedule, flow = program.schedule, program.flow
     spans: list[Span] = []

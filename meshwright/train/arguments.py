@@ -128,7 +128,7 @@ class TrainingArguments(transformers.TrainingArguments):
     @property
     def world_size(self) -> int:
         """Processes in all."""
-        return self.plan.ranks
+        return self.plan.processes
 
     @property
     def process_index(self) -> int:

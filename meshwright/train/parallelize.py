@@ -74,7 +74,7 @@ def parallelize(
     """
     parallel = settled(Parallel.of(asked(plan)))
     refuse_world(parallel)
-    _refuse_alone(parallel.ranks)
+    _refuse_alone(parallel.processes)
     refuse_arguments(model, optimizer, scheduler, loss, seed)
     skeleton, model = (model, model.model) if isinstance(model, Skeleton) else (None, model)
     if weights is not None and skeleton is None:
@@ -82,7 +82,7 @@ def parallelize(
     rates = _rates(model, optimizer, scheduler)
     kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
     if skeleton is not None:
-        refuse_lost(model, parallel.ranks, sketched=True)
+        refuse_lost(model, parallel.processes, sketched=True)
         ground(skeleton, weights)
     with ExitStack() as closing:
         closing.callback(stay_in_evaluation(model))

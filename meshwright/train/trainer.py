@@ -116,7 +116,7 @@ class Trainer:
         found: list[Outcome] = self.everywhere(on_rank.train_on_rank, resume_from_checkpoint or None)
         bring_back(self, found)
         self.carried, self._trained = gathered([outcome.carried for outcome in found]), True
-        if self.skeleton is not None and self.args.plan.ranks > 1:
+        if self.skeleton is not None and self.args.plan.processes > 1:
             self.weights, self._stamp = self.trained, stamp(self.trained)
         return found[0].output
 
@@ -190,10 +190,10 @@ class Trainer:
         """The graph of the model, once for all ranks; what cannot be captured is said here, before anything starts."""
         refuse_world(plan := self.args.plan)
         refuse_early(plan)
-        if plan.ranks > 1 and not launched():
+        if plan.processes > 1 and not launched():
             border.refuse_checkpointing(self.model)
         if trains:
-            refuse_lost(self.module, plan.ranks, sketched=self.skeleton is not None)
+            refuse_lost(self.module, plan.processes, sketched=self.skeleton is not None)
         if self.weights is not None and not launched():
             refuse_others(self.weights, self._stamp)
         source = self.source(dataset)
@@ -215,7 +215,7 @@ class Trainer:
         if fresh and self.check_capture:
             with phase(self, "check"):
                 self.evaluation = on_rank.check(self, self.source(dataset), example)
-        if plan.ranks > 1 and not launched():
+        if plan.processes > 1 and not launched():
             with phase(self, "cut"):
                 layers, kept = on_rank.cut(self, example)
                 refuse_endless(plan, flush=lists_for(plan, ties=layers.ties, kept=kept, costs=layers.costs).flush)
@@ -285,11 +285,11 @@ class Trainer:
 
     def _workers(self) -> Workers:
         """The workers of this trainer, started when they are first needed, and ended with it."""
-        border.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.ranks)
+        border.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.processes)
         if self._given is not None:
             return self._given
         if self._pool is None:
             with phase(self, "start workers"):
-                self._pool = Workers(self.args.plan.ranks, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
+                self._pool = Workers(self.args.plan.processes, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
             weakref.finalize(self, self._pool.close)
         return self._pool

@@ -93,7 +93,7 @@ class Job:
 
     def on(self, pool: Pool, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returns."""
-        return pool.run(function, replace(self, flat=captured(self.family)), *args, ranks=Parallel.of(PLANS[self.plan]).ranks)
+        return pool.run(function, replace(self, flat=captured(self.family)), *args, ranks=Parallel.of(PLANS[self.plan]).processes)
 
 
 def made(job: Job) -> tuple[nn.Module, Engine]:

@@ -93,7 +93,7 @@ def test_families_train_on_workers_as_the_model_does_by_itself(pool: Pool, name:
     parallel = Parallel.of({"microbatches": 2, **plan})
     case = Case(partial(still, name, dtype), partial(step, name), parallel, 1, dtype, 0, None, momentum)
     case, _, schedule = prepare(case)
-    traces = pool.run(rank_trace, case, schedule, ranks=parallel.ranks)
+    traces = pool.run(rank_trace, case, schedule, ranks=parallel.processes)
     mine = Result()
     for trace in traces:
         mine.gradients |= trace.gradients[0]

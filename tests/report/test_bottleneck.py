@@ -27,7 +27,7 @@ from meshwright import (
 )
 from meshwright.report.bottleneck import What, bottleneck
 from meshwright.report.measured_text import measured_text
-from meshwright.runtime.emulate.emulate import Job, emulate
+from meshwright.runtime.emulate.emulate import EmulationJob, emulate
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.tracing.clock import Timing
 from tests.support.trainers import ours
@@ -111,7 +111,7 @@ def test_emulated_devices_with_one_slow_part(case: str, workers: Workers) -> Non
     if case == "stage":
         costs = tuple(cost.scaled(4) if stage == 1 else cost for stage, cost in enumerate(costs))
     links = Cluster(Link(), {(2, 3): Link(latency_s=0.05)}) if case == "link" else Cluster()
-    [measured] = emulate([Job(schedule, costs, links, timing=Timing.WALL, trace=True)], repeat=1, workers=workers)
+    [measured] = emulate([EmulationJob(schedule, costs, links, timing=Timing.WALL, trace=True)], repeat=1, workers=workers)
     assert measured.timeline is not None
     found = bottleneck(schedule, costs, measured.timeline)
     if case == "stage":

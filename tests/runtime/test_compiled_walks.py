@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright import MeshwrightError
 from meshwright.ir.placement import Rows
 from meshwright.ir.plan.plan import Parallel
-from meshwright.runtime import device as devices
+from meshwright.runtime.cpu_scheduling import batch_policy
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.engine.evaluate import Forward
 from meshwright.runtime.executor.executor import FORMS
@@ -68,9 +68,9 @@ def test_a_walk_is_patient_and_leaves_the_policy_as_it_was(pool: Pool, fails: bo
 
 
 def test_patience_is_for_cpus_and_does_without_where_it_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with devices.patience(torch.device("cuda")):
+    with batch_policy(torch.device("cuda")):
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    with devices.patience(CPU), devices.patience(CPU):
+    with batch_policy(CPU), batch_policy(CPU):
         assert os.sched_getscheduler(0) == os.SCHED_BATCH
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
@@ -78,10 +78,10 @@ def test_patience_is_for_cpus_and_does_without_where_it_is_not_allowed(monkeypat
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", refused)
-    with devices.patience(CPU):
+    with batch_policy(CPU):
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
     monkeypatch.delattr(os, "sched_getscheduler")
-    with devices.patience(CPU):
+    with batch_policy(CPU):
         pass
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from meshwright import Cluster, Duplex, Link, MeshwrightError, StageCost, lower, schedules
 from meshwright.passes.widen import widen
-from meshwright.runtime.emulate.emulate import Job, Measured, emulate
+from meshwright.runtime.emulate.emulate import EmulationJob, Measured, emulate
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.tracing.clock import Timing, now, sleep_until
 from tests.cli.test_cli import meshwright
@@ -162,13 +162,13 @@ def test_what_cannot_run_is_refused() -> None:
     job, _ = named("onef1b", workers=2, microbatches=2)
     plain = schedules.build("onef1b", workers=2, microbatches=2)
     with pytest.raises(MeshwrightError, match="no sends and receives"):
-        emulate([Job(plain, job.costs)])
+        emulate([EmulationJob(plain, job.costs)])
     with pytest.raises(MeshwrightError, match="at least once"):
         emulate([job], repeat=0)
     with pytest.raises(MeshwrightError, match="equally many workers"):
         emulate([job, named("onef1b", workers=4, microbatches=2)[0]])
     with pytest.raises(MeshwrightError, match="not a transport"):
-        emulate([Job(lower(plain), job.costs, transport="pigeon")])
+        emulate([EmulationJob(lower(plain), job.costs, transport="pigeon")])
 
 
 def test_the_command_line_adds_what_was_measured() -> None:

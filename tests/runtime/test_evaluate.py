@@ -55,7 +55,7 @@ def evaluate(run: Run) -> tuple[list[list[Evaluated]], Evaluated, bool]:
 def test_losses_and_outputs_are_those_of_one_process(pool: Pool, plan: dict[str, Any]) -> None:
     run = recipe(plan)
     model = one_process(run)
-    ranks = pool.run(evaluate, run, ranks=run.parallel.ranks)
+    ranks = pool.run(evaluate, run, ranks=run.parallel.processes)
     for index, rows in enumerate(ROWS):
         x, y = text_batch(7, rows=rows)
         with torch.no_grad():
@@ -145,7 +145,7 @@ def test_greedy_tokens_are_those_of_one_process(pool: Pool, plan: dict[str, Any]
         wanted = greedy(model, tokens, mask, 6, None, 0)
         end = int(wanted[0, 10]) if ends else None
         wanted = greedy(model, tokens, mask, 6, end, 0)
-        for found in pool.run(generated, run, rows, padded, 6, end, ranks=run.parallel.ranks):
+        for found in pool.run(generated, run, rows, padded, 6, end, ranks=run.parallel.processes):
             assert torch.equal(found, wanted)
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="needs torch")
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch.workers import Workers
-from meshwright.runtime.watchdog.failure import Doing, Failure, How, RankFailed, as_error
+from meshwright.runtime.watchdog.failure import Doing, Failure, FailureKind, RankFailed, as_error
 from tests.support import trouble
 from tests.support.thin import slow
 
@@ -64,7 +64,7 @@ def test_a_rank_that_dies(
     workers: Workers, how: trouble.Trouble, place: str, rank: int, action: str, cause: str, transport: str
 ) -> None:
     error = failed(workers, how, place, rank=rank, transport=transport)
-    assert (error.rank, error.stage, error.action, error.failure.how) == (rank, rank, action, How.DIED)
+    assert (error.rank, error.stage, error.action, error.failure.how) == (rank, rank, action, FailureKind.DIED)
     assert cause in str(error)
     waited_for = {doing.peer for doing in error.others if doing.rank != rank}
     assert rank in waited_for or 1 in waited_for, str(error)
@@ -81,7 +81,7 @@ def test_a_rank_that_dies(
 )
 def test_a_rank_that_hangs(workers: Workers, how: trouble.Trouble, place: str, action: str, transport: str) -> None:
     error = failed(workers, how, place, rank=1, transport=transport)
-    assert (error.rank, error.stage, error.action, error.failure.how) == (1, 1, action, How.HUNG)
+    assert (error.rank, error.stage, error.action, error.failure.how) == (1, 1, action, FailureKind.HUNG)
     assert f"in {how.__name__}" in error.failure.what, "the user's line"
     assert any(doing.peer == 1 and doing.still_s >= TIMEOUT_S for doing in error.others), str(error)
 
@@ -89,7 +89,7 @@ def test_a_rank_that_hangs(workers: Workers, how: trouble.Trouble, place: str, a
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_is_stopped(workers: Workers, transport: str) -> None:
     error = failed(workers, trouble.stopped, "forward", rank=1, transport=transport)
-    assert (error.rank, error.action, error.failure.how) == (1, "1F2", How.STOPPED)
+    assert (error.rank, error.action, error.failure.how) == (1, "1F2", FailureKind.STOPPED)
     assert any(doing.peer == 1 for doing in error.others), str(error)
 
 
@@ -133,7 +133,7 @@ def test_the_watch_costs_little(workers: Workers) -> None:
 
 
 def test_failures_cross_processes_as_text() -> None:
-    failure = Failure(1, How.DIED, "killed by SIGKILL", "2B5", 2, noticed_by=0)
+    failure = Failure(1, FailureKind.DIED, "killed by SIGKILL", "2B5", 2, noticed_by=0)
     assert Failure.from_json(failure.to_json()) == failure
     doing = Doing(0, 3, "0B5", 0, peer=1, waits="grad 1->0", still_s=1.25)
     assert Doing.from_json(doing.to_json()) == doing

@@ -20,7 +20,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.transport.handshake import _address, meet
 from meshwright.runtime.watchdog.board import Board
-from meshwright.runtime.watchdog.failure import Doing, Failure, How
+from meshwright.runtime.watchdog.failure import Doing, Failure, FailureKind
 from tests.support import crew
 from tests.support.other_user import stranger
 
@@ -156,7 +156,7 @@ GARBAGE = ["", "{}", "\0", "[" * 9000, "9" * 5000, '{"rank": 0}', "f" * 64 + "{}
 
 def forged(job: str) -> dict[str, str]:
     """Entries as another run would write them, without the secret of this one."""
-    failure = Failure(0, How.DIED, "made up").to_json()
+    failure = Failure(0, FailureKind.DIED, "made up").to_json()
     return {f"{job}/watch/failure": failure, f"{job}/watch/doing/1": Doing(1, home="here", pid=1).to_json()}
 
 
@@ -198,12 +198,12 @@ def test_a_board_takes_only_entries_of_its_own(caplog: pytest.LogCaptureFixture)
     store.set("doing/1", store.get("doing/0").decode())
     assert theirs.heard(1) is None, "an entry of another rank"
     store.set("failure", "garbage")
-    first = Failure(1, How.RAISED, "it")
-    assert mine.post(first) == first and mine.post(Failure(0, How.DIED, "later")) == first == mine.failure()
+    first = Failure(1, FailureKind.RAISED, "it")
+    assert mine.post(first) == first and mine.post(Failure(0, FailureKind.DIED, "later")) == first == mine.failure()
     for odd in (Doing(0).to_json().replace('"pid": 0', '"pid": "0"'), Doing(7).to_json(), Doing(0).to_json()[:-1]):
         store.set("doing/0", odd)
         assert trusting.heard(0) is None
-    store.set("failure", Failure(5, How.DIED, "there is no such rank").to_json())
+    store.set("failure", Failure(5, FailureKind.DIED, "there is no such rank").to_json())
     assert trusting.failure() is None
 
 

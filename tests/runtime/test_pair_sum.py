@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.runtime.transport.pair_sum import Pair
+from meshwright.runtime.transport.pair_sum import PairSum
 from tests.support import crew
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -23,7 +23,7 @@ def drawn(rank: int, round_: int) -> list[Tensor]:
 
 def sums(rank: int, run_id: str) -> list[list[Tensor]]:
     """Twenty rounds with pauses, so that now one end and now the other is behind; what differs from a collective."""
-    pair, rng = Pair(drawn(rank, 0), rank, 1 - rank, run_id), random.Random(rank)
+    pair, rng = PairSum(drawn(rank, 0), rank, 1 - rank, run_id), random.Random(rank)
     wrong = []
     for round_ in range(20):
         mine = drawn(rank, round_)
@@ -45,7 +45,7 @@ def test_a_pair_gives_the_bits_of_a_collective() -> None:
 
 
 def ends_early(rank: int, run_id: str) -> str:
-    pair = Pair(drawn(rank, 0), rank, 1 - rank, run_id)
+    pair = PairSum(drawn(rank, 0), rank, 1 - rank, run_id)
     started = pair.start(drawn(rank, 0))
     if rank == 0:
         for one in started:
@@ -62,7 +62,7 @@ def test_an_end_that_closes_after_its_last_sum_takes_nothing_from_the_other() ->
     assert crew.run(ends_early, 2, "early") == ["done", "done"]
 
 
-def loss_of_the_other(pair: Pair) -> tuple[str, bool]:
+def loss_of_the_other(pair: PairSum) -> tuple[str, bool]:
     """What rank 0 is told of the end that died, and whether soon."""
     begun = time.monotonic()
     try:
@@ -74,7 +74,7 @@ def loss_of_the_other(pair: Pair) -> tuple[str, bool]:
 
 
 def dies(rank: int, run_id: str) -> tuple[str, bool]:
-    pair = Pair(drawn(rank, 0), rank, 1 - rank, run_id)
+    pair = PairSum(drawn(rank, 0), rank, 1 - rank, run_id)
     if rank == 1:
         os._exit(9)
     return loss_of_the_other(pair)
@@ -89,7 +89,7 @@ def test_who_waits_for_an_end_that_died_is_told_so() -> None:
 
 def forks(rank: int, run_id: str) -> tuple[str, bool]:
     """A child of the end that dies (a data loader's) outlives it, and must not hide that."""
-    pair = Pair(drawn(rank, 0), rank, 1 - rank, run_id)
+    pair = PairSum(drawn(rank, 0), rank, 1 - rank, run_id)
     if rank == 1:
         if os.fork() == 0:
             time.sleep(6)

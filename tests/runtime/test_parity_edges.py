@@ -30,7 +30,7 @@ def traces(pool: Pool, build: Any, data: Any, steps: int = 2, **plan: Any) -> li
 
     case = Case(build, data, Parallel.of(plan), steps, "float64", 0, None, momentum)
     _, _, schedule = prepare(case)
-    return pool.run(rank_trace, case, schedule, ranks=case.parallel.ranks)
+    return pool.run(rank_trace, case, schedule, ranks=case.parallel.processes)
 
 
 def same_bits(a: list[RankTrace], b: list[RankTrace]) -> bool:

@@ -154,7 +154,7 @@ def judged(pool: Pool, fault: Patch, **plan: Any) -> Certificate:
     case = Case(partial(model, "mlp", 2, 0.0), partial(batch, "mlp", 17), chosen, 4, "float64", 0, None, momentum)
     _, layers, schedule = prepare(case)
     (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
-    traces = pool.run(broken, case, schedule, fault, ranks=chosen.ranks)
+    traces = pool.run(broken, case, schedule, fault, ranks=chosen.processes)
     return certify(case, layers, schedule, reference, traces)
 
 

@@ -53,7 +53,7 @@ def count(pool: Pool, layers: int, **plan: Any) -> tuple[Schedule, dict[int, lis
     case = Case(build, data, Parallel.of(plan), 1, "float64", 0, None, momentum)
     _, _, schedule = prepare(case)
     total: Counter[tuple[int, int]] = Counter()
-    for calls in pool.run(calls_of, case, schedule, ranks=case.parallel.ranks):
+    for calls in pool.run(calls_of, case, schedule, ranks=case.parallel.processes):
         total.update(calls)
     found: dict[int, list[int]] = {}
     for (layer, _), times in sorted(total.items()):

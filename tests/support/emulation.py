@@ -11,11 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright import Cluster, Schedule, StageCost, even_costs, lower, schedules, simulate
-from meshwright.runtime.emulate.emulate import Job
+from meshwright.runtime.emulate.emulate import EmulationJob
 from meshwright.runtime.tracing.clock import Timing
 from meshwright.runtime.transport.self_test import Timed
 
-Pair = tuple[Job, float]
+Pair = tuple[EmulationJob, float]
 """A job and its predicted makespan."""
 
 
@@ -26,7 +26,7 @@ def of(
     links = cluster or Cluster()
     lowered = lower(schedule, costs=costs, cluster=links)
     predicted = simulate(lowered, costs, links, overlap=overlap)
-    return Job(lowered, tuple(costs), links, overlap, **how), predicted.makespan_s
+    return EmulationJob(lowered, tuple(costs), links, overlap, **how), predicted.makespan_s
 
 
 def named(

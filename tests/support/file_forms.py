@@ -118,7 +118,7 @@ def _cluster(text: str) -> None:
 def _plan(text: str) -> None:
     plan = plan_from_json(text)
     assert plan_from_json(plan_to_json(plan)) == plan
-    assert plan.ranks >= 1 and (plan.order is None or plan.order.workers * plan.dp <= plan.ranks)
+    assert plan.processes >= 1 and (plan.order is None or plan.order.workers * plan.dp <= plan.processes)
 
 
 def csv_reads(text: str) -> None:

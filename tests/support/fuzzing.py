@@ -22,7 +22,7 @@ from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight, model_from_
 from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json, read_plan
 from meshwright.ir.timeline import Timeline
 from meshwright.runtime.watchdog.board import Board
-from meshwright.runtime.watchdog.failure import Doing, Failure, How
+from meshwright.runtime.watchdog.failure import Doing, Failure, FailureKind
 from meshwright.train.checkpoint import folder_lock
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.checkpoint.checkpoint_facts import read_facts
@@ -170,7 +170,7 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "safetensors": (by_file(_tensors, "model.safetensors"), safetensors.torch.save({"a": torch.ones(2, 3), "b": torch.ones(())})),
     "lock": (by_file(lambda path: folder_lock.refuse_held(path.parent), folder_lock.NAME), LOCK),
     "doing": (_entry(lambda board: board.heard(3), "doing/3"), Doing(3, 7, "2F0", 2, 1, "act").to_json().encode()),
-    "failure": (_entry(Board.failure, "failure"), Failure(3, How.DIED, "killed", fix="dmesg").to_json().encode()),
+    "failure": (_entry(Board.failure, "failure"), Failure(3, FailureKind.DIED, "killed", fix="dmesg").to_json().encode()),
     "schedule": (by_text(schedule_from_json), READERS["schedule"][1].encode()),
     "lowered": (by_text(schedule_from_json), READERS["lowered"][1].encode()),
     "costs": (by_text(costs_from_json), READERS["costs"][1].encode()),

@@ -113,7 +113,7 @@ def agree(pool: Pool, recipe: Recipe, *, bar: float = 1e-9, **plan: Any) -> tupl
     """Train both ways; weights, losses and norms are equal, copies bit for bit."""
     chosen = Parallel.of(plan)
     (wanted,) = pool.run(plain, recipe, ranks=1)
-    ranks = pool.run(parallel, recipe, chosen, ranks=chosen.ranks)
+    ranks = pool.run(parallel, recipe, chosen, ranks=chosen.processes)
     largest = max(float(t.abs().max()) for t in wanted.weights.values())
     seen: dict[str, Tensor] = {}
     for result in ranks:

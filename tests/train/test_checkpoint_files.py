@@ -199,7 +199,7 @@ def refused(run: Run, what: str) -> str:
         if what == "json":
             checkpoints.save(1, data={"at": torch.zeros(3)})
         else:
-            engine.executor.at = engine.program.steps[0]
+            engine.executor.at = engine.program.instructions[0]
             checkpoints.save(1)
     except MeshwrightError as error:
         return str(error)

@@ -85,7 +85,7 @@ def wrong() -> int:
 def test_sizes_follow_from_an_order_or_are_refused() -> None:
     schedule = fresh("zbv", 4, 8)
     plan = Parallel.of({"schedule": schedule, "dp": 2})
-    assert (plan.pp, plan.microbatches, plan.ranks, plan.schedule, plan.order) == (4, 8, 8, "zbv", schedule)
+    assert (plan.pp, plan.microbatches, plan.processes, plan.schedule, plan.order) == (4, 8, 8, "zbv", schedule)
     assert stages_of(plan) == 8
     for given, said in (
         ({"pp": 1}, "pp is 1, and zbv is for 4 workers"),
@@ -103,7 +103,7 @@ def test_widths_follow_from_teams() -> None:
     line = fresh("onef1b", 2, 4)
     wide = widen(line, (2, 1))
     plan = Parallel(order=wide)
-    assert (plan.pp, plan.width, plan.ranks) == (2, (2, 1), 3)
+    assert (plan.pp, plan.width, plan.processes) == (2, (2, 1), 3)
     assert lists_for(plan).lists == lists_for(Parallel(order=line, width=(2, 1))).lists
     assert Parallel(order=wide, pp=2, width=(2, 1)) == plan
     with pytest.raises(MeshwrightError, match=r"width is \(1, 2\), and the teams of onef1b have \(2, 1\)"):

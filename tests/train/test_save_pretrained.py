@@ -51,7 +51,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 def test_one_file_or_shards_hold_the_model_once(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
     run = Run(plan, str(tmp_path), 1)
     for shard_bytes in (1 << 30, 20_000, 1 << 30):
-        ranks = pool.run(exported, run, shard_bytes, ranks=run.parallel.ranks)
+        ranks = pool.run(exported, run, shard_bytes, ranks=run.parallel.processes)
         wanted = {name: t for held in ranks for name, t in held.items()}
         found = read(tmp_path)
         assert {name: t.tolist() for name, t in Weights.at(tmp_path).items()} == {n: t.tolist() for n, t in found.items()}

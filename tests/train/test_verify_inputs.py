@@ -20,7 +20,7 @@ from meshwright.runtime.tracing.clock import Timing
 from meshwright.train.models import small_models as models
 from meshwright.train.verify import verify as module
 from meshwright.train.verify.certificate import RankTrace, certify, digest
-from meshwright.train.verify.serial_reference import Trace
+from meshwright.train.verify.serial_reference import SerialTrace
 from meshwright.train.verify.verify_case import Case, prepare
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
@@ -195,7 +195,7 @@ def test_optimizers_that_can(optimizer: Any) -> None:
 def test_a_certificate_is_strict_json() -> None:
     case = Case(BUILD, DATA, Parallel(pp=2), 2, "float64", 0, None, module.momentum)
     _, layers, schedule = prepare(case)
-    found = certify(case, layers, schedule, Trace(losses=[inf, -inf]), [RankTrace(), RankTrace()])
+    found = certify(case, layers, schedule, SerialTrace(losses=[inf, -inf]), [RankTrace(), RankTrace()])
     text = replace(found, worst="NaN").to_json()
     written = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert written["losses"] == ["NaN", "NaN"] and written["reference_losses"] == ["Infinity", "-Infinity"]
@@ -214,7 +214,7 @@ def test_flags_of_an_emulation_that_is_not_asked_for(flag: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("plan", [{"pp": 2, "dp": 9999}, {"pp": 1, "dp": 257}, {"pp": 2, "width": (250, 7)}], ids=str)
 def test_more_workers_than_one_host_takes(plan: dict[str, Any]) -> None:
-    ranks = Parallel.of(plan).ranks
+    ranks = Parallel.of(plan).processes
     refused(f"{ranks} workers are more than the 256(.|\\n)*torchrun on more hosts", plan)
 
 
@@ -263,10 +263,10 @@ def test_what_is_no_number_equals_itself_bit_by_bit() -> None:
     case = Case(BUILD, DATA, Parallel(pp=1, dp=2), 1, "float64", 0, None, module.momentum)
     _, layers, schedule = prepare(case)
     one, other = ({name: torch.full_like(p, nan) for p, name in layers.names.items()} for _ in range(2))
-    same = certify(case, layers, schedule, Trace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
+    same = certify(case, layers, schedule, SerialTrace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
     assert same.replicas_equal and not same.passed
     other["0.0.bias"] = -other["0.0.bias"]
-    unlike = certify(case, layers, schedule, Trace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
+    unlike = certify(case, layers, schedule, SerialTrace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
     assert not unlike.replicas_equal
 
 
@@ -275,7 +275,7 @@ def test_weights_that_are_others_on_each_worker_are_named() -> None:
     _, layers, schedule = prepare(case)
     built = {name: digest(p) for p, name in layers.names.items()}
     for digests, told in ((built, False), ({**built, "1.0.weight": 1}, True)):
-        found = certify(case, layers, schedule, Trace([0.0]), [RankTrace(digests={0: digests})])
+        found = certify(case, layers, schedule, SerialTrace([0.0]), [RankTrace(digests={0: digests})])
         assert any("rank 0 starts with another 1.0.weight" in problem for problem in found.problems) is told
 
 

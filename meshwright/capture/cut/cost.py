@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.stage_modules import Captured, States, layer
-from meshwright.capture.trace.graph import Kind, Node, Size
+from meshwright.capture.trace.graph import Node, NodeKind, Size
 from meshwright.capture.trace.operations import PRODUCTS, VIEWS, is_one_of
 
 
@@ -55,7 +55,7 @@ def _bytes(size: Size | None) -> int:
 def _measured(line: Line, places: Sequence[int], model: nn.Module) -> list[int]:
     meta = torch.device("meta")
     states = _meta_states(model)
-    columns = {n.target: _meta(n, line) for n in line.flat.nodes if n.kind is Kind.COLUMN}
+    columns = {n.target: _meta(n, line) for n in line.flat.nodes if n.kind is NodeKind.COLUMN}
     values: tuple[Tensor, ...] = ()
     found = []
     for first, last in itertools.pairwise(places):

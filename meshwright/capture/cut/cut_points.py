@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.capture.cut.liveness import Line
-from meshwright.capture.trace.graph import Kind, Node
+from meshwright.capture.trace.graph import Node, NodeKind
 from meshwright.capture.trace.operations import CORES, LOOKUPS, PRODUCTS, is_one_of
 
 LONG = 4
@@ -22,7 +22,7 @@ LONG = 4
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerChain:
     """The cuts of a line into layers: `starts[k]` is the first operation of layer k, and ends with their number."""
 
     line: Line
@@ -66,7 +66,7 @@ class Chain:
 
     @cached_property
     def _rows(self) -> int:
-        columns = [node.size for node in self.line.flat.nodes if node.kind is Kind.COLUMN]
+        columns = [node.size for node in self.line.flat.nodes if node.kind is NodeKind.COLUMN]
         return next((size.shape[0] for size in columns if size is not None and size.shape), 0)
 
     @cached_property
@@ -110,7 +110,7 @@ class Chain:
         """Does it read a parameter, itself or through operations on parameters alone?"""
         by_name = self.line.flat.by_name
         return any(
-            (by_name[name].kind is Kind.STATE and by_name[name].target in self.line.parameters) or name in self._of_parameters
+            (by_name[name].kind is NodeKind.STATE and by_name[name].target in self.line.parameters) or name in self._of_parameters
             for name in node.reads
         )
 
@@ -121,7 +121,7 @@ class Chain:
         for node in self.line.work:
             if node.reads and not is_one_of(node.target, LOOKUPS):
                 kinds = [by_name[name] for name in node.reads]
-                if all(n.name in found or (n.kind is Kind.STATE and n.target in self.line.parameters) for n in kinds):
+                if all(n.name in found or (n.kind is NodeKind.STATE and n.target in self.line.parameters) for n in kinds):
                     found.add(node.name)
         return frozenset(found)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.capture.trace.graph import Flat, Kind, Node, refs
+from meshwright.capture.trace.graph import Flat, Node, NodeKind, refs
 from meshwright.capture.trace.operations import CHECKS, is_one_of
 
 
@@ -60,7 +60,7 @@ class Line:
         while len(bound) != before:  # what is changed in place binds its memory, and that its earlier views
             before = len(bound)
             for node in self.flat.nodes:
-                if node.kind is Kind.STATE and node.target in self.state:
+                if node.kind is NodeKind.STATE and node.target in self.state:
                     bound.add(node.name)
                 elif node.random or not taken.isdisjoint(node.memory) or any(name in bound for name in self.needs[node.name]):
                     bound.add(node.name)
@@ -72,7 +72,7 @@ class Line:
         """The operations that are no one's to repeat, in order; what nothing depends on is left out."""
         alive = self._alive()
         return tuple(
-            node for node in self.flat.nodes if node.kind is Kind.CALL and node.name in alive and node.name not in self.free
+            node for node in self.flat.nodes if node.kind is NodeKind.CALL and node.name in alive and node.name not in self.free
         )
 
     def _alive(self) -> set[str]:

@@ -20,7 +20,7 @@ State = Callable[[Any], nn.Parameter | None]
 """The parameter that an argument stands for, if it stands for one."""
 
 
-class Rows(nn.Module):
+class RowLookup(nn.Module):
     """rows @ weight + bias, with a weight as (in, out)."""
 
     splits_rows = True
@@ -111,12 +111,12 @@ def _addmm(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: St
     bias, weight = state(args[0]), state(args[2])
     if weight is None or bias is None or bias.dim() != 1 or kwargs:
         return None
-    return _adopt(Rows(), weight, bias), args[1:2]
+    return _adopt(RowLookup(), weight, bias), args[1:2]
 
 
 def _mm(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
     weight = state(args[1])
-    return None if weight is None or kwargs else (_adopt(Rows(), weight, None), args[:1])
+    return None if weight is None or kwargs else (_adopt(RowLookup(), weight, None), args[:1])
 
 
 def _embedding(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:

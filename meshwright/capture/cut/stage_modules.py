@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.op_modules import Counts, piece
-from meshwright.capture.trace.graph import Flat, Kind, Node, Ref, mapped
+from meshwright.capture.trace.graph import Flat, Node, NodeKind, Ref, mapped
 from meshwright.capture.trace.operations import CHECKS, function_of, is_one_of
 from meshwright.errors import MeshwrightError
 
@@ -119,7 +119,7 @@ class _Builder:
         if not isinstance(argument, Ref):
             return None
         node = self.line.flat.by_name[argument.name]
-        return self.states.parameters.get(node.target) if node.kind is Kind.STATE else None
+        return self.states.parameters.get(node.target) if node.kind is NodeKind.STATE else None
 
     def add(self, node: Node) -> None:
         """One more node; parameters and buffers are added where they are first read."""
@@ -147,11 +147,11 @@ class _Builder:
 
     def _attribute(self, node: Node) -> None:
         name = node.target.replace(".", "_")
-        if node.kind is Kind.REGION:
+        if node.kind is NodeKind.REGION:
             assert node.body is not None
             self.root[name] = _region(replace(node.body, training=self.line.flat.training), self.states, self.device)
         else:
-            assert node.kind is Kind.STATE, f"{node.name} is read before it is made"
+            assert node.kind is NodeKind.STATE, f"{node.name} is read before it is made"
             self.root[name] = self.states.of(node, self.device)
             if node.target in self.states.parameters:
                 self.names[f"body.{name}"] = self.states.first[self.states.parameters[node.target]]
@@ -215,7 +215,7 @@ def stage(line: Line, places: Sequence[int], states: States, device: torch.devic
 def _start(builder: _Builder, taken: Iterable[str], reads: Iterable[str]) -> tuple[str, ...]:
     """The inputs of a layer: what crosses, then columns that it reads itself."""
     by_name = builder.line.flat.by_name
-    columns = dict.fromkeys(name for name in reads if by_name[name].kind is Kind.COLUMN and name not in builder.made)
+    columns = dict.fromkeys(name for name in reads if by_name[name].kind is NodeKind.COLUMN and name not in builder.made)
     for name in (*taken, *columns):
         builder.made[name] = builder.graph.placeholder(name)
     for name in columns:
@@ -227,7 +227,7 @@ def _start(builder: _Builder, taken: Iterable[str], reads: Iterable[str]) -> tup
 def _finish(builder: _Builder, inside: Collection[str], last: int, direct: tuple[str, ...]) -> Captured:
     """The operations of a layer in order, and what it returns: what crosses, or at the end what the model returns."""
     for node in builder.line.flat.nodes:
-        if node.name in inside and node.kind is Kind.CALL and node.name not in builder.made:
+        if node.name in inside and node.kind is NodeKind.CALL and node.name not in builder.made:
             builder.add(node)
     results = _results(builder.line, last) or builder.line.crossings[last]
     builder.graph.output(tuple(builder.made[name] for name in results))
@@ -245,7 +245,7 @@ def _free_reads(line: Line, first: int, last: int) -> tuple[str, ...]:
     names = dict.fromkeys([*reads, *_results(line, last)])
     kinds = {n: line.flat.by_name[n].kind for n in names}
     return tuple(
-        n for n in names if n in line.free and (kinds[n] is Kind.CALL or (kinds[n] is Kind.COLUMN and line.is_written(n)))
+        n for n in names if n in line.free and (kinds[n] is NodeKind.CALL or (kinds[n] is NodeKind.COLUMN and line.is_written(n)))
     )
 
 
@@ -279,7 +279,7 @@ def free_graph(
     builder = _Builder(line, states, device)
     columns = _start(builder, (), wanted)
     for node in line.flat.nodes:
-        if node.name in wanted and node.kind is Kind.CALL:
+        if node.name in wanted and node.kind is NodeKind.CALL:
             builder.add(node)
     builder.graph.output(builder._read(tuple(Ref(name) for name in names)))
     return builder.module(), columns, builder.names
@@ -289,9 +289,9 @@ def _region(flat: Flat, states: States, device: torch.device | None) -> fx.Graph
     """A piece of graph that runs under a switch."""
     builder = _Builder(Line(flat, frozenset()), states, device)
     for node in flat.nodes:
-        if node.kind is Kind.COLUMN:
+        if node.kind is NodeKind.COLUMN:
             builder.made[node.name] = builder.graph.placeholder(node.name)
-        elif node.kind is Kind.CALL and not is_one_of(node.target, CHECKS):
+        elif node.kind is NodeKind.CALL and not is_one_of(node.target, CHECKS):
             builder.add(node)
     builder.graph.output(builder.value(flat.result))
     return builder.module()

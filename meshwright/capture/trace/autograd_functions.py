@@ -35,7 +35,7 @@ def _(tensors: list[Tensor], key: str) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ArgumentSlot:
     """The place of a tensor among the arguments of a call."""
 
     index: int
@@ -54,7 +54,7 @@ class Call:
 
     def trace(self, tensors: list[Tensor]) -> list[Tensor]:
         """Run the forward for its shapes; writes into arguments are refused."""
-        arguments = [tensors[a.index] if isinstance(a, Slot) else a for a in self.arguments]
+        arguments = [tensors[a.index] if isinstance(a, ArgumentSlot) else a for a in self.arguments]
         context = [_Context(self.name, arguments)] if self.has_context else []
         with _Watching(tensors) as seen, torch.no_grad():
             result = self.forward(*context, *arguments)
@@ -65,15 +65,15 @@ class Call:
         parts = list(result) if several else [result]
         made = [part for part in parts if isinstance(part, Tensor)]
         slots = iter(range(len(made)))
-        places = tuple(Slot(next(slots)) if isinstance(part, Tensor) else part for part in parts)
+        places = tuple(ArgumentSlot(next(slots)) if isinstance(part, Tensor) else part for part in parts)
         self.result = places if several else places[0]
         return [torch.empty_like(t) for t in made]
 
     def returned(self, made: list[Tensor]) -> Any:
         """What the forward returns, with these tensors in it."""
         if isinstance(self.result, tuple):
-            return tuple(made[part.index] if isinstance(part, Slot) else part for part in self.result)
-        return made[self.result.index] if isinstance(self.result, Slot) else self.result
+            return tuple(made[part.index] if isinstance(part, ArgumentSlot) else part for part in self.result)
+        return made[self.result.index] if isinstance(self.result, ArgumentSlot) else self.result
 
 
 _CALLS: dict[str, Call] = {}
@@ -146,7 +146,7 @@ def _standing_for(cls: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         name = _named(cls)
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         slots = iter(range(len(tensors)))
-        places = tuple(Slot(next(slots)) if isinstance(a, Tensor) else _plain(name, a) for a in arguments)
+        places = tuple(ArgumentSlot(next(slots)) if isinstance(a, Tensor) else _plain(name, a) for a in arguments)
         key = str(len(_CALLS))
         call = _CALLS[key] = Call(name, places, forward, has_context)
         made = function(tensors, key)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.capture.trace.autograd_functions import FUNCTION, Call, Slot
-from meshwright.capture.trace.graph import Flat, Kind, Node, Ref, Size
+from meshwright.capture.trace.autograd_functions import FUNCTION, ArgumentSlot, Call
+from meshwright.capture.trace.graph import Flat, Node, NodeKind, Ref, Size
 from meshwright.capture.trace.operations import is_one_of, is_random, name_of
 from meshwright.capture.trace.storages import Memory
 from meshwright.errors import MeshwrightError
@@ -60,13 +60,13 @@ def _node(node: torch.fx.Node, columns: Mapping[str, str], trace: _Trace) -> Nod
     value = node.meta.get("val")
     size, several = _size(value), isinstance(value, tuple | list)
     if node.op == "placeholder":
-        return Node(node.name, Kind.COLUMN, columns.get(node.name, node.name), size=size, memory=trace.memory.of(value))
+        return Node(node.name, NodeKind.COLUMN, columns.get(node.name, node.name), size=size, memory=trace.memory.of(value))
     if node.op == "get_attr":
         owner: Any = node.graph.owning_module
         for part in str(node.target).split("."):
             owner = getattr(owner, part)
         if isinstance(owner, torch.fx.GraphModule):
-            return Node(node.name, Kind.REGION, str(node.target), body=_region(owner.graph, trace))
+            return Node(node.name, NodeKind.REGION, str(node.target), body=_region(owner.graph, trace))
         name = str(node.target).removeprefix(f"{INNER}.")
         if not isinstance(owner, Tensor):
             raise MeshwrightError(
@@ -75,7 +75,7 @@ def _node(node: torch.fx.Node, columns: Mapping[str, str], trace: _Trace) -> Nod
             )
         constant = None if name in trace.known or owner.is_meta else owner.detach().tolist()
         mine = trace.memory.of_state(name, value)
-        return Node(node.name, Kind.STATE, name, size=_size(owner), constant=constant, memory=mine)
+        return Node(node.name, NodeKind.STATE, name, size=_size(owner), constant=constant, memory=mine)
     assert node.op == "call_function", f"{node.op} in an exported graph"
     target, args = name_of(node.target), tuple(node.args)
     random = is_random(node.target, node.args, dict(node.kwargs))
@@ -83,10 +83,10 @@ def _node(node: torch.fx.Node, columns: Mapping[str, str], trace: _Trace) -> Nod
         call = trace.calls[str(args[1])]
         target, random = f"{FUNCTION}.{call.name}", call.random
         tensors: Any = args[0]
-        args = tuple(tensors[a.index] if isinstance(a, Slot) else a for a in call.arguments)
+        args = tuple(tensors[a.index] if isinstance(a, ArgumentSlot) else a for a in call.arguments)
     return Node(
         node.name,
-        Kind.CALL,
+        NodeKind.CALL,
         target,
         _tree(args),
         tuple((key, _tree(part)) for key, part in node.kwargs.items()),

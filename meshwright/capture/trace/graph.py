@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.capture.trace.size_conditions import Condition, Shapes, broken
 
 
-class Kind(enum.Enum):
+class NodeKind(enum.Enum):
     """What a node is."""
 
     COLUMN = "column"  # a column of the batch
@@ -52,7 +52,7 @@ class Node:
     """One operation. `size` is None for what is no tensor; `several` says that it is a tuple of them."""
 
     name: str
-    kind: Kind
+    kind: NodeKind
     target: str
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
@@ -96,7 +96,7 @@ class Flat:
     @cached_property
     def dtypes(self) -> dict[str, str]:
         """The dtype of every column."""
-        return {node.target: node.size.dtype for node in self.nodes if node.kind is Kind.COLUMN and node.size is not None}
+        return {node.target: node.size.dtype for node in self.nodes if node.kind is NodeKind.COLUMN and node.size is not None}
 
     @property
     def moved(self) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ class Parallel:
         return sum(self.width) if self.width else int(self.pp)
 
     @property
-    def ranks(self) -> int:
+    def processes(self) -> int:
         """Processes in all."""
         return self.workers * self.dp
 

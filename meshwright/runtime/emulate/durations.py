@@ -1,4 +1,4 @@
-"""The steps of an emulated worker with their times: what the simulator charges, from the same prices."""
+"""The instructions of an emulated worker with their times: what the simulator charges, from the same prices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshwright.ir.action import COMPUTE, Cell, Op, Transfer, Value, walk
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.program import Program, Step
+from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.transport.edges import Bare
 
 WORD = 8
@@ -19,7 +19,7 @@ LARGEST = 1 << 24
 
 @dataclass(slots=True)
 class Work:
-    """A step made ready: which slots it waits for, and how long it takes (a message: how long it takes its link).
+    """A instruction made ready: which slots it waits for, and how long it takes (a message: how long it takes its link).
 
     `link_waits` are messages from the same peer that stand between this send and the one before; `second`: the other
     action of a cell has done this one too.
@@ -35,48 +35,50 @@ class Work:
 
 
 def works(program: Program, price: Price) -> dict[int, Work]:
-    """Every step with its times, by the id of the step; only what comes by message or collective is waited for."""
+    """Every instruction with its times, by the id of the instruction; only what comes by message or collective is waited for."""
     ring = program.schedule.ring
-    brought = {step.slot for step in program.steps if step.channel is not None and not step.sends}
-    for step in program.steps:
-        if step.action.op in (Op.S, Op.N) and not ring and step.channel is None:
-            brought |= {slot for slots in step.writes.values() for slot in slots}
+    brought = {
+        instruction.slot for instruction in program.instructions if instruction.channel is not None and not instruction.sends
+    }
+    for instruction in program.instructions:
+        if instruction.action.op in (Op.S, Op.N) and not ring and instruction.channel is None:
+            brought |= {slot for slots in instruction.writes.values() for slot in slots}
     found: dict[int, Work] = {}
-    before: Step | None = None
+    before: Instruction | None = None
     heard: dict[int, list[int]] = {}
-    for step in program.steps:
-        if step.channel is not None:
-            work = found[id(step)] = _message(step, price, program.worker, brought)
-            if step.sends:
-                work.link_waits = tuple(heard.pop(peer_of(step), ()))
+    for instruction in program.instructions:
+        if instruction.channel is not None:
+            work = found[id(instruction)] = _message(instruction, price, program.worker, brought)
+            if instruction.sends:
+                work.link_waits = tuple(heard.pop(peer_of(instruction), ()))
             else:
-                heard.setdefault(peer_of(step), []).append(step.slot)
+                heard.setdefault(peer_of(instruction), []).append(instruction.slot)
             continue
-        waits = tuple(slot for slots in step.reads.values() for slot in slots if slot in brought)
-        if isinstance(step.entry, Cell) and before is not None and before.entry is step.entry:
+        waits = tuple(slot for slots in instruction.reads.values() for slot in slots if slot in brought)
+        if isinstance(instruction.entry, Cell) and before is not None and before.entry is instruction.entry:
             found[id(before)].waits += waits
-            found[id(step)] = Work(second=True)
+            found[id(instruction)] = Work(second=True)
         else:
-            found[id(step)] = Work(price.entry_s(program.worker, step.entry), waits)
-        before = step
+            found[id(instruction)] = Work(price.entry_s(program.worker, instruction.entry), waits)
+        before = instruction
     return found
 
 
-def _message(step: Step, price: Price, worker: int, brought: set[int]) -> Work:
-    value: Value | None = step.value
+def _message(instruction: Instruction, price: Price, worker: int, brought: set[int]) -> Work:
+    value: Value | None = instruction.value
     assert value is not None
-    ends = (worker, peer_of(step)) if step.sends else (peer_of(step), worker)
+    ends = (worker, peer_of(instruction)) if instruction.sends else (peer_of(instruction), worker)
     busy, latency = price.message_s(value, *ends)
     payload = min(int(price.value_bytes(ends[0], value)), LARGEST)
-    waits = (step.slot,) if step.sends and step.slot in brought else ()
+    waits = (instruction.slot,) if instruction.sends and instruction.slot in brought else ()
     words = 2 + -(-payload // WORD)
     return Work(busy, waits, latency, words, shape=Bare(words * WORD))
 
 
-def peer_of(step: Step) -> int:
+def peer_of(instruction: Instruction) -> int:
     """The worker at the other end of a message."""
-    assert isinstance(step.entry, Transfer)
-    return step.entry.peer
+    assert isinstance(instruction.entry, Transfer)
+    return instruction.entry.peer
 
 
 def rounds_before_compute(schedule: Schedule) -> frozenset[int]:

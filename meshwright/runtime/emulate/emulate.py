@@ -49,7 +49,7 @@ QUIET = 0.1
 
 
 @dataclass(frozen=True)
-class Job:
+class EmulationJob:
     """A schedule with its costs, to be run with waits in place of compute; `wrap` may put itself around the transport."""
 
     schedule: Schedule
@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Run:
+class EmulatedRun:
     """One run. `modelled_s` is when the stamps say that it ended; `foreign_ratio` what others used of the host's CPUs."""
 
     makespan_s: float
@@ -79,7 +79,7 @@ class Run:
 class Measured:
     """What the runs of a job gave; `timeline` is that of the run in the middle, if it was traced."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[EmulatedRun, ...]
     timeline: Timeline | None = None
 
     @property
@@ -88,7 +88,7 @@ class Measured:
         return median(run.makespan_s for run in self.runs)
 
     @property
-    def quiet(self) -> tuple[Run, ...]:
+    def quiet(self) -> tuple[EmulatedRun, ...]:
         """The runs that nobody disturbed."""
         return tuple(run for run in self.runs if run.foreign_ratio < QUIET and not run.late_s)
 
@@ -106,7 +106,7 @@ class Report:
     spans: tuple[Span, ...]
 
 
-def emulate(jobs: Sequence[Job], *, repeat: int = 5, workers: Workers | None = None) -> list[Measured]:
+def emulate(jobs: Sequence[EmulationJob], *, repeat: int = 5, workers: Workers | None = None) -> list[Measured]:
     """Run every job `repeat` times, by turns (A B A B ...), and say how long they took."""
     for job in jobs:
         _refuse(job, repeat)
@@ -123,11 +123,11 @@ def emulate(jobs: Sequence[Job], *, repeat: int = 5, workers: Workers | None = N
     return [_measured(job, [rank[number] for rank in reports]) for number, job in enumerate(jobs)]
 
 
-def serve(jobs: Sequence[Job], repeat: int) -> list[list[Report]]:
+def serve(jobs: Sequence[EmulationJob], repeat: int) -> list[list[Report]]:
     """One rank's part, inside a process group of as many ranks as the schedules have workers."""
     with fine_timers():
         clock = common_clock()
-        sessions = [Session(job, clock) for job in jobs]
+        sessions = [EmulationSession(job, clock) for job in jobs]
         found: list[list[Report]] = [[] for _ in jobs]
         for _ in range(repeat):
             for session, reports in zip(sessions, found, strict=True):
@@ -138,10 +138,10 @@ def serve(jobs: Sequence[Job], repeat: int) -> list[list[Report]]:
     return found
 
 
-class Session:
+class EmulationSession:
     """One rank of a job: groups, transport, program, emulated hands, executor."""
 
-    def __init__(self, job: Job, clock: Clock) -> None:
+    def __init__(self, job: EmulationJob, clock: Clock) -> None:
         schedule = job.schedule
         self.job, self.clock = job, clock
         self.mesh = Mesh(schedule.workers, 1, dist.get_rank())
@@ -189,7 +189,7 @@ class Session:
             dist.destroy_process_group(group)
 
 
-def _measured(job: Job, reports: Sequence[Sequence[Report]]) -> Measured:
+def _measured(job: EmulationJob, reports: Sequence[Sequence[Report]]) -> Measured:
     """The runs of a job from what its ranks reported, rank by rank."""
     by_run = list(zip(*reports, strict=True))
     runs = tuple(map(_run, by_run))
@@ -200,13 +200,13 @@ def _measured(job: Job, reports: Sequence[Sequence[Report]]) -> Measured:
     return Measured(runs, assemble([report.spans for report in chosen], job.schedule, start_s=chosen[0].start_s))
 
 
-def _run(ranks: Sequence[Report]) -> Run:
+def _run(ranks: Sequence[Report]) -> EmulatedRun:
     start = ranks[0].start_s
     makespan = max(report.ended_s for report in ranks) - start
     own = sum(report.cpu_s for report in ranks)
     busy = max(report.busy_s for report in ranks)
     late = max(report.begun_s for report in ranks) - start
-    return Run(
+    return EmulatedRun(
         makespan_s=makespan,
         modelled_s=max(report.modelled_s for report in ranks) - start,
         late_s=late if late > LEAD_S / 10 else 0.0,
@@ -215,7 +215,7 @@ def _run(ranks: Sequence[Report]) -> Run:
     )
 
 
-def _refuse(job: Job, repeat: int) -> None:
+def _refuse(job: EmulationJob, repeat: int) -> None:
     """What cannot run is said before workers start."""
     parse_name(job.transport)
     if not job.schedule.lowered:

@@ -23,7 +23,7 @@ from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Duplex
 from meshwright.runtime.emulate.durations import Work, peer_of, rounds_before_compute, works
 from meshwright.runtime.executor.executor import Do, Store
-from meshwright.runtime.program import Program, Step
+from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.stage import Bundle
 from meshwright.runtime.tracing.clock import Clock, Timing
 from meshwright.runtime.tracing.trace import Trace
@@ -65,7 +65,11 @@ class Arrivals(Store):
         super().__init__(len(program.values))
         self.turn_s = 0.0
         self.links: dict[tuple[int, bool], float] = {}
-        self.peers = {step.slot: peer_of(step) for step in program.steps if step.channel is not None and not step.sends}
+        self.peers = {
+            instruction.slot: peer_of(instruction)
+            for instruction in program.instructions
+            if instruction.channel is not None and not instruction.sends
+        }
 
     def take(self, slot: int) -> object:
         """The time of a message, waited for if it is still on its way, or whatever else is there."""
@@ -123,26 +127,30 @@ class WaitActions:
 
     # -- actions
 
-    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
-        """The function that waits as long as a step takes, or sends and receives messages of the size of its value."""
+    def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
+        """The function that waits as long as a instruction takes, or sends and receives messages of the size of its value."""
         if isinstance(line, Outgoing):
-            return lambda: line.send(self._message(step))
+            return lambda: line.send(self._message(instruction))
         if isinstance(line, Incoming):  # both ends know the size from the prices
-            words = self._works[id(step)].words
-            return line.fill_into(self.store.slots, step, lambda: Bundle((torch.empty(words, dtype=torch.float64),), (False,)))
-        match step.action.op:
+            words = self._works[id(instruction)].words
+            return line.fill_into(
+                self.store.slots, instruction, lambda: Bundle((torch.empty(words, dtype=torch.float64),), (False,))
+            )
+        match instruction.action.op:
             case Op.S if not self.program.schedule.ring:
-                members = self.program.schedule.holders[step.action.stage]
-                return partial(self._reduce, step, self.groups[members] if len(members) > 1 else None, Kind.SUM)
-            case Op.N if step.round not in self._middle:  # at the end of a run nobody waits for it
+                members = self.program.schedule.holders[instruction.action.stage]
+                return partial(self._reduce, instruction, self.groups[members] if len(members) > 1 else None, Kind.SUM)
+            case Op.N if instruction.round not in self._middle:  # at the end of a run nobody waits for it
                 return lambda: None
             case Op.N:
-                return partial(self._reduce, step, dist.group.WORLD if self.program.schedule.workers > 1 else None, Kind.NORM)
+                return partial(
+                    self._reduce, instruction, dist.group.WORLD if self.program.schedule.workers > 1 else None, Kind.NORM
+                )
             case _:
-                return partial(self._act, step)
+                return partial(self._act, instruction)
 
-    def _act(self, step: Step) -> None:
-        work = self._works[id(step)]
+    def _act(self, instruction: Instruction) -> None:
+        work = self._works[id(instruction)]
         if work.second:  # a cell was done by its first action
             return
         ready = self._ready(work)
@@ -151,17 +159,17 @@ class WaitActions:
             self.clock.sleep_until(start)
         if self.trace is not None:
             self.trace.begin()
-            if step.action.op is Op.U:
-                self.trace.landed(step.action.stage, step.round)
+            if instruction.action.op is Op.U:
+                self.trace.landed(instruction.action.stage, instruction.round)
         self.free_s = start + work.takes_s
         # Stamped times are known before they come: messages leave while the action that made them is slept through.
         if self.wall or self.trace is not None:
             self.clock.sleep_until(self.free_s)
 
-    def _reduce(self, step: Step, group: dist.ProcessGroup | None, kind: Kind) -> None:
+    def _reduce(self, instruction: Instruction, group: dist.ProcessGroup | None, kind: Kind) -> None:
         """A worker's collectives run one after the other: those of one group follow from each other at the wait, for others
         the one before is waited for here (all its members come before ours in the order that was proved)."""
-        work = self._works[id(step)]
+        work = self._works[id(instruction)]
         ready = max(self._now(), self._ready(work))
         before: Reduction | None = None
         if self._last is not None:
@@ -170,16 +178,16 @@ class WaitActions:
             else:
                 ready = max(ready, self._last[1].end_s())
         if self.trace is not None:
-            self.trace.watch(step.action.stage)
+            self.trace.watch(instruction.action.stage)
         found = Reduction(ready, work.takes_s, group, before)
         self._last = group, found
-        for slot in step.writes[kind]:
+        for slot in instruction.writes[kind]:
             self.store.slots[slot] = found
 
     # -- messages
 
-    def _message(self, step: Step) -> Bundle:
-        work, peer, links = self._works[id(step)], peer_of(step), self.arrivals.links
+    def _message(self, instruction: Instruction) -> Bundle:
+        work, peer, links = self._works[id(instruction)], peer_of(instruction), self.arrivals.links
         start = max(self._now(), links.get((peer, True), 0.0), *[self._stamp(slot) for slot in work.waits])
         if self.half:  # the link is taken by what stands before this in the list, in either direction
             for slot in work.link_waits:
@@ -194,9 +202,9 @@ class WaitActions:
         """Sizes are the same in all walks."""
         return None
 
-    def shape(self, step: Step) -> object:
+    def shape(self, instruction: Instruction) -> object:
         """All messages cross, and both ends know their sizes."""
-        return self._works[id(step)].shape
+        return self._works[id(instruction)].shape
 
     # -- times
 
@@ -204,7 +212,7 @@ class WaitActions:
         return self.clock.now() if self.wall else self.free_s
 
     def _ready(self, work: Work) -> float:
-        """When everything that a step waits for is there; it really is when this returns."""
+        """When everything that a instruction waits for is there; it really is when this returns."""
         ready, self.arrivals.turn_s = self.arrivals.turn_s, 0.0
         for slot in work.waits:
             if (time := self._stamp(slot)) > ready:

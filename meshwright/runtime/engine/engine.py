@@ -32,7 +32,7 @@ from meshwright.runtime.tracing.clock_offset import common_clock
 from meshwright.runtime.tracing.trace import Trace, gather
 from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.transport.edges import Edges
-from meshwright.runtime.transport.pair_sum import Pair
+from meshwright.runtime.transport.pair_sum import PairSum
 from meshwright.runtime.transport.shared_memory import SharedTransport
 
 
@@ -136,7 +136,7 @@ class Engine:
         """Give back channels and groups."""
         self.transport.close()
         for unit in self.units.values():
-            if isinstance(unit.adder, Pair):
+            if isinstance(unit.adder, PairSum):
                 unit.adder.close()
         for group in self.groups.values():
             dist.destroy_process_group(group)
@@ -173,7 +173,7 @@ class Engine:
         """What adds up a unit's gradients: for two that can see each other's memory no collective is needed."""
         if len(ranks) == 2 and isinstance(self.transport, SharedTransport) and _one_sum_at_a_time(self.schedule, unit):
             (peer,) = set(ranks) - {self.mesh.rank}
-            return Pair(flats, self.mesh.rank, peer, f"{self.transport.run_id}-{unit}")
+            return PairSum(flats, self.mesh.rank, peer, f"{self.transport.run_id}-{unit}")
         return Collective(self.groups[ranks])
 
     def _largest(self, count: int) -> float:

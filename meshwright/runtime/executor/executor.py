@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 from meshwright.passes.messages import OUTSTANDING
-from meshwright.runtime.device import patience
-from meshwright.runtime.program import Program, Step
+from meshwright.runtime.cpu_scheduling import batch_policy
+from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.recent import Recent
 from meshwright.runtime.stage.stage import Bundle
 from meshwright.runtime.tracing.clock import now
@@ -54,11 +54,11 @@ class Store:
 
 
 Do = Callable[[], None]
-"""A compiled step: runs it on every walk."""
+"""A compiled instruction: runs it on every walk."""
 
 
 class Actions(Protocol):
-    """What the steps of a worker do. `TrainActions` compute, `WaitActions` wait as long as computing would take.
+    """What the instructions of a worker do. `TrainActions` compute, `WaitActions` wait as long as computing would take.
 
     `store` holds the values of this worker; `token` is what the reader of a turn waits for.
     """
@@ -72,25 +72,29 @@ class Actions(Protocol):
     def end(self) -> None:
         """Called after every walk."""
 
-    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
-        """The function that runs a step; `line` is the end of its channel where the step is a message."""
+    def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
+        """The function that runs a instruction; `line` is the end of its channel where the instruction is a message."""
 
     def form(self) -> Hashable:
         """What all shapes of the coming walk follow from."""
 
-    def shape(self, step: Step) -> object:
+    def shape(self, instruction: Instruction) -> object:
         """What the shape of a message of the coming walk follows from; None if it has no rows and is not sent."""
 
 
 class Executor:
-    """Walks through a program. `at` is the current step, for the watchdog, which reads it from another thread."""
+    """Walks through a program. `at` is the current instruction, for the watchdog, which reads it from another thread."""
 
     def __init__(self, program: Program, edges: Edges, actions: Actions, trace: Trace | None = None) -> None:
         self.program, self.edges, self.actions, self.trace = program, edges, actions, trace
-        self.at: Step | None = None
+        self.at: Instruction | None = None
         self.walks = 0
-        self._compiled = {id(step): self._compile(step, None) for step in program.steps if step.channel is None}
-        self._walks = Recent[Hashable, list[tuple[Step, Do]]](FORMS)
+        self._compiled = {
+            id(instruction): self._compile(instruction, None)
+            for instruction in program.instructions
+            if instruction.channel is None
+        }
+        self._walks = Recent[Hashable, list[tuple[Instruction, Do]]](FORMS)
 
     def run(self, first_step: int, batches: Mapping[int, Any]) -> None:
         """Walk through the list once; its first microbatch is the first of training step `first_step`."""
@@ -98,12 +102,12 @@ class Executor:
         seat = None if status is None else status.seated(self)
         self.actions.begin(first_step, batches)
         walk = self._walk()
-        ends = None if self.trace is None or not self.trace.on else self.trace.walk([step for step, _ in walk])
-        with patience(self.edges.device):
-            for step, do in walk:
-                self.at = step
+        ends = None if self.trace is None or not self.trace.on else self.trace.walk([instruction for instruction, _ in walk])
+        with batch_policy(self.edges.device):
+            for instruction, do in walk:
+                self.at = instruction
                 if seat is not None:
-                    seat.value = step.words
+                    seat.value = instruction.words
                 do()
                 if ends is not None:
                     ends.append(now())
@@ -112,53 +116,66 @@ class Executor:
         self.actions.end()
         self.at = None
 
-    def _walk(self) -> list[tuple[Step, Do]]:
-        """The steps of this walk with their functions. Actions are compiled once, messages once per form of the data."""
+    def _walk(self) -> list[tuple[Instruction, Do]]:
+        """The instructions of this walk with their functions. Actions are compiled once, messages once per form of the data."""
         form = self.actions.form()
         found = self._walks.get(form)
         if found is None:
-            shapes = {id(step): self.actions.shape(step) for step in self.program.steps if step.channel is not None}
+            shapes = {
+                id(instruction): self.actions.shape(instruction)
+                for instruction in self.program.instructions
+                if instruction.channel is not None
+            }
             early = self._early(shapes) if self.edges.posts_early else None
-            steps = early or self.program.steps
-            found = [(step, self._compiled.get(id(step)) or self._compile(step, shapes[id(step)])) for step in steps]
+            instructions = early or self.program.instructions
+            found = [
+                (instruction, self._compiled.get(id(instruction)) or self._compile(instruction, shapes[id(instruction)]))
+                for instruction in instructions
+            ]
             if early is not None or not self.edges.posts_early:
                 self._walks[form] = found
         return found
 
-    def _compile(self, step: Step, shape: object) -> Do:
-        """Receive, compute or send: the function that runs a step, with everything that stays the same looked up once."""
-        if step.channel is None:
-            do = self.actions.compile(step, None)
-            return self._in_turn(step, do) if step.waits or step.signals else do
+    def _compile(self, instruction: Instruction, shape: object) -> Do:
+        """Receive, compute or send: the function that runs a instruction, with everything that stays the same looked up once."""
+        if instruction.channel is None:
+            do = self.actions.compile(instruction, None)
+            return self._in_turn(instruction, do) if instruction.waits or instruction.signals else do
         if shape is None:
             return _nothing
-        line = self.edges.outgoing(step.channel, shape) if step.sends else self.edges.incoming(step.channel, shape)
-        return self.actions.compile(step, line)
+        line = (
+            self.edges.outgoing(instruction.channel, shape)
+            if instruction.sends
+            else self.edges.incoming(instruction.channel, shape)
+        )
+        return self.actions.compile(instruction, line)
 
-    def _in_turn(self, step: Step, do: Do) -> Do:
+    def _in_turn(self, instruction: Instruction, do: Do) -> Do:
         """An action that waits for turns, or signals them."""
         store, token = self.actions.store, self.actions.token
 
         def act() -> None:
-            for slot in step.waits:
+            for slot in instruction.waits:
                 store.pop(slot)
             do()
-            for slot in step.signals:
+            for slot in instruction.signals:
                 store.slots[slot] = token
 
         return act
 
-    def _early(self, shapes: Mapping[int, object]) -> tuple[Step, ...] | None:
+    def _early(self, shapes: Mapping[int, object]) -> tuple[Instruction, ...] | None:
         """The list with receives moved up, for what does not block; None where a shape of this walk is not known yet."""
         depth: dict[Channel, int] = {}
-        for step in self.program.steps:
-            if step.channel is None or step.sends:
+        for instruction in self.program.instructions:
+            if instruction.channel is None or instruction.sends:
                 continue
-            shape = shapes[id(step)]
-            size = 1 if shape is None else self.edges.incoming(step.channel, shape).nbytes
+            shape = shapes[id(instruction)]
+            size = 1 if shape is None else self.edges.incoming(instruction.channel, shape).nbytes
             if size is None:
                 return None
-            depth[step.channel] = min(depth.get(step.channel, LARGEST), max(OUTSTANDING, WINDOW_BYTES // max(size, 1)))
+            depth[instruction.channel] = min(
+                depth.get(instruction.channel, LARGEST), max(OUTSTANDING, WINDOW_BYTES // max(size, 1))
+            )
         return self.program.early(depth)
 
 

@@ -15,7 +15,7 @@ from meshwright.runtime.device import stream
 from meshwright.runtime.executor.executor import Do, Store
 from meshwright.runtime.executor.row_slices import Pieces, by_range, cut, joined, require_rows, size_of
 from meshwright.runtime.parameters.parameters import Parameters
-from meshwright.runtime.program import Program, Step
+from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.batch import Batch, Cut
 from meshwright.runtime.stage.graphs_by_size import Graphs
 from meshwright.runtime.stage.objective import Tally
@@ -43,7 +43,9 @@ class TrainActions:
         self.store = Store(len(program.values))
         self.tallies: dict[int, Tally] = {}
         self.first_step = 0
-        self._ahead = sorted({s.action.mb // microbatches for s in program.steps if s.channel is None and s.action.op in COMPUTE})
+        self._ahead = sorted(
+            {s.action.mb // microbatches for s in program.instructions if s.channel is None and s.action.op in COMPUTE}
+        )
         self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
         self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
@@ -57,39 +59,43 @@ class TrainActions:
         self.parameters.end()
         self.batches = {}
 
-    def compile(self, step: Step, line: Outgoing | Incoming | None) -> Do:
-        """The function that runs a step."""
+    def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
+        """The function that runs a instruction."""
         if isinstance(line, Outgoing):
-            return self._send(step, line)
+            return self._send(instruction, line)
         if isinstance(line, Incoming):
-            return self._receive(step, line)
-        match step.action.op:
+            return self._receive(instruction, line)
+        match instruction.action.op:
             case Op.F:
-                return self._forward(step)
+                return self._forward(instruction)
             case Op.B | Op.I:
-                return self._backward(step, weights=step.action.op is Op.B)
+                return self._backward(instruction, weights=instruction.action.op is Op.B)
             case Op.W:
-                return self._finish(step)
+                return self._finish(instruction)
             case Op.R:
-                return self._recompute(step)
+                return self._recompute(instruction)
             case Op.S:
-                return self._sync(step)
+                return self._sync(instruction)
             case Op.N:
-                return self._with_sums(step, self.parameters.norm)
+                return self._with_sums(instruction, self.parameters.norm)
             case Op.U:
-                return self._with_sums(step, self.parameters.update)
+                return self._with_sums(instruction, self.parameters.update)
             case Op.G:
                 raise AssertionError("parameters are whole, nothing gathers them")
 
-    def _forward(self, step: Step) -> Do:
+    def _forward(self, instruction: Instruction) -> Do:
         """Run a stage on its rows."""
-        saved = step.writes.get(Kind.SAVED) or step.writes.get(Kind.KEPT) or ()
-        if not self.pieces.narrow or step.action.part != NONE or len(saved) > 1:
-            return partial(self._forward_cut, step, saved)
-        stage, slots = self.stages[step.action.stage], self.store.slots
+        saved = instruction.writes.get(Kind.SAVED) or instruction.writes.get(Kind.KEPT) or ()
+        if not self.pieces.narrow or instruction.action.part != NONE or len(saved) > 1:
+            return partial(self._forward_cut, instruction, saved)
+        stage, slots = self.stages[instruction.action.stage], self.store.slots
         takes_more = stage.is_last or bool(stage.columns) or self.parameters.versioned
-        ahead, local = divmod(step.action.mb, self.microbatches)
-        (given,), (keep,), written = step.reads.get(Kind.ACT, (NONE,)), saved or (NONE,), step.writes.get(Kind.ACT, ())
+        ahead, local = divmod(instruction.action.mb, self.microbatches)
+        (given,), (keep,), written = (
+            instruction.reads.get(Kind.ACT, (NONE,)),
+            saved or (NONE,),
+            instruction.writes.get(Kind.ACT, ()),
+        )
 
         def forward() -> None:
             number = self.first_step + ahead
@@ -104,8 +110,8 @@ class TrainActions:
                 values, slots[given] = slots[given], None
                 record = Record(mine, own_leaves(*values.wait()) if type(values) is Pending else leaves(*values))
             if takes_more:
-                self._complete(record, step, stage, batch)
-            bundle = (self._other(step, mine) if mine.graph else stage).forward(record)
+                self._complete(record, instruction, stage, batch)
+            bundle = (self._other(instruction, mine) if mine.graph else stage).forward(record)
             if keep != NONE:
                 slots[keep] = record
             if stage.is_last:
@@ -115,36 +121,36 @@ class TrainActions:
 
         return forward
 
-    def _other(self, step: Step, cut: Cut) -> Stage:
+    def _other(self, instruction: Instruction, cut: Cut) -> Stage:
         """The stage in another graph of a captured model."""
-        return self.graphs.stage(step.action.stage, cut.graph)
+        return self.graphs.stage(instruction.action.stage, cut.graph)
 
-    def _complete(self, record: Record, step: Step, stage: Stage, batch: Batch) -> None:
+    def _complete(self, record: Record, instruction: Instruction, stage: Stage, batch: Batch) -> None:
         """What some stages take beside their inputs."""
         if stage.is_last:
             record.target = batch.targets(record.cut.rows)
         if stage.columns:
             record.columns = batch.named(stage.columns, record.cut.rows)
         if self.parameters.versioned:
-            record.weights = self.parameters.versions(step)
+            record.weights = self.parameters.versions(instruction)
 
-    def _forward_cut(self, step: Step, saved: tuple[int, ...]) -> None:
+    def _forward_cut(self, instruction: Instruction, saved: tuple[int, ...]) -> None:
         """Run a stage on what this worker has of the rows; where backwards come in halves, each half has a graph of its own."""
-        stage, (ahead, local) = self.stages[step.action.stage], divmod(step.action.mb, self.microbatches)
+        stage, (ahead, local) = self.stages[instruction.action.stage], divmod(instruction.action.mb, self.microbatches)
         number = self.first_step + ahead
         batch = self.batches[number]
-        own = self.pieces.own(step.action, batch.cuts[local])
+        own = self.pieces.own(instruction.action, batch.cuts[local])
         if not size_of(own):
             return
-        received = self._received(step, own) if Kind.ACT in step.reads else None
+        received = self._received(instruction, own) if Kind.ACT in instruction.reads else None
         bundles: list[Bundle] = []
         for index, part in enumerate(own):
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
                 continue
             mine = batch.cut(local, part, stage.objective, stream(stage.seed, number))
             record = Record(mine, *batch.inputs(mine.rows)) if received is None else Record(mine, leaves(*received[index]))
-            self._complete(record, step, stage, batch)
-            bundle = (self._other(step, mine) if mine.graph else stage).forward(record)
+            self._complete(record, instruction, stage, batch)
+            bundle = (self._other(instruction, mine) if mine.graph else stage).forward(record)
             if saved:
                 self.store.slots[saved[index]] = record
             if stage.is_last:
@@ -152,39 +158,39 @@ class TrainActions:
             elif len(own) > 1:
                 require_rows(bundle, part.size)
             bundles.append(bundle)
-        if Kind.ACT in step.writes:
-            self._scatter(step.writes[Kind.ACT], joined(bundles), own)
+        if Kind.ACT in instruction.writes:
+            self._scatter(instruction.writes[Kind.ACT], joined(bundles), own)
 
-    def _received(self, step: Step, own: tuple[Rows, ...]) -> list[Bundle]:
+    def _received(self, instruction: Instruction, own: tuple[Rows, ...]) -> list[Bundle]:
         """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""
         values = self.program.values
-        there = [(bundle, slot) for slot in step.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
+        there = [(bundle, slot) for slot in instruction.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
         return by_range([(bundle, self._crossing(values[slot])[1]) for bundle, slot in there], own)
 
-    def _backward(self, step: Step, *, weights: bool) -> Do:
+    def _backward(self, instruction: Instruction, *, weights: bool) -> Do:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
-        stage, slots, inline = self.stages[step.action.stage], self.store.slots, Kind.KEPT in step.reads
-        kept, read = step.reads[Kind.KEPT if inline else Kind.SAVED][0], step.reads.get(Kind.GRAD, ())
-        written, (rest,) = step.writes.get(Kind.GRAD, ()), step.writes.get(Kind.REST, (NONE,))
+        stage, slots, inline = self.stages[instruction.action.stage], self.store.slots, Kind.KEPT in instruction.reads
+        kept, read = instruction.reads[Kind.KEPT if inline else Kind.SAVED][0], instruction.reads.get(Kind.GRAD, ())
+        written, (rest,) = instruction.writes.get(Kind.GRAD, ()), instruction.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.aims else None
-        pop, scatter, other, op = self.store.pop, self._scatter, self._other, step.action.op
-        leaves_of, count = self.parameters.leaves, self.parameters.counter(step)
+        pop, scatter, other, op = self.store.pop, self._scatter, self._other, instruction.action.op
+        leaves_of, count = self.parameters.leaves, self.parameters.counter(instruction)
 
         def backward() -> None:
             record: Record | None = slots[kept]
             slots[kept] = None
             if record is None:
                 if aim is not None:
-                    aim(step)  # without rows too this may be the last reader of a version
+                    aim(instruction)  # without rows too this may be the last reader of a version
                 return
             # pieces without rows were never sent
             gradients = joined([piece for slot in read if (piece := pop(slot)) is not None]).tensors if read else ()
-            at = other(step, record.cut) if record.cut.graph else stage
+            at = other(instruction, record.cut) if record.cut.graph else stage
             if inline:
                 at.recompute(record)
-            first = None if op in at.reached else leaves_of(step)
+            first = None if op in at.reached else leaves_of(instruction)
             if aim is not None:
-                aim(step)
+                aim(instruction)
             found = at.backward(record, gradients, weights=weights, first=first)
             if written:
                 scatter(written, Bundle(found, (False,) * len(found)), (record.cut.rows,))
@@ -195,81 +201,89 @@ class TrainActions:
 
         return backward
 
-    def _finish(self, step: Step) -> Do:
+    def _finish(self, instruction: Instruction) -> Do:
         """The gradients of the weights that were put off."""
-        stage, slot, count = self.stages[step.action.stage], step.reads[Kind.REST][0], self.parameters.counter(step)
+        stage, slot, count = (
+            self.stages[instruction.action.stage],
+            instruction.reads[Kind.REST][0],
+            self.parameters.counter(instruction),
+        )
         aim = self.parameters.aim if self.parameters.aims else None
 
         def finish() -> None:
             record: Record | None = self.store.pop(slot)
-            at = stage if record is None or not record.cut.graph else self._other(step, record.cut)
-            first = None if record is None or Op.W in at.reached else self.parameters.leaves(step)
+            at = stage if record is None or not record.cut.graph else self._other(instruction, record.cut)
+            first = None if record is None or Op.W in at.reached else self.parameters.leaves(instruction)
             if aim is not None:  # another round may have had the leaves since I
-                aim(step)
+                aim(instruction)
             if record is not None:
                 at.finish(record, first)
                 count(record.cut.counts, at.reached.get(Op.W) or everything(first or ()))
 
         return finish
 
-    def _recompute(self, step: Step) -> Do:
+    def _recompute(self, instruction: Instruction) -> Do:
         """Bring back what a forward did not keep."""
-        stage, (kept,), (saved,) = self.stages[step.action.stage], step.reads[Kind.KEPT], step.writes[Kind.SAVED]
+        stage, (kept,), (saved,) = (
+            self.stages[instruction.action.stage],
+            instruction.reads[Kind.KEPT],
+            instruction.writes[Kind.SAVED],
+        )
 
         def recompute() -> None:
             record: Record | None = self.store.pop(kept)
             if record is not None:
-                (self._other(step, record.cut) if record.cut.graph else stage).recompute(record)
+                (self._other(instruction, record.cut) if record.cut.graph else stage).recompute(record)
             self.store.slots[saved] = record
 
         return recompute
 
-    def _sync(self, step: Step) -> Do:
+    def _sync(self, instruction: Instruction) -> Do:
         """Add up a unit's gradients, by a collective or along a ring."""
-        slots = step.reads.get(Kind.PARTIAL)
-        return lambda: self.parameters.sync(step, self.store.pop(slots[0]).tensors if slots else ())
+        slots = instruction.reads.get(Kind.PARTIAL)
+        return lambda: self.parameters.sync(instruction, self.store.pop(slots[0]).tensors if slots else ())
 
-    def _with_sums(self, step: Step, do: Callable[[Step], None]) -> Do:
-        """What waits for the sums that a step reads, and does it."""
-        sums, store = step.reads.get(Kind.SUM, ()), self.store
+    def _with_sums(self, instruction: Instruction, do: Callable[[Instruction], None]) -> Do:
+        """What waits for the sums that a instruction reads, and does it."""
+        sums, store = instruction.reads.get(Kind.SUM, ()), self.store
 
         def act() -> None:
             for slot in sums:
                 store.take(slot)
-            do(step)
+            do(instruction)
 
         return act
 
-    def _send(self, step: Step, line: Outgoing) -> Do:
+    def _send(self, instruction: Instruction, line: Outgoing) -> Do:
         """Send a bundle from its slot, or the running sum of a unit as it is now."""
-        value, slot = step.value, step.slot
+        value, slot = instruction.value, instruction.slot
         assert value is not None
         if self._ways[value.kind].load is not Load.BUFFER:
             return line.send_from(self.store.slots, slot)
 
         def send_sum() -> None:
             self.store.take(slot)
-            line.send(self.parameters.handed_on(value, last=step.releases))
+            line.send(self.parameters.handed_on(value, last=instruction.releases))
 
         return send_sum
 
-    def _receive(self, step: Step, line: Incoming) -> Do:
+    def _receive(self, instruction: Instruction, line: Incoming) -> Do:
         """Post a receive: into the buffer of a sum, into a token, or into new tensors, which the message describes."""
-        assert step.value is not None
-        slots, load = self.store.slots, self._ways[step.value.kind].load
+        assert instruction.value is not None
+        slots, load = self.store.slots, self._ways[instruction.value.kind].load
         if load is Load.BUFFER:
-            return line.fill_into(slots, step, partial(self.parameters.room, step.value))
+            return line.fill_into(slots, instruction, partial(self.parameters.room, instruction.value))
         if load is Load.TOKEN:
-            return line.fill_into(slots, step, lambda: Bundle((torch.empty_like(self.token.tensors[0]),), (False,)))
-        return line.post_into(slots, step)
+            return line.fill_into(slots, instruction, lambda: Bundle((torch.empty_like(self.token.tensors[0]),), (False,)))
+        return line.post_into(slots, instruction)
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""
         return tuple([self.batches[self.first_step + ahead].form for ahead in self._ahead])
 
-    def shape(self, step: Step) -> object:
+    def shape(self, instruction: Instruction) -> object:
         """A number for boundary, piece and shape of the batch; None where no row crosses."""
-        value = step.value
+        value = instruction.value
         assert value is not None
         if self._ways[value.kind].load is not Load.ROWS:
             return value.kind

@@ -29,7 +29,7 @@ from meshwright.runtime import device as devices
 from meshwright.runtime.launch.worker_main import ANSWER_S, FOREVER, flush, process_group
 from meshwright.runtime.watchdog.board import Board
 from meshwright.runtime.watchdog.failure import Failure, describe
-from meshwright.runtime.watchdog.watchdog import TICK_S, Patience, Watch
+from meshwright.runtime.watchdog.watchdog import TICK_S, Timeouts, Watch
 
 _LINGER_S = 4.0
 _LAST_WORDS_S = 1.5
@@ -47,7 +47,7 @@ class Attached:
 
 @contextmanager
 def attach(
-    *, timeout_s: float = Patience.timeout_s, silence_s: float = Patience.silence_s, device: str | None = None
+    *, timeout_s: float = Timeouts.timeout_s, silence_s: float = Timeouts.silence_s, device: str | None = None
 ) -> Iterator[Attached]:
     """Join the job that the environment names; an error on any rank ends all of them, and the first one is printed."""
     rank, world, local_rank = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", default=0)
@@ -60,7 +60,7 @@ def attach(
         watch = Watch(
             board,
             rank,
-            Patience(timeout_s, silence_s),
+            Timeouts(timeout_s, silence_s),
             ends=exit_.leave,
             alarms={exit_.bell.fileno(): exit_.told_to_stop},
             supervised=False,

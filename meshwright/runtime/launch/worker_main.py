@@ -25,7 +25,7 @@ from meshwright.runtime.launch.shared_tensors import Lending, unpack
 from meshwright.runtime.watchdog.board import Board
 from meshwright.runtime.watchdog.failure import Failure
 from meshwright.runtime.watchdog.status import Seat
-from meshwright.runtime.watchdog.watchdog import Patience, Watch
+from meshwright.runtime.watchdog.watchdog import Timeouts, Watch
 
 LEFT = 77
 """The exit code of a worker that ends because it knows of a failure."""
@@ -64,7 +64,7 @@ def serve(
     rank: int,
     port: int,
     secret: bytes,
-    patience: Patience,
+    timeouts: Timeouts,
     environment: Mapping[str, str],
     seat: Seat | None = None,
 ) -> None:
@@ -83,7 +83,7 @@ def serve(
             return
         board = Board(PrefixStore(f"{name}/watch", watching), world, secret=secret + name.encode())
         alarms = {pipe.fileno(): leave}
-        watch = Watch(board, rank, patience, ends=leave, alarms=alarms, supervised=True, seat=seat)
+        watch = Watch(board, rank, timeouts, ends=leave, alarms=alarms, supervised=True, seat=seat)
         lending = Lending()
         try:
             function, args = _unpack(work, file)

@@ -27,10 +27,10 @@ from meshwright.runtime.launch.shared_tensors import Lending, unpack
 from meshwright.runtime.launch.torchrun import Attached, attach
 from meshwright.runtime.launch.worker_main import ANSWER_S, LEFT, MARK, UNGUARDED, hand_over, handed_over, process_group, serve
 from meshwright.runtime.watchdog.board import Board
-from meshwright.runtime.watchdog.failure import Doing, Failure, How, RankFailed, as_error
-from meshwright.runtime.watchdog.watchdog import TICK_S, Patience
+from meshwright.runtime.watchdog.failure import Doing, Failure, FailureKind, RankFailed, as_error
+from meshwright.runtime.watchdog.watchdog import TICK_S, Timeouts
 
-__all__ = ["Attached", "Patience", "RankFailed", "Workers", "attach", "process_group"]
+__all__ = ["Attached", "RankFailed", "Timeouts", "Workers", "attach", "process_group"]
 
 _LAST_WORDS_S = 1.5
 _SEAT_BYTES = 256
@@ -46,7 +46,7 @@ class Workers:
     `preload`: modules to load once for all of them, where these workers are the first of this process.
     """
 
-    def __init__(self, count: int, *, timeout_s: float = Patience.timeout_s, preload: Sequence[str] = ()) -> None:
+    def __init__(self, count: int, *, timeout_s: float = Timeouts.timeout_s, preload: Sequence[str] = ()) -> None:
         _refuse_inside_a_worker()
         if not isinstance(count, int) or count < 1:
             raise MeshwrightError(f"there are 1, 2, ... local workers, got {count!r}", fix="Workers(2)")
@@ -54,7 +54,7 @@ class Workers:
             raise MeshwrightError(f"a run may stand still for a time above 0, got timeout_s={timeout_s!r}", fix="timeout_s=300")
         self.count, self.jobs = count, 0
         self.preload = ["meshwright.runtime.preload", *preload]
-        self.patience = Patience(timeout_s=timeout_s)
+        self.timeouts = Timeouts(timeout_s=timeout_s)
         self.store: TCPStore | None = None
         self.secret = b""
         self.pipes: list[Connection] = []
@@ -121,7 +121,7 @@ class Workers:
         for rank in range(self.count):
             mine, theirs = context.Pipe()
             seat = context.RawArray("c", _SEAT_BYTES)
-            given = (theirs, rank, self.store.port, self.secret, self.patience, _local(os.environ), seat)
+            given = (theirs, rank, self.store.port, self.secret, self.timeouts, _local(os.environ), seat)
             process = context.Process(target=serve, args=given, daemon=True, name=f"{_NAME} {rank}")
             with _importable_main(), _without_interrupts():
                 self._begin(process)
@@ -179,11 +179,11 @@ class Workers:
             return
         doing = replace(board.heard(rank) or Doing(rank), action="", stage=None)
         fix = "see whether the machine ran out of memory: dmesg | tail" if code == -signal.SIGKILL else None
-        board.post(Failure.seen(How.DIED, _cause(code), doing, fix=fix))
+        board.post(Failure.seen(FailureKind.DIED, _cause(code), doing, fix=fix))
 
     def _exact(self, failure: Failure) -> Failure:
         """What a rank that could not speak for itself was last at; what it said before may be a second old."""
-        if failure.how not in (How.DIED, How.STOPPED) or not (said := self.seats[failure.rank].value):
+        if failure.how not in (FailureKind.DIED, FailureKind.STOPPED) or not (said := self.seats[failure.rank].value):
             return failure
         action, stage = said.decode().rsplit(" ", 1)
         return replace(failure, action=action, stage=int(stage))

@@ -14,7 +14,7 @@ from meshwright.ir.action import Kind, Value
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.parameters.unit import Unit
-from meshwright.runtime.program import Program, Step
+from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.precision import Scaler
 from meshwright.runtime.stage.reached_parameters import Leaves, Reached
 from meshwright.runtime.stage.stage import Bundle, Weights
@@ -91,27 +91,27 @@ class Parameters:
         for unit in self.units.values():
             unit.rebase()
 
-    def versions(self, step: Step) -> Weights:
+    def versions(self, instruction: Instruction) -> Weights:
         """The parameters that an action reads, where they are `versioned`."""
         chosen: dict[int, Tensor] = {}
-        for slot in step.reads[Kind.PARAM]:
+        for slot in instruction.reads[Kind.PARAM]:
             value = self.program.values[slot]
             unit = self.units[value.stage]
             chosen.update((id(p), t) for p, t in zip(unit.params, unit.leaves[value.version], strict=True))
-        layers = self.layers[step.action.stage]
+        layers = self.layers[instruction.action.stage]
         return [{n: chosen.get(id(p), p) for n, p in layer.named_parameters(remove_duplicate=False)} for layer in layers]
 
-    def aim(self, step: Step) -> None:
+    def aim(self, instruction: Instruction) -> None:
         """Let gradients go to the buffer of their round, and drop a version after its last reader."""
-        for slot in step.reads[Kind.PARAM]:
+        for slot in instruction.reads[Kind.PARAM]:
             value = self.program.values[slot]
-            self.units[value.stage].aim(value.version, step.round)
-        for value in step.drops if self.versioned else ():
+            self.units[value.stage].aim(value.version, instruction.round)
+        for value in instruction.drops if self.versioned else ():
             self.units[value.stage].drop(value.version)
 
-    def counter(self, step: Step) -> Callable[[float, Reached], None]:
-        """Notes what a step has added to the gradients of a stage's units; a tie counts with its first stage alone."""
-        units, round_ = self._counted[step.action.stage], step.round
+    def counter(self, instruction: Instruction) -> Callable[[float, Reached], None]:
+        """Notes what a instruction has added to the gradients of a stage's units; a tie counts with its first stage alone."""
+        units, round_ = self._counted[instruction.action.stage], instruction.round
 
         def count(weight: float, reached: Reached) -> None:
             for (unit, first), mine in zip(units, reached, strict=True):
@@ -122,22 +122,22 @@ class Parameters:
 
         return count
 
-    def leaves(self, step: Step) -> Leaves:
+    def leaves(self, instruction: Instruction) -> Leaves:
         """What a backward adds gradients to, for each unit of its stage; asked before `aim`, which may drop a version."""
-        read = {value.stage: value.version for value in map(self.program.values.__getitem__, step.reads[Kind.PARAM])}
-        return [self.units[n].at(read.get(n, 0)) for n in self.schedule.units_of[step.action.stage]]
+        read = {value.stage: value.version for value in map(self.program.values.__getitem__, instruction.reads[Kind.PARAM])}
+        return [self.units[n].at(read.get(n, 0)) for n in self.schedule.units_of[instruction.action.stage]]
 
-    def sync(self, step: Step, partial: Sequence[Tensor]) -> None:
+    def sync(self, instruction: Instruction, partial: Sequence[Tensor]) -> None:
         """Start a collective, or add what the ring has so far."""
-        unit = self.units[step.action.stage]
+        unit = self.units[instruction.action.stage]
         if not self.schedule.ring:
-            unit.sync(step.round)
+            unit.sync(instruction.round)
             return
-        buffer = unit.buffer(step.round)
+        buffer = unit.buffer(instruction.round)
         buffer.seal()
         for mine, others in zip(buffer.flats, partial, strict=bool(partial)):
             mine.add_(others)
-        if Kind.SUM in step.writes and unit.adder is not None:
+        if Kind.SUM in instruction.writes and unit.adder is not None:
             for one in unit.adder.start(buffer.flats):
                 one.wait()
 
@@ -154,18 +154,18 @@ class Parameters:
         flats = tuple(kept if kept is not None else [flat.clone() for flat in unit.buffer(value.version).flats])
         return Bundle(flats, (False,) * len(flats))
 
-    def norm(self, step: Step) -> None:
-        """The norm of all gradients, each unit counted once; one that is not finite makes all ranks skip the step."""
+    def norm(self, instruction: Instruction) -> None:
+        """The norm of all gradients, each unit counted once; one that is not finite makes all ranks skip the instruction."""
         self._scale = 1.0
         if self.rules.clip is None and not self.rules.skip_nonfinite and self.scaler is None:
             return
         self._factor = self.scaler.factor if self.scaler else 1.0
         mine = [n for n in self.units if self.mesh.holders(self.schedule, n)[0] == self.mesh.rank]
-        square = sum(self.units[n].square(step.round, self._factor) for n in mine)
+        square = sum(self.units[n].square(instruction.round, self._factor) for n in mine)
         total = torch.tensor([square], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         norm = total.sqrt().item()
-        number = self._first_step + step.round
+        number = self._first_step + instruction.round
         self.norms[number] = norm
         taken = self.scaler.update(norm) if self.scaler else norm < float("inf") or not self.rules.skip_nonfinite
         if not taken:
@@ -174,14 +174,16 @@ class Parameters:
         elif self.rules.clip is not None:
             self._scale = self.rules.scale(norm)
 
-    def update(self, step: Step) -> None:
+    def update(self, instruction: Instruction) -> None:
         """Turn version k into k + 1; without a flush a norm is that of the unit alone."""
-        unit = self.units[step.action.stage]
+        unit = self.units[instruction.action.stage]
         scale = self._scale
         if not self.schedule.norm and self.rules.clip is not None:
-            scale = self.rules.scale(unit.square(step.round) ** 0.5)
-        unit.update(step.round, in_place=step.in_place, scale=scale, factor=self._factor, keep=not step.releases)
-        unit.release(step.round)
+            scale = self.rules.scale(unit.square(instruction.round) ** 0.5)
+        unit.update(
+            instruction.round, in_place=instruction.in_place, scale=scale, factor=self._factor, keep=not instruction.releases
+        )
+        unit.release(instruction.round)
         if self.versioned:
-            for value in step.drops:
+            for value in instruction.drops:
                 unit.drop(value.version)

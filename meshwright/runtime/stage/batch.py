@@ -22,7 +22,7 @@ from meshwright.ir.placement import Rows
 from meshwright.runtime.device import stream
 from meshwright.runtime.stage.given_batch import Given as Given
 from meshwright.runtime.stage.given_batch import name_columns, sort_out
-from meshwright.runtime.stage.objective import LossKind, Objective, Weight
+from meshwright.runtime.stage.objective import LossKind, LossWeight, Objective
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Batch:
         if self.target is not None and self.labelled and objective.by_labels:
             # One question for all rows: each answer is waited for.
             upto = [0, *objective.labels(self.target).cumsum(0).tolist()]
-            weights = [Weight(*[float(upto[rows.stop] - upto[rows.start])] * 2) for rows in self.cuts]
+            weights = [LossWeight(*[float(upto[rows.stop] - upto[rows.start])] * 2) for rows in self.cuts]
         else:
             weights = [self.weight(rows, objective) for rows in self.cuts]
         self.ready = [
@@ -123,12 +123,12 @@ class Batch:
         """Some rows of a microbatch; `start` is where the random streams of the step do."""
         return Cut(rows, *self.weight(rows, objective), stream(start, self.first + mb), self.graph_for(rows.stop - rows.start))
 
-    def weight(self, rows: Rows, objective: Objective) -> Weight:
+    def weight(self, rows: Rows, objective: Objective) -> LossWeight:
         """What some rows count."""
         if rows.start == rows.stop:  # nobody runs them, and what weighs may not take them
-            return Weight(0.0, 0.0)
+            return LossWeight(0.0, 0.0)
         if objective.kind is LossKind.SUM:  # sums are added up as they are: the last row of all is what they are divided by
-            return Weight(1.0, float(rows.stop == self.size and self.copy == self.copies - 1))
+            return LossWeight(1.0, float(rows.stop == self.size and self.copy == self.copies - 1))
         columns = self.named(objective.columns, rows) if objective.weigh is not None else None
         return objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
 

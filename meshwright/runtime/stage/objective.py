@@ -64,7 +64,7 @@ class Weigh(Protocol):
         ...
 
 
-class Weight(NamedTuple):
+class LossWeight(NamedTuple):
     """How many items the mean of some rows is over, and how many they count for in the mean of the whole batch."""
 
     items: float
@@ -100,19 +100,19 @@ class Objective:
         """The batch columns that weights are worked out from."""
         return () if self.weigh is None else self.weigh.columns
 
-    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> Weight:
+    def weight(self, target: Tensor | None, rows: Rows, columns: Mapping[str, Tensor] | None = None) -> LossWeight:
         """What the loss of these rows counts: labels that are not ignored, or rows where targets are no labels."""
         if not self.wanted:
-            return Weight(0.0, 0.0)
+            return LossWeight(0.0, 0.0)
         if self.weigh is not None and columns is not None:
             items = self.weigh(columns)
             labels = [columns[name] for name in TARGETS if name in columns]
-            return Weight(items, self.count(labels[0]) if self.count is not None and labels else items)
+            return LossWeight(items, self.count(labels[0]) if self.count is not None and labels else items)
         if target is not None and not target.is_floating_point():
             items = float(self.labels(target).sum()) if self.count is None else self.count(target)
-            return Weight(items, items)
+            return LossWeight(items, items)
         size = float(rows.stop - rows.start)
-        return Weight(size, size)
+        return LossWeight(size, size)
 
     @property
     def by_labels(self) -> bool:

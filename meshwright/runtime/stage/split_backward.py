@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from meshwright.runtime.stage.split_functions import Rest, Slot, convolution, lookup, product
+from meshwright.runtime.stage.split_functions import DeferredSlot, Rest, convolution, lookup, product
 
 __all__ = ["Deferred", "Rest", "run"]
 
-Call = Callable[[Slot, Any, Tensor], Tensor | None]
+Call = Callable[[DeferredSlot, Any, Tensor], Tensor | None]
 """One call of a module through its node, or None if this call is not for it."""
 
 
@@ -93,7 +93,7 @@ class _Forward:
         self.module = weakref.ref(module)  # a strong one would be a cycle: a dropped model would wait for the collector
         self.plain = plain
         self.call = call
-        self.slot = Slot()
+        self.slot = DeferredSlot()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
@@ -108,7 +108,7 @@ class _Forward:
         return getattr, (self.module(), "forward")
 
 
-def _slot(module: nn.Module) -> Slot | None:
+def _slot(module: nn.Module) -> DeferredSlot | None:
     """The slot of a module, whose forward is replaced on first sight; None where autograd keeps the whole backward."""
     forward: Any = module.forward
     if isinstance(forward, _Forward):
@@ -147,7 +147,7 @@ def _ready(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return device != "meta" and not torch.is_autocast_enabled(device)
 
 
-def _linear(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+def _linear(slot: DeferredSlot, module: Any, x: Tensor) -> Tensor | None:
     weight, bias = module.weight, module.bias
     if not _ready(x, weight, bias):
         return None
@@ -160,24 +160,24 @@ def _linear(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
     return y if fused else y + bias
 
 
-def _conv1d(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+def _conv1d(slot: DeferredSlot, module: Any, x: Tensor) -> Tensor | None:
     weight, bias = module.weight, module.bias
     if not _ready(x, weight, bias):
         return None
     return product(slot, x.view(-1, x.shape[-1]), weight, bias, False).view(*x.shape[:-1], module.nf)
 
 
-def _rows(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+def _rows(slot: DeferredSlot, module: Any, x: Tensor) -> Tensor | None:
     weight, bias = module.weight, module.bias
     return product(slot, x, weight, bias, False) if x.dim() == 2 and _ready(x, weight, bias) else None
 
 
-def _embedding(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+def _embedding(slot: DeferredSlot, module: Any, x: Tensor) -> Tensor | None:
     weight = module.weight
     return lookup(slot, x, weight, module.padding_idx) if _ready(x, weight, None) else None
 
 
-def _convolution(slot: Slot, module: Any, x: Tensor) -> Tensor | None:
+def _convolution(slot: DeferredSlot, module: Any, x: Tensor) -> Tensor | None:
     weight, bias = module.weight, module.bias
     if x.dim() != weight.dim() or not _ready(x, weight, bias):  # an input without a batch is left to autograd
         return None

@@ -24,7 +24,7 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 """Stride, padding, dilation and groups of a convolution."""
 
 
-class Slot:
+class DeferredSlot:
     """Where the nodes of one module look, when their backward comes, for the rest that takes their weight gradients."""
 
     __slots__ = ("rest",)
@@ -37,7 +37,7 @@ class _Product(Function):
     """rows @ matrix (+ bias), where the matrix is `weight` or its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, slot: Slot, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    def forward(ctx: Any, slot: DeferredSlot, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         """The product, in one operation."""
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
         matrix = weight.t() if transposed else weight
@@ -79,7 +79,7 @@ class _Lookup(Function):
     """Rows of `weight` by index; the row `padding` gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, slot: Slot, index: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+    def forward(ctx: Any, slot: DeferredSlot, index: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         """The rows."""
         ctx.save_for_backward(index)
         ctx.call = slot, weight, -1 if padding is None else padding
@@ -107,7 +107,7 @@ class _Convolution(Function):
     """A convolution of a batch with zero padding, in one, two or three dimensions."""
 
     @staticmethod
-    def forward(ctx: Any, slot: Slot, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    def forward(ctx: Any, slot: DeferredSlot, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         """The convolution."""
         ctx.save_for_backward(x, weight)
         ctx.call = slot, (weight, bias), geometry
@@ -144,6 +144,6 @@ def _convolution_backward(x: Tensor, grad: Tensor, weight: Tensor, geometry: Geo
 
 
 # Function.apply has no types of its own.
-product: Callable[[Slot, Tensor, Tensor, Tensor | None, bool], Tensor] = _Product.apply
-lookup: Callable[[Slot, Tensor, Tensor, int | None], Tensor] = _Lookup.apply
-convolution: Callable[[Slot, Tensor, Tensor, Tensor | None, Geometry], Tensor] = _Convolution.apply
+product: Callable[[DeferredSlot, Tensor, Tensor, Tensor | None, bool], Tensor] = _Product.apply
+lookup: Callable[[DeferredSlot, Tensor, Tensor, int | None], Tensor] = _Lookup.apply
+convolution: Callable[[DeferredSlot, Tensor, Tensor, Tensor | None, Geometry], Tensor] = _Convolution.apply

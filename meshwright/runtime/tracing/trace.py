@@ -20,55 +20,55 @@ from meshwright.ir.analysis.effects import collective
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.program import Step
+from meshwright.runtime.program import Instruction
 from meshwright.runtime.tracing.clock import Clock, now
 
-Record = tuple[Step, float, float]
-"""Step, begin, end."""
+Record = tuple[Instruction, float, float]
+"""Instruction, begin, end."""
 
 Sync = tuple[int, int]
 """Unit and round."""
 
 
 class _Walk:
-    """One walk through a list as it was noted: the end of each step is the begin of the next.
+    """One walk through a list as it was noted: the end of each instruction is the begin of the next.
 
-    What happens inside a step (by its place in the list) stands in `events`: a receive or a sync that was waited for, or
-    nothing but the moment from which the step counts.
+    What happens inside a instruction (by its place in the list) stands in `events`: a receive or a sync that was waited for, or
+    nothing but the moment from which the instruction counts.
     """
 
-    __slots__ = ("ends", "events", "start_s", "steps")
+    __slots__ = ("ends", "events", "instructions", "start_s")
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps = steps
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.instructions = instructions
         self.ends: list[float] = []
-        self.events: list[tuple[int, float, Step | Sync | None]] = []
+        self.events: list[tuple[int, float, Instruction | Sync | None]] = []
         self.start_s = now()
 
     def records(self, watched: set[int]) -> Iterator[Record]:
         """Steps with begin and end, in the order in which they ended; what was never waited for has none."""
         events = deque(self.events)
-        under_way: dict[object, tuple[Step, float]] = {}
+        under_way: dict[object, tuple[Instruction, float]] = {}
         begin = self.start_s
-        for place, (step, end) in enumerate(zip(self.steps, self.ends, strict=False)):
+        for place, (instruction, end) in enumerate(zip(self.instructions, self.ends, strict=False)):
             while events and events[0][0] == place:
                 _, moment, what = events.popleft()
                 if what is None:
                     begin = moment
-                elif (found := under_way.pop(id(what) if isinstance(what, Step) else what, None)) is not None:
+                elif (found := under_way.pop(id(what) if isinstance(what, Instruction) else what, None)) is not None:
                     yield (*found, moment)
                     begin = moment
-            if step.receives:
-                under_way[id(step)] = step, begin
-            elif step.channel is None and step.action.op is Op.S and step.action.stage in watched:
-                under_way[step.action.stage, step.round] = step, begin
+            if instruction.receives:
+                under_way[id(instruction)] = instruction, begin
+            elif instruction.channel is None and instruction.action.op is Op.S and instruction.action.stage in watched:
+                under_way[instruction.action.stage, instruction.round] = instruction, begin
             else:
-                yield step, begin, end
+                yield instruction, begin, end
             begin = end
 
 
 class Trace:
-    """Times of the steps of one rank, as they come. `clock` is set before the first walk, on all ranks together.
+    """Times of the instructions of one rank, as they come. `clock` is set before the first walk, on all ranks together.
 
     Walks that begin while `on` is False are not noted.
     """
@@ -87,18 +87,18 @@ class Trace:
         """Forget all walks but the last one, which is then the first."""
         del self._walks[:-1]
 
-    def walk(self, steps: Sequence[Step]) -> list[float]:
-        """A walk through the list starts; who walks appends the end of each step."""
-        self._walks.append(_Walk(steps))
+    def walk(self, instructions: Sequence[Instruction]) -> list[float]:
+        """A walk through the list starts; who walks appends the end of each instruction."""
+        self._walks.append(_Walk(instructions))
         return self._walks[-1].ends
 
     def begin(self) -> None:
-        """The step that is under way begins here: it has what it waited for."""
+        """The instruction that is under way begins here: it has what it waited for."""
         self._note(None)
 
-    def arrived(self, step: Step) -> None:
+    def arrived(self, instruction: Instruction) -> None:
         """A receive has been waited for."""
-        self._note(step)
+        self._note(instruction)
 
     def watch(self, unit: int) -> None:
         """Somebody will say when the syncs of this unit have been waited for."""
@@ -108,7 +108,7 @@ class Trace:
         """The sync of a unit has been waited for; calls after the first do nothing."""
         self._note((unit, round_))
 
-    def _note(self, what: Step | Sync | None) -> None:
+    def _note(self, what: Instruction | Sync | None) -> None:
         if not self.on:
             return
         walk = self._walks[-1]
@@ -119,15 +119,17 @@ class Trace:
         found: list[Span] = []
         for number, walk in enumerate(self._walks):
             cells: dict[Entry, int] = {}
-            for step, begin, end in walk.records(self._watched):
+            for instruction, begin, end in walk.records(self._watched):
                 start, stop = begin + self.clock.offset_s, end + self.clock.offset_s
-                if step.entry in cells:
-                    at = cells[step.entry]
+                if instruction.entry in cells:
+                    at = cells[instruction.entry]
                     found[at] = found[at]._replace(end_s=stop)
                     continue
-                if isinstance(step.entry, Cell):
-                    cells[step.entry] = len(found)
-                found.append(Span(mesh.rank, _lane(schedule, step), _placed(step.entry, schedule, mesh, number), start, stop))
+                if isinstance(instruction.entry, Cell):
+                    cells[instruction.entry] = len(found)
+                found.append(
+                    Span(mesh.rank, _lane(schedule, instruction), _placed(instruction.entry, schedule, mesh, number), start, stop)
+                )
         return found
 
 
@@ -159,7 +161,7 @@ def _placed(entry: Entry, schedule: Schedule, mesh: Mesh, walk: int) -> Entry:
     return entry.shifted(rounds * schedule.microbatches, rounds) if rounds else entry
 
 
-def _lane(schedule: Schedule, step: Step) -> Lane:
-    if step.channel is not None:
-        return Lane.SEND if step.sends else Lane.RECEIVE
-    return Lane.COLLECTIVE if collective(schedule, step.action) else Lane.COMPUTE
+def _lane(schedule: Schedule, instruction: Instruction) -> Lane:
+    if instruction.channel is not None:
+        return Lane.SEND if instruction.sends else Lane.RECEIVE
+    return Lane.COLLECTIVE if collective(schedule, instruction.action) else Lane.COMPUTE

@@ -60,7 +60,7 @@ Arrived = Callable[[], None] | None
 
 
 class Slotted(Protocol):
-    """A step that receives: which slot its message goes to."""
+    """A instruction that receives: which slot its message goes to."""
 
     @property
     def slot(self) -> int:
@@ -134,9 +134,9 @@ class Incoming:
         self._contract: Contract | None = None
         self._makers: list[Callable[[], Tensor]] = []
 
-    def post_into(self, slots: list[Any], step: Slotted) -> Callable[[], None]:
-        """What posts the receives of a bundle and puts it into a step's slot; the first of all waits for the header."""
-        edges, channel, slot, arrived = self._edges, self._channel, step.slot, self._edges.arrival(step)
+    def post_into(self, slots: list[Any], instruction: Slotted) -> Callable[[], None]:
+        """What posts the receives of a bundle and puts it into a instruction's slot; the first of all waits for the header."""
+        edges, channel, slot, arrived = self._edges, self._channel, instruction.slot, self._edges.arrival(instruction)
 
         def post() -> None:
             contract = self._contract or self._agree()
@@ -149,9 +149,9 @@ class Incoming:
 
         return post
 
-    def fill_into(self, slots: list[Any], step: Slotted, room: Callable[[], Bundle]) -> Callable[[], None]:
+    def fill_into(self, slots: list[Any], instruction: Slotted, room: Callable[[], Bundle]) -> Callable[[], None]:
         """The same, with tensors whose shapes both ends know beforehand (gradient sums, turns)."""
-        edges, channel, slot, arrived = self._edges, self._channel, step.slot, self._edges.arrival(step)
+        edges, channel, slot, arrived = self._edges, self._channel, instruction.slot, self._edges.arrival(instruction)
 
         def fill() -> None:
             bundle = room()
@@ -191,9 +191,9 @@ class Edges:
         self._out: dict[tuple[Channel, object], Outgoing] = {}
         self._in: dict[tuple[Channel, object], Incoming] = {}
 
-    def arrival(self, step: Slotted) -> Arrived:
-        """What notes that the message of a step has arrived; None where nothing is traced."""
-        return None if self.arrived is None else partial(self.arrived, step)
+    def arrival(self, instruction: Slotted) -> Arrived:
+        """What notes that the message of a instruction has arrived; None where nothing is traced."""
+        return None if self.arrived is None else partial(self.arrived, instruction)
 
     def outgoing(self, channel: Channel, shape: object) -> Outgoing:
         """What sends messages of a shape."""

@@ -27,7 +27,7 @@ _BYTE = b"!"
 _ALIGNED = 64
 
 
-class Pair:
+class PairSum:
     """One end of a pair that adds up tensors like these again and again; both ends make it and use it in the same order."""
 
     def __init__(self, like: Sequence[Tensor], rank: int, peer: int, run_id: str, *, meet_timeout_s: float = 60.0) -> None:
@@ -46,7 +46,7 @@ class Pair:
         self._free = True  # the other has read what is in the window
         let_go_in_children(self)
 
-    def start(self, tensors: Sequence[Tensor]) -> list[Pair]:
+    def start(self, tensors: Sequence[Tensor]) -> list[PairSum]:
         """Show the other what is here; it is in use until `wait`."""
         if not self._free:
             self._hear()

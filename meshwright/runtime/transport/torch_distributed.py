@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.ir.action import Kind
-from meshwright.runtime import device as devices
+from meshwright.runtime.cpu_scheduling import batch_policy
 from meshwright.runtime.transport.base import Channel, own_channels
 from meshwright.runtime.transport.faults import from_torch, other
 
@@ -80,7 +80,7 @@ class TorchTransport:
         members = dist.get_process_group_ranks(world)
         ways = world, world
         if tagged and channels:
-            with devices.patience(where):
+            with batch_policy(where):
                 ways = dist.new_group(members), dist.new_group(members)
         for channel in channels:
             line = ways[channel.source < channel.target] if tagged else dist.new_group([channel.source, channel.target])

@@ -103,7 +103,7 @@ def _short(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
 
 
-class How(StrEnum):
+class FailureKind(StrEnum):
     """In what way a rank failed."""
 
     RAISED = "failed"
@@ -117,7 +117,7 @@ class Failure:
     """The first thing that went wrong, and where. A `clean` one is a user's mistake found outside any action."""
 
     rank: int
-    how: How
+    how: FailureKind
     what: str
     action: str = ""
     stage: int | None = None
@@ -130,13 +130,13 @@ class Failure:
     def of(cls, error: BaseException, doing: Doing) -> Failure:
         """What an exception on a rank means."""
         if isinstance(error, KeyboardInterrupt):
-            return cls(doing.rank, How.STOPPED, "interrupted by Ctrl-C", doing.action, doing.stage)
+            return cls(doing.rank, FailureKind.STOPPED, "interrupted by Ctrl-C", doing.action, doing.stage)
         ours = isinstance(error, MeshwrightError)
         what = error.what if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}".rstrip(": ")
         detail = "" if ours else "".join(traceback.format_exception(error))
         return cls(
             doing.rank,
-            How.RAISED,
+            FailureKind.RAISED,
             _short(what),
             doing.action,
             doing.stage,
@@ -146,7 +146,7 @@ class Failure:
         )
 
     @classmethod
-    def seen(cls, how: How, what: str, doing: Doing, **more: Any) -> Failure:
+    def seen(cls, how: FailureKind, what: str, doing: Doing, **more: Any) -> Failure:
         """What others noticed about a rank that cannot speak for itself."""
         return cls(doing.rank, how, what, doing.action, doing.stage, **more)
 
@@ -166,7 +166,7 @@ class Failure:
     def from_json(cls, text: str | bytes) -> Failure:
         """Back from it; a ValueError where it is anything else."""
         found = _fields(cls, text)
-        return cls(**{**found, "how": How(found["how"])})
+        return cls(**{**found, "how": FailureKind(found["how"])})
 
 
 class RankFailed(MeshwrightError):

@@ -1,4 +1,4 @@
-"""What this process is doing, as another thread of it sees: the executor's step, what it waits for, and the user's line."""
+"""What this process is doing, as seen by another thread: the executor's instruction, what it waits for, and the user's line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.runtime.program import Step
+from meshwright.runtime.program import Instruction
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.faults import label, other
 from meshwright.runtime.watchdog.failure import Doing
@@ -40,7 +40,7 @@ class Lines(Protocol):
 class Walker(Protocol):
     """What is watched of an executor."""
 
-    at: Step | None
+    at: Instruction | None
     walks: int
 
     @property
@@ -49,7 +49,7 @@ class Walker(Protocol):
 
 
 class Seat(Protocol):
-    """Memory that outlives the process: who dies at a step has said where."""
+    """Memory that outlives the process: who dies at a instruction has said where."""
 
     value: bytes
 
@@ -69,28 +69,32 @@ class Status:
         self._home, self._born = home(), born(os.getpid())
 
     def seated(self, walker: Walker) -> Seat | None:
-        """A walk begins: where to write the words of each step."""
+        """A walk begins: where to write the words of each instruction."""
         self.walker = walker
         return self.seat
 
     def look(self, *, last: bool = False) -> Doing:
         """What the thread is doing now."""
         walker = self.walker
-        step = None if walker is None else walker.at
-        channel = None if walker is None or step is None else walker.edges.waiting or (step.channel if step.sends else None)
+        instruction = None if walker is None else walker.at
+        channel = (
+            None
+            if walker is None or instruction is None
+            else walker.edges.waiting or (instruction.channel if instruction.sends else None)
+        )
         waits, where = _read(sys._current_frames().get(self._thread))
         if channel is not None:
             waits = label(channel)
         now = time.monotonic()
-        mark = (id(walker), 0 if walker is None else walker.walks, id(step), None if step is not None else where)
+        mark = (id(walker), 0 if walker is None else walker.walks, id(instruction), None if instruction is not None else where)
         if mark != self._mark:
             self._mark, self._since = mark, now
         self._beat += 1
         self.seen = Doing(
             self.rank,
             self._beat,
-            action="" if step is None else step.name,
-            stage=None if step is None else step.stage,
+            action="" if instruction is None else instruction.name,
+            stage=None if instruction is None else instruction.stage,
             peer=None if channel is None else other(channel, self.rank),
             waits=waits,
             where=where,

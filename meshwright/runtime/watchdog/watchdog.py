@@ -24,7 +24,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.transport.faults import PeerLost
 from meshwright.runtime.watchdog import status as statuses
 from meshwright.runtime.watchdog.board import Board
-from meshwright.runtime.watchdog.failure import Doing, Failure, How
+from meshwright.runtime.watchdog.failure import Doing, Failure, FailureKind
 
 TICK_S = 0.5
 STOPPED_S = 3.0
@@ -32,7 +32,7 @@ STOPPED_S = 3.0
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long a job may stand still (`timeout_s`), and how long a rank of another host may be silent."""
 
     timeout_s: float = 300.0
@@ -49,14 +49,14 @@ class Watch:
         self,
         board: Board,
         rank: int,
-        patience: Patience,
+        timeouts: Timeouts,
         *,
         ends: Callable[[Failure], None],
         alarms: Mapping[int, Callable[[], None]],
         supervised: bool,
         seat: statuses.Seat | None = None,
     ) -> None:
-        self.board, self.rank, self.patience = board, rank, patience
+        self.board, self.rank, self.timeouts = board, rank, timeouts
         self.ends, self.alarms, self.supervised = ends, alarms, supervised
         self.status = statuses.begin(rank, seat)
         self._heard = (-1, -1, time.monotonic())
@@ -86,7 +86,7 @@ class Watch:
 
     def _await_cause(self) -> Failure | None:
         """A lost peer has its own reason, which somebody tells soon; meanwhile this rank goes on looking after its own."""
-        deadline = time.monotonic() + self.patience.silence_s + 2
+        deadline = time.monotonic() + self.timeouts.silence_s + 2
         while (found := self.board.await_failure(TICK_S)) is None and time.monotonic() < deadline:
             self._look_after_next()
         return found
@@ -111,12 +111,12 @@ class Watch:
                 if ticks % 2 == 0:
                     doing = self.status.look()
                     self.board.say(doing)
-                    if doing.still_s >= self.patience.timeout_s:
+                    if doing.still_s >= self.timeouts.timeout_s:
                         self._look_for_hang()
         except RuntimeError as error:  # what a store that is gone raises
             doing = self.status.look()
             what = f"lost the store of the job, while {doing}: {str(error).splitlines()[0]}"
-            self.ends(Failure.seen(How.RAISED, what, doing))
+            self.ends(Failure.seen(FailureKind.RAISED, what, doing))
 
     def _rang(self) -> bool:
         """Sleep for a tick; whether it is time to go."""
@@ -145,7 +145,11 @@ class Watch:
         if (failure := self._verdict(doing, silent_s)) is not None:
             first = self.board.post(replace(failure, noticed_by=self.rank))
             # A stopped process would keep its launcher waiting, and one that holds its interpreter cannot end itself.
-            if first.rank == doing.rank and first.how in (How.STOPPED, How.HUNG) and statuses.state(doing) not in (None, "X"):
+            if (
+                first.rank == doing.rank
+                and first.how in (FailureKind.STOPPED, FailureKind.HUNG)
+                and statuses.state(doing) not in (None, "X")
+            ):
                 os.kill(doing.pid, signal.SIGKILL)
 
     def _next(self) -> Doing | None:
@@ -159,27 +163,29 @@ class Watch:
     def _verdict(self, doing: Doing, silent_s: float) -> Failure | None:
         match statuses.state(doing):
             case "X":
-                return None if self.supervised else Failure.seen(How.DIED, f"process {doing.pid} is gone", doing)
+                return None if self.supervised else Failure.seen(FailureKind.DIED, f"process {doing.pid} is gone", doing)
             case "T" if silent_s > STOPPED_S:
-                return Failure.seen(How.STOPPED, f"process {doing.pid} is stopped (SIGSTOP)", doing)
-            case None if silent_s > self.patience.silence_s:
+                return Failure.seen(FailureKind.STOPPED, f"process {doing.pid} is stopped (SIGSTOP)", doing)
+            case None if silent_s > self.timeouts.silence_s:
                 what = f"no sign of life for {silent_s:.0f} s, its process or its host ({doing.home.split(' ')[0]}) is gone"
-                return Failure.seen(How.DIED, what, doing)
+                return Failure.seen(FailureKind.DIED, what, doing)
             case None | "T":
                 return None
-        if silent_s > self.patience.timeout_s:
-            return Failure.seen(How.HUNG, f"no sign of life for {silent_s:.0f} s, its interpreter is blocked", doing)
+        if silent_s > self.timeouts.timeout_s:
+            return Failure.seen(FailureKind.HUNG, f"no sign of life for {silent_s:.0f} s, its interpreter is blocked", doing)
         return None
 
     def _look_for_hang(self) -> None:
         """Nobody has moved for too long, though somebody waits or walks a schedule: name the one who waits for nobody."""
-        limit = self.patience.timeout_s
+        limit = self.timeouts.timeout_s
         everyone = self.board.everyone()
         known = [doing for doing in everyone if doing is not None]
         if len(known) < len(everyone):
             if time.monotonic() - self._start > limit:
                 absent = [rank for rank, doing in enumerate(everyone) if doing is None]
-                self.board.post(Failure(absent[0], How.HUNG, f"it has not begun within {limit:g} s", noticed_by=self.rank))
+                self.board.post(
+                    Failure(absent[0], FailureKind.HUNG, f"it has not begun within {limit:g} s", noticed_by=self.rank)
+                )
             return
         still = all(doing.over or doing.still_s >= limit for doing in known)
         if not still or not any(doing.inside for doing in known):
@@ -192,7 +198,7 @@ class Watch:
             worst = next(doing for doing in known if not doing.over)
             what = f"no progress for {worst.still_s:.0f} s: all ranks wait for each other ({worst.waits})"
         fix = "if that is how long it takes, allow more with timeout_s"
-        self.board.post(Failure.seen(How.HUNG, what, worst, fix=fix, noticed_by=self.rank))
+        self.board.post(Failure.seen(FailureKind.HUNG, what, worst, fix=fix, noticed_by=self.rank))
 
 
 def is_secondary(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from meshwright.schedules._orders.split_orders import Limits, Line, bound, heads, linear, run, trailing
+from meshwright.schedules._orders.split_orders import Limits, StageLine, bound, heads, linear, run, trailing
 
 Arc = tuple[int, int, float]
 Links = list[list[tuple[int, float]]]
@@ -21,7 +21,7 @@ ROOT = 1.1673039782614187
 """The root of g^5 = g + 1: its powers step through four dimensions evenly."""
 
 
-def auto(line: Line, limits: Limits, *, span: bool = False) -> list[str]:
+def auto(line: StageLine, limits: Limits, *, span: bool = False) -> list[str]:
     """Words with the shortest makespan found (`span`: longest worker span), never longer than the closed forms that fit."""
     workers, count, low = len(limits.live), line.microbatches, bound(line, limits, span=span) * (1 + 1e-12)
     size = 3 * workers * count
@@ -76,7 +76,7 @@ def _chain(count: int, stage: int, text: str) -> list[Arc]:
 class _Shop:
     """The graph of a line under limits, and list schedules on it."""
 
-    def __init__(self, line: Line, limits: Limits, *, span: bool) -> None:
+    def __init__(self, line: StageLine, limits: Limits, *, span: bool) -> None:
         self.workers, self.count = len(limits.live), line.microbatches
         self.size = 3 * self.workers * self.count
         times = (line.forward, line.input, line.weight)
@@ -89,7 +89,7 @@ class _Shop:
         self.arcs = list(self._graph(line, limits))
         self.plain = self.linked([])
 
-    def _graph(self, line: Line, limits: Limits) -> Iterator[Arc]:
+    def _graph(self, line: StageLine, limits: Limits) -> Iterator[Arc]:
         """(a, b, lag): b starts at least `lag` after the end of a."""
         count = self.count
         for s in range(self.workers):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.schedules._orders import window_bound as _windows
-from meshwright.schedules._orders.order_strings import INFINITE, Chain, Run, Words, bound, in_time, run, vectors, word
+from meshwright.schedules._orders.order_strings import INFINITE, Chain, WordRun, Words, bound, in_time, run, vectors, word
 
 FLIP = str.maketrans("FB", "BF")
 EPSILON = 1e-6
@@ -154,7 +154,7 @@ def polish(words: Words, chain: Chain, cap: Sequence[int], goal: float, tries: i
     return best
 
 
-def critical(words: Words, now: Run, chain: Chain) -> list[tuple[int, int]]:
+def critical(words: Words, now: WordRun, chain: Chain) -> list[tuple[int, int]]:
     """Places (resource, index) on one critical path where two neighbouring letters differ and run back to back."""
     _, forwards, backwards = now
     s = max(range(len(words)), key=lambda r: backwards[r][-1] + chain.after[r])

@@ -39,7 +39,7 @@ class Chain(NamedTuple):
         return self._replace(forward=self.backward, backward=self.forward)
 
 
-class Run(NamedTuple):
+class WordRun(NamedTuple):
     """What words take: the makespan (infinite if they wait for each other) and the ends of all forwards and backwards."""
 
     makespan: float
@@ -72,7 +72,7 @@ def actions_of(words: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
     return tuple(lists)
 
 
-def run(words: Words, chain: Chain) -> Run:
+def run(words: Words, chain: Chain) -> WordRun:
     """Run every word strictly in order, each letter as soon as its input is there."""
     last = len(words) - 1
     forwards: list[list[float]] = [[] for _ in words]
@@ -101,7 +101,7 @@ def run(words: Words, chain: Chain) -> Run:
         if len(f) > before[0] and s < last:
             work.append(s + 1)
     done = all(p == len(text) for p, text in zip(position, words, strict=True))
-    return Run(max(map(sum, zip(time, chain.after, strict=True))) if done else INFINITE, forwards, backwards)
+    return WordRun(max(map(sum, zip(time, chain.after, strict=True))) if done else INFINITE, forwards, backwards)
 
 
 def bound(chain: Chain, cap: Sequence[int]) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from meshwright.ir.profile import StageCost
 
 
-class Line(NamedTuple):
+class StageLine(NamedTuple):
     """Times of the stages, latency of a hop, and how many microbatches there are."""
 
     forward: tuple[float, ...]
@@ -22,7 +22,7 @@ class Line(NamedTuple):
     microbatches: int
 
     @classmethod
-    def of(cls, costs: Sequence[StageCost], microbatches: int, latency_s: float) -> Line:
+    def of(cls, costs: Sequence[StageCost], microbatches: int, latency_s: float) -> StageLine:
         """The times of given stages; recompute runs inside I."""
         inputs = tuple(cost.input_s + cost.recompute_s for cost in costs)
         return cls(tuple(c.forward_s for c in costs), inputs, tuple(c.weight_s for c in costs), latency_s, microbatches)
@@ -53,7 +53,7 @@ def trailing(microbatches: int, warm: Sequence[int], lag: Sequence[int]) -> list
     ]
 
 
-def run(words: Sequence[str], line: Line) -> tuple[float, float]:
+def run(words: Sequence[str], line: StageLine) -> tuple[float, float]:
     """Makespan and longest worker span of words that cannot deadlock."""
     depth = len(words)
     forwards: list[list[float]] = [[] for _ in words]
@@ -84,12 +84,12 @@ def run(words: Sequence[str], line: Line) -> tuple[float, float]:
     return max(clock), max(end - start for end, start in zip(clock, begin, strict=True))
 
 
-def heads(line: Line) -> list[float]:
+def heads(line: StageLine) -> list[float]:
     """When the first forward can start on every stage."""
     return [sum(line.forward[:s]) + s * line.latency for s in range(len(line.forward))]
 
 
-def bound(line: Line, limits: Limits, *, span: bool = False) -> float:
+def bound(line: StageLine, limits: Limits, *, span: bool = False) -> float:
     """A lower bound that knows the limits: on the makespan, or (`span`) on the longest span plus the last stage's head.
 
     Per stage:
@@ -118,7 +118,7 @@ def bound(line: Line, limits: Limits, *, span: bool = False) -> float:
     return best
 
 
-def shared(line: Line, memory: int, rest: float) -> Limits:
+def shared(line: StageLine, memory: int, rest: float) -> Limits:
     """Limits for a memory of `memory` activations, where one that waits for its W weighs `rest`.
 
     As many forwards in flight as end before the first I can arrive, never more than on the worker before.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.capture.trace.graph import Flat, Kind, Node, Ref
+from meshwright.capture.trace.graph import Flat, Node, NodeKind, Ref
 from meshwright.capture.trace.operations import LOOKUPS, VIEWS, is_one_of
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.stage.batch import Given
@@ -39,7 +39,7 @@ def vocabularies(flat: Flat | None) -> tuple[Vocabulary, ...]:
     """The tables that columns are looked up in; the largest where a column is looked up in several."""
     found: dict[str, Vocabulary] = {}
     for node in flat.nodes if flat is not None else ():
-        one = _looked_up(flat, node) if flat is not None and node.kind is Kind.CALL else None
+        one = _looked_up(flat, node) if flat is not None and node.kind is NodeKind.CALL else None
         if one is not None and (one.column not in found or one.size > found[one.column].size):
             found[one.column] = one
     return tuple(found.values())
@@ -83,6 +83,6 @@ def _looked_up(flat: Flat, node: Node) -> Vocabulary | None:
 def _column(flat: Flat, name: str, through: tuple[str, ...]) -> str | None:
     """The column whose values a node has; None where they are computed."""
     node = flat.by_name[name]
-    while node.kind is Kind.CALL and is_one_of(node.target, through) and node.args and isinstance(node.args[0], Ref):
+    while node.kind is NodeKind.CALL and is_one_of(node.target, through) and node.args and isinstance(node.args[0], Ref):
         node = flat.by_name[node.args[0].name]
-    return node.target if node.kind is Kind.COLUMN else None
+    return node.target if node.kind is NodeKind.COLUMN else None

@@ -18,7 +18,7 @@ from meshwright.ir.plan.plan import Parallel
 from meshwright.train.checkpoint.run_state import parameters, shared_out
 from meshwright.train.optimizer.optimizer_facts import entries, facts, merged, put_back
 from meshwright.train.session.session import Session
-from meshwright.train.setup.where import alone
+from meshwright.train.setup.where import keeps_own_objects
 
 if TYPE_CHECKING:
     from meshwright.train.loop.training_loop import Outcome
@@ -38,7 +38,7 @@ class Carried:
 
 def carried(session: Session, *, own_schedule: bool) -> Carried:
     """What this rank has at the end of training: all that it holds, or its share where a parent gathers the shares."""
-    mine = None if alone() else shared_out(session.engine)
+    mine = None if keeps_own_objects() else shared_out(session.engine)
     found: dict[str, dict[str, Tensor]] = {}
     for name, entry, value in entries(session.engine):
         if isinstance(value, Tensor) and value.dim() and (mine is None or name in mine):
@@ -59,7 +59,7 @@ def gathered(parts: Sequence[Carried | None]) -> Carried | None:
 def go_on(session: Session, kept: Carried) -> None:
     """Let the optimizers of a new session have what those of the last one had."""
     held = parameters(session.engine)
-    if alone() and session.parallel != kept.plan:
+    if keeps_own_objects() and session.parallel != kept.plan:
         raise MeshwrightError(
             "the plan has changed since this trainer trained, and each rank has kept the optimizer of its own stages",
             fix="train(resume_from_checkpoint=True), which any plan can, or a new Trainer",

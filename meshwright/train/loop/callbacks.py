@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
-from meshwright.report.progress import Bar, Lines, Stream
+from meshwright.report.progress import Lines, Stream, TerminalBar
 from meshwright.train.loop.report_to import reporters
 
 LOG = "log.jsonl"
@@ -51,12 +51,12 @@ class ProgressBar(TrainerCallback):
     """A bar on rank 0: steps, the last loss, and how long it will take."""
 
     def __init__(self) -> None:
-        self.bar: Bar | None = None
+        self.bar: TerminalBar | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Show it."""
         if state.is_world_process_zero:
-            self.bar = Bar(state.max_steps, state.global_step)
+            self.bar = TerminalBar(state.max_steps, state.global_step)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """One step further."""

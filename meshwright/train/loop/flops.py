@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.capture.cut.cost import flops
 from meshwright.capture.model_graph import line_of
-from meshwright.capture.trace.graph import Flat, Kind
+from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.runtime.stage.batch import Given
 from meshwright.train.session.speed import TOKENS, Amount, Speed, amount
 
@@ -40,7 +40,7 @@ def speed_of(trainer: Trainer, example: Given) -> Speed:
 def _size(flat: Flat) -> Amount:
     """The rows and tokens that a graph was captured with."""
     found = {n.target: torch.empty(n.size.shape, dtype=getattr(torch, n.size.dtype), device="meta")
-             for n in flat.nodes if n.kind is Kind.COLUMN and n.size is not None}  # fmt: skip
+             for n in flat.nodes if n.kind is NodeKind.COLUMN and n.size is not None}  # fmt: skip
     return amount({TOKENS: found[TOKENS]} if TOKENS in found else found) if found else Amount()
 
 

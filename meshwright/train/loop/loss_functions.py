@@ -43,7 +43,7 @@ def count_for(model: Any, *, own_loss: bool) -> Callable[[Tensor], float] | None
     return items if accepts and uses and not shifts else None
 
 
-class Outputs(dict[str, Tensor]):
+class NamedOutputs(dict[str, Tensor]):
     """What a model returned, by name, as an attribute, or by number."""
 
     def __getattr__(self, name: str) -> Tensor:
@@ -66,5 +66,5 @@ class OwnLoss:
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of some rows; a function that returns their sum divides it by the number that it is given."""
-        outputs = output if self.name is None else Outputs({self.name: output})
+        outputs = output if self.name is None else NamedOutputs({self.name: output})
         return self.function(outputs, labels, num_items_in_batch=torch.tensor(self.count(labels)))

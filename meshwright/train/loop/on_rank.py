@@ -40,7 +40,7 @@ from meshwright.train.setup.own_weights import drop_others, ground, materialise
 from meshwright.train.setup.saved_bytes import Kept, saved_bytes
 from meshwright.train.setup.start_phases import phase
 from meshwright.train.setup.usable_arguments import refuse_folder
-from meshwright.train.setup.where import alone, device_for, launched
+from meshwright.train.setup.where import device_for, keeps_own_objects, launched
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -101,7 +101,7 @@ def _train_on_rank(trainer: Trainer, resume: str | bool | None) -> Outcome:
     if trainer.skeleton is not None:
         if dist.get_world_size() > 1:
             session.export(trainer.trained)
-    elif alone():
+    elif keeps_own_objects():
         session.spread()
     else:
         weights = session.held()
@@ -217,7 +217,7 @@ def session_for(trainer: Trainer, example: Given, steps: int, trace: Trace | Non
         clip, loss, count, LossKind.of(args.loss_kind), seed=args.seed, precision=args.precision, device=device
     )
     module = trainer.module
-    fill: Any = None if alone() else partial(drop_others, module, layers)
+    fill: Any = None if keeps_own_objects() else partial(drop_others, module, layers)
     if trainer.skeleton is not None:
         fill = partial(materialise, trainer.skeleton, layers, trainer.weights)
     session = Session(layers, args.plan, rates, settings, model=module, trace=trace, kept=kept, fill=fill)

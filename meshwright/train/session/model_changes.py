@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.session.model_values import Attached, Nested
+from meshwright.train.session.model_values import AttachedValue, Nested
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Unchanged:
         self.parameters = self._parameters()
         self.trained = [] if self.model is None else list(self.model.parameters())
         self.frozen = [p.requires_grad for p in self.trained]
-        self.attached = Attached() if self.model is None else Attached.of(self.model)
+        self.attached = AttachedValue() if self.model is None else AttachedValue.of(self.model)
         self.first, self.told, self.rest = self.attached.values, set[str](), 0
         self.written = self.attached.written
 
@@ -57,7 +57,7 @@ class Unchanged:
         self.rest -= 1
         if self.rest > 0:
             return
-        self.attached, self.rest = Attached.of(self.model), REST if self.told else 0
+        self.attached, self.rest = AttachedValue.of(self.model), REST if self.told else 0
         self._tell_written()
         for name, value in self.attached.values.items():
             if name in self.first and name not in self.told and len(self.told) < TOLD and not _equal(self.first[name], value):

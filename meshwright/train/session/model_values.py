@@ -43,7 +43,7 @@ class Nested:
 
 
 @dataclass
-class Attached:
+class AttachedValue:
     """What was found at one time."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Attached:
     written: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Attached:
+    def of(cls, model: nn.Module) -> AttachedValue:
         """Look at a model."""
         found = cls(_followed={_storage(t) for t in chain(model.parameters(), model.buffers())})
         for module in model.modules():

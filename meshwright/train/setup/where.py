@@ -25,14 +25,14 @@ def refuse_world(parallel: Parallel) -> None:
     """Degrees that do not fit the job, said before anything is started or joined."""
     if launched() or dist.is_initialized():
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-        if world != parallel.ranks:
+        if world != parallel.processes:
             degrees = f"width {'+'.join(map(str, parallel.width))}" if parallel.width else f"pp {parallel.pp}"
             raise MeshwrightError(
-                f"the plan needs {degrees} x dp {parallel.dp} = {parallel.ranks} ranks, the job has {world}",
-                fix=f"torchrun --nproc-per-node {parallel.ranks}, or other degrees",
+                f"the plan needs {degrees} x dp {parallel.dp} = {parallel.processes} ranks, the job has {world}",
+                fix=f"torchrun --nproc-per-node {parallel.processes}, or other degrees",
             )
     else:
-        refuse_crowd(parallel.ranks)
+        refuse_crowd(parallel.processes)
 
 
 def everywhere(work: Callable[..., Any], *args: Any, parallel: Parallel, workers: Callable[[], Workers]) -> list[Any]:
@@ -43,10 +43,10 @@ def everywhere(work: Callable[..., Any], *args: Any, parallel: Parallel, workers
     if launched():
         with attach():
             return [work(*args)]
-    if parallel.ranks == 1:
+    if parallel.processes == 1:
         with one_process():
             return [work(*args)]
-    return workers().run(work, *args, ranks=parallel.ranks)
+    return workers().run(work, *args, ranks=parallel.processes)
 
 
 @contextmanager
@@ -66,6 +66,6 @@ def device_for(use_cpu: bool) -> Any:
     return devices.choose(rank, device="cpu" if use_cpu else None)
 
 
-def alone() -> bool:
+def keeps_own_objects() -> bool:
     """Does each rank keep its own copy of a script's objects? Else they are a parent's, and results are sent to it."""
     return launched() or dist.get_world_size() == 1

@@ -21,7 +21,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.precision import written
-from meshwright.train.verify.serial_reference import Trace
+from meshwright.train.verify.serial_reference import SerialTrace
 from meshwright.train.verify.verify_case import Case
 
 FLOOR = 1e-3
@@ -75,7 +75,7 @@ class RankTrace:
     skipped: list[int] = field(default_factory=list)
 
 
-def certify(case: Case, layers: Layers, schedule: Schedule, reference: Trace, traces: list[RankTrace]) -> Certificate:
+def certify(case: Case, layers: Layers, schedule: Schedule, reference: SerialTrace, traces: list[RankTrace]) -> Certificate:
     """Compare what all ranks saw with one process."""
     held = _holdings(layers, schedule, case.parallel.dp)
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
@@ -188,7 +188,7 @@ def _unequal(traces: list[RankTrace]) -> Iterator[str]:
                 yield f"{name} differs between ranks {other} and {rank} at the end"
 
 
-def _gradient_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
+def _gradient_errors(reference: SerialTrace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
     for update, expected in enumerate(reference.gradients):
         largest = _largest(expected)
         for trace in traces if update not in reference.skipped else ():
@@ -197,7 +197,7 @@ def _gradient_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tupl
                     yield tensor_error(found, expected[name], largest), f"gradient of {name} at update {update}"
 
 
-def _weight_errors(reference: Trace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
+def _weight_errors(reference: SerialTrace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
     largest = _largest(reference.weights)
     for trace in traces:
         for name, found in trace.weights.items():

@@ -44,7 +44,7 @@ Weights = dict[nn.Parameter, Tensor]
 
 
 @dataclass
-class Trace:
+class SerialTrace:
     """What a run leaves to compare: the loss of each step, the mean gradients of each update, the weights at the end."""
 
     losses: list[float] = field(default_factory=list)
@@ -96,9 +96,9 @@ class Serial:
         """Parameters that have had a gradient; in a step in which nothing counts theirs is zero."""
         self.history: list[Weights] = [{p: p.detach().clone() for p in self.params}]
 
-    def run(self, batch: Callable[[int], Given], steps: int) -> Trace:
+    def run(self, batch: Callable[[int], Given], steps: int) -> SerialTrace:
         """Train for some steps."""
-        trace = Trace()
+        trace = SerialTrace()
         optimizers = [self.optimizer(params) for params in self.units.values() if params]
         rates = [self.scheduler(optimizer) for optimizer in optimizers] if self.scheduler is not None else []
         sums = {(step, copy): [0.0, 0.0] for step in range(steps) for copy in range(self.copies)}
@@ -132,7 +132,7 @@ class Serial:
             for gradient in gradients:
                 gradient.mul_(self.rules.scale(norm))
 
-    def _is_taken(self, trace: Trace, round_: int) -> bool:
+    def _is_taken(self, trace: SerialTrace, round_: int) -> bool:
         """With a scaled loss a step whose gradient overflows is left out."""
         if self.scaler is None:
             return True

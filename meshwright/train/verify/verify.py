@@ -26,7 +26,7 @@ from meshwright.runtime.stage.objective import Loss, LossKind, Tally
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.setup.captured_layers import Uncut
 from meshwright.train.verify.certificate import Certificate, RankTrace, certify, digest
-from meshwright.train.verify.serial_reference import Serial, Trace
+from meshwright.train.verify.serial_reference import Serial, SerialTrace
 from meshwright.train.verify.verify_case import Case, prepare
 
 
@@ -74,17 +74,17 @@ def verify(
     if workers is not None and not callable(getattr(workers, "run", None)):
         raise MeshwrightError(f"workers are a pool that was started, got {workers!r}", fix="workers=None starts its own")
     case, layers, schedule = prepare(case)
-    pool = workers or Workers(case.parallel.ranks)
+    pool = workers or Workers(case.parallel.processes)
     try:
         (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
-        traces = pool.run(rank_trace, case, schedule, ranks=case.parallel.ranks)
+        traces = pool.run(rank_trace, case, schedule, ranks=case.parallel.processes)
     finally:
         if workers is None:
             pool.close()
     return certify(case, layers, schedule, reference, traces)
 
 
-def serial_trace(case: Case, schedule: Schedule) -> Trace:
+def serial_trace(case: Case, schedule: Schedule) -> SerialTrace:
     """What one process does with all layers."""
     built, parallel = case.model(), case.parallel
     layers = case.layers(schedule.stages, built)

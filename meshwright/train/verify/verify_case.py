@@ -139,7 +139,7 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
     refuse_seed(case.seed)
     refuse_loss(case.loss)
     case = replace(case, parallel=settled(case.parallel))
-    refuse_crowd(case.parallel.ranks)
+    refuse_crowd(case.parallel.processes)
     _refuse_local(case)
     stages = stages_of(case.parallel)
     built = case.model()
