@@ -82,6 +82,16 @@ def test_no_two_files_share_a_name() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_short_and_say_what_they_are(path: Path) -> None:
     text = path.read_text()

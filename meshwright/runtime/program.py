@@ -108,7 +108,7 @@ class Program:
 
 
 _MESSAGE = Action(Op.F, NONE)
-"""What stands in a instruction that is a message."""
+"""What stands in an instruction that is a message."""
 
 
 def program(schedule: Schedule, worker: int, rank_of: Callable[[int], int]) -> Program:

@@ -19,7 +19,7 @@ LARGEST = 1 << 24
 
 @dataclass(slots=True)
 class Work:
-    """A instruction made ready: which slots it waits for, and how long it takes (a message: how long it takes its link).
+    """An instruction made ready: which slots it waits for, and how long it takes (a message: how long it takes its link).
 
     `link_waits` are messages from the same peer that stand between this send and the one before; `second`: the other
     action of a cell has done this one too.

@@ -128,7 +128,7 @@ class WaitActions:
     # -- actions
 
     def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
-        """The function that waits as long as a instruction takes, or sends and receives messages of the size of its value."""
+        """The function that waits as long as an instruction takes, or sends and receives messages of the size of its value."""
         if isinstance(line, Outgoing):
             return lambda: line.send(self._message(instruction))
         if isinstance(line, Incoming):  # both ends know the size from the prices
@@ -212,7 +212,7 @@ class WaitActions:
         return self.clock.now() if self.wall else self.free_s
 
     def _ready(self, work: Work) -> float:
-        """When everything that a instruction waits for is there; it really is when this returns."""
+        """When everything that an instruction waits for is there; it really is when this returns."""
         ready, self.arrivals.turn_s = self.arrivals.turn_s, 0.0
         for slot in work.waits:
             if (time := self._stamp(slot)) > ready:

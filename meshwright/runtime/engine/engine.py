@@ -114,7 +114,7 @@ class Engine:
             device=settings.device,
             names=self.layers.columns,
         )
-        self.actions.pieces.refuse_rows(found.cuts)
+        self.actions.flow.pieces.refuse_rows(found.cuts)
         self.graphs.choose(found)
         return found
 

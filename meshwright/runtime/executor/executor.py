@@ -73,7 +73,7 @@ class Actions(Protocol):
         """Called after every walk."""
 
     def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
-        """The function that runs a instruction; `line` is the end of its channel where the instruction is a message."""
+        """The function that runs an instruction; `line` is the end of its channel where the instruction is a message."""
 
     def form(self) -> Hashable:
         """What all shapes of the coming walk follow from."""
@@ -137,7 +137,7 @@ class Executor:
         return found
 
     def _compile(self, instruction: Instruction, shape: object) -> Do:
-        """Receive, compute or send: the function that runs a instruction, with everything that stays the same looked up once."""
+        """Receive, compute or send: the function that runs an instruction, with everything that stays the same looked up once."""
         if instruction.channel is None:
             do = self.actions.compile(instruction, None)
             return self._in_turn(instruction, do) if instruction.waits or instruction.signals else do

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from meshwright.ir.action import COMPUTE, NONE, Kind, Op, Value
-from meshwright.ir.analysis.carried_values import Load, carried
-from meshwright.ir.placement import Rows
+from meshwright.ir.action import NONE, Kind, Op
+from meshwright.ir.analysis.carried_values import Load
 from meshwright.runtime.device import stream
 from meshwright.runtime.executor.executor import Do, Store
-from meshwright.runtime.executor.row_slices import Pieces, by_range, cut, joined, require_rows, size_of
+from meshwright.runtime.executor.row_flow import RowFlow
+from meshwright.runtime.executor.row_slices import joined, require_rows, size_of
 from meshwright.runtime.parameters.parameters import Parameters
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.batch import Batch, Cut
@@ -36,31 +36,25 @@ class TrainActions:
         graphs: Graphs,
     ) -> None:
         self.program, self.stages, self.parameters = program, stages, parameters
-        self.batches: Mapping[int, Batch] = {}
-        self.microbatches, self.graphs = microbatches, graphs
-        self._ways = carried(program.schedule)
-        self.pieces = Pieces(program.schedule, program.worker)
+        self.graphs = graphs
         self.store = Store(len(program.values))
+        self.flow = RowFlow(program, self.store, microbatches)
+        self.form, self.shape = self.flow.form, self.flow.shape
         self.tallies: dict[int, Tally] = {}
-        self.first_step = 0
-        self._ahead = sorted(
-            {s.action.mb // microbatches for s in program.instructions if s.channel is None and s.action.op in COMPUTE}
-        )
-        self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
         self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
     def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
         """A walk starts at a step of the data, with the batches of this step and those that follow."""
-        self.first_step, self.batches, self.tallies = first_step, batches, {}
+        self.flow.first_step, self.flow.batches, self.tallies = first_step, batches, {}
         self.parameters.begin(first_step)
 
     def end(self) -> None:
         """It is over."""
         self.parameters.end()
-        self.batches = {}
+        self.flow.batches = {}
 
     def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
-        """The function that runs a instruction."""
+        """The function that runs an instruction."""
         if isinstance(line, Outgoing):
             return self._send(instruction, line)
         if isinstance(line, Incoming):
@@ -86,20 +80,17 @@ class TrainActions:
     def _forward(self, instruction: Instruction) -> Do:
         """Run a stage on its rows."""
         saved = instruction.writes.get(Kind.SAVED) or instruction.writes.get(Kind.KEPT) or ()
-        if not self.pieces.narrow or instruction.action.part != NONE or len(saved) > 1:
+        if not self.flow.pieces.narrow or instruction.action.part != NONE or len(saved) > 1:
             return partial(self._forward_cut, instruction, saved)
         stage, slots = self.stages[instruction.action.stage], self.store.slots
         takes_more = stage.is_last or bool(stage.columns) or self.parameters.versioned
-        ahead, local = divmod(instruction.action.mb, self.microbatches)
-        (given,), (keep,), written = (
-            instruction.reads.get(Kind.ACT, (NONE,)),
-            saved or (NONE,),
-            instruction.writes.get(Kind.ACT, ()),
-        )
+        flow, (ahead, local) = self.flow, divmod(instruction.action.mb, self.flow.microbatches)
+        (given,), (keep,) = instruction.reads.get(Kind.ACT, (NONE,)), saved or (NONE,)
+        written = instruction.writes.get(Kind.ACT, ())
 
         def forward() -> None:
-            number = self.first_step + ahead
-            batch = self.batches[number]
+            number = flow.first_step + ahead
+            batch = flow.batches[number]
             mine = (batch.ready or batch.make_ready(stage.objective, stage.seed, number))[local]
             start, stop = mine.rows
             if start == stop:
@@ -136,13 +127,11 @@ class TrainActions:
 
     def _forward_cut(self, instruction: Instruction, saved: tuple[int, ...]) -> None:
         """Run a stage on what this worker has of the rows; where backwards come in halves, each half has a graph of its own."""
-        stage, (ahead, local) = self.stages[instruction.action.stage], divmod(instruction.action.mb, self.microbatches)
-        number = self.first_step + ahead
-        batch = self.batches[number]
-        own = self.pieces.own(instruction.action, batch.cuts[local])
+        stage, (number, batch, local) = self.stages[instruction.action.stage], self.flow.place(instruction.action.mb)
+        own = self.flow.pieces.own(instruction.action, batch.cuts[local])
         if not size_of(own):
             return
-        received = self._received(instruction, own) if Kind.ACT in instruction.reads else None
+        received = self.flow.received(instruction, own) if Kind.ACT in instruction.reads else None
         bundles: list[Bundle] = []
         for index, part in enumerate(own):
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
@@ -159,13 +148,7 @@ class TrainActions:
                 require_rows(bundle, part.size)
             bundles.append(bundle)
         if Kind.ACT in instruction.writes:
-            self._scatter(instruction.writes[Kind.ACT], joined(bundles), own)
-
-    def _received(self, instruction: Instruction, own: tuple[Rows, ...]) -> list[Bundle]:
-        """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""
-        values = self.program.values
-        there = [(bundle, slot) for slot in instruction.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
-        return by_range([(bundle, self._crossing(values[slot])[1]) for bundle, slot in there], own)
+            self.flow.scatter(instruction.writes[Kind.ACT], joined(bundles), own)
 
     def _backward(self, instruction: Instruction, *, weights: bool) -> Do:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
@@ -173,7 +156,7 @@ class TrainActions:
         kept, read = instruction.reads[Kind.KEPT if inline else Kind.SAVED][0], instruction.reads.get(Kind.GRAD, ())
         written, (rest,) = instruction.writes.get(Kind.GRAD, ()), instruction.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.aims else None
-        pop, scatter, other, op = self.store.pop, self._scatter, self._other, instruction.action.op
+        pop, scatter, other, op = self.store.pop, self.flow.scatter, self._other, instruction.action.op
         leaves_of, count = self.parameters.leaves, self.parameters.counter(instruction)
 
         def backward() -> None:
@@ -244,7 +227,7 @@ class TrainActions:
         return lambda: self.parameters.sync(instruction, self.store.pop(slots[0]).tensors if slots else ())
 
     def _with_sums(self, instruction: Instruction, do: Callable[[Instruction], None]) -> Do:
-        """What waits for the sums that a instruction reads, and does it."""
+        """What waits for the sums that an instruction reads, and does it."""
         sums, store = instruction.reads.get(Kind.SUM, ()), self.store
 
         def act() -> None:
@@ -258,7 +241,7 @@ class TrainActions:
         """Send a bundle from its slot, or the running sum of a unit as it is now."""
         value, slot = instruction.value, instruction.slot
         assert value is not None
-        if self._ways[value.kind].load is not Load.BUFFER:
+        if self.flow.loads[value.kind] is not Load.BUFFER:
             return line.send_from(self.store.slots, slot)
 
         def send_sum() -> None:
@@ -270,42 +253,9 @@ class TrainActions:
     def _receive(self, instruction: Instruction, line: Incoming) -> Do:
         """Post a receive: into the buffer of a sum, into a token, or into new tensors, which the message describes."""
         assert instruction.value is not None
-        slots, load = self.store.slots, self._ways[instruction.value.kind].load
+        slots, load = self.store.slots, self.flow.loads[instruction.value.kind]
         if load is Load.BUFFER:
             return line.fill_into(slots, instruction, partial(self.parameters.room, instruction.value))
         if load is Load.TOKEN:
             return line.fill_into(slots, instruction, lambda: Bundle((torch.empty_like(self.token.tensors[0]),), (False,)))
         return line.post_into(slots, instruction)
-
-    def form(self) -> Hashable:
-        """The forms of all batches of a walk."""
-        return tuple([self.batches[self.first_step + ahead].form for ahead in self._ahead])
-
-    def shape(self, instruction: Instruction) -> object:
-        """A number for boundary, piece and shape of the batch; None where no row crosses."""
-        value = instruction.value
-        assert value is not None
-        if self._ways[value.kind].load is not Load.ROWS:
-            return value.kind
-        batch, rows = self._crossing(value)
-        if not (size := size_of(rows)):
-            return None
-        what = (value.stage, value.part, value.piece, size, batch.form[1:])
-        return self._shapes.setdefault(what, len(self._shapes))
-
-    def _scatter(self, slots: tuple[int, ...], bundle: Bundle, own: tuple[Rows, ...]) -> None:
-        """Put a bundle into its slots, cut into pieces where the next team is another."""
-        if self.pieces.narrow:
-            for slot in slots:
-                self.store.slots[slot] = bundle
-            return
-        for slot in slots:
-            _, rows = self._crossing(self.program.values[slot])
-            if (piece := cut(bundle, rows, own)) is not None and size_of(rows):
-                self.store.slots[slot] = Bundle(tuple(t.contiguous() for t in piece.tensors), piece.flags)
-
-    def _crossing(self, value: Value) -> tuple[Batch, tuple[Rows, ...]]:
-        """The batch that a message belongs to, and its rows that cross."""
-        ahead, local = divmod(value.mb, self.microbatches)
-        batch = self.batches[self.first_step + ahead]
-        return batch, self.pieces.crossing(value, batch.cuts[local])

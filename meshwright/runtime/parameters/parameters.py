@@ -110,7 +110,7 @@ class Parameters:
             self.units[value.stage].drop(value.version)
 
     def counter(self, instruction: Instruction) -> Callable[[float, Reached], None]:
-        """Notes what a instruction has added to the gradients of a stage's units; a tie counts with its first stage alone."""
+        """Notes what an instruction has added to the gradients of a stage's units; a tie counts with its first stage alone."""
         units, round_ = self._counted[instruction.action.stage], instruction.round
 
         def count(weight: float, reached: Reached) -> None:

@@ -33,7 +33,7 @@ Sync = tuple[int, int]
 class _Walk:
     """One walk through a list as it was noted: the end of each instruction is the begin of the next.
 
-    What happens inside a instruction (by its place in the list) stands in `events`: a receive or a sync that was waited for, or
+    What happens inside an instruction (by its place in the list) stands in `events`: a receive or a sync that was waited for, or
     nothing but the moment from which the instruction counts.
     """
 

@@ -60,7 +60,7 @@ Arrived = Callable[[], None] | None
 
 
 class Slotted(Protocol):
-    """A instruction that receives: which slot its message goes to."""
+    """An instruction that receives: which slot its message goes to."""
 
     @property
     def slot(self) -> int:
@@ -135,7 +135,7 @@ class Incoming:
         self._makers: list[Callable[[], Tensor]] = []
 
     def post_into(self, slots: list[Any], instruction: Slotted) -> Callable[[], None]:
-        """What posts the receives of a bundle and puts it into a instruction's slot; the first of all waits for the header."""
+        """What posts the receives of a bundle and puts it into an instruction's slot; the first of all waits for the header."""
         edges, channel, slot, arrived = self._edges, self._channel, instruction.slot, self._edges.arrival(instruction)
 
         def post() -> None:
@@ -192,7 +192,7 @@ class Edges:
         self._in: dict[tuple[Channel, object], Incoming] = {}
 
     def arrival(self, instruction: Slotted) -> Arrived:
-        """What notes that the message of a instruction has arrived; None where nothing is traced."""
+        """What notes that the message of an instruction has arrived; None where nothing is traced."""
         return None if self.arrived is None else partial(self.arrived, instruction)
 
     def outgoing(self, channel: Channel, shape: object) -> Outgoing:

@@ -31,7 +31,7 @@ _WAITING_INNERMOST = (
 )  # these wait, and call what computes
 
 
-class Lines(Protocol):
+class WaitingEdges(Protocol):
     """Where an executor's messages pass; `waiting` is the channel that it waits on."""
 
     waiting: Channel | None
@@ -44,12 +44,12 @@ class Walker(Protocol):
     walks: int
 
     @property
-    def edges(self) -> Lines:
+    def edges(self) -> WaitingEdges:
         """Its channels."""
 
 
 class Seat(Protocol):
-    """Memory that outlives the process: who dies at a instruction has said where."""
+    """Memory that outlives the process: who dies at an instruction has said where."""
 
     value: bytes
 

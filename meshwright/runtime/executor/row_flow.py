@@ -1,0 +1,81 @@
+"""The rows of a walk: which batch a microbatch belongs to, and which of its rows are in which message."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+from meshwright.ir.action import COMPUTE, Kind, Value
+from meshwright.ir.analysis.carried_values import Load, carried
+from meshwright.ir.placement import Rows
+from meshwright.runtime.executor.executor import Store
+from meshwright.runtime.executor.row_slices import Pieces, by_range, cut, size_of
+from meshwright.runtime.program import Instruction, Program
+from meshwright.runtime.stage.batch import Batch
+from meshwright.runtime.stage.stage import Bundle
+
+
+class Place(NamedTuple):
+    """A microbatch of a walk: its training step, the batch of that step, and its number in that batch."""
+
+    step: int
+    batch: Batch
+    number: int
+
+
+class RowFlow:
+    """Follows rows through the messages of a worker; `microbatches` is per step of data."""
+
+    def __init__(self, program: Program, store: Store, microbatches: int) -> None:
+        self.program, self.store, self.microbatches = program, store, microbatches
+        self.loads = {kind: way.load for kind, way in carried(program.schedule).items()}
+        self.pieces = Pieces(program.schedule, program.worker)
+        self.first_step = 0
+        self.batches: Mapping[int, Batch] = {}
+        computed = [i.action.mb for i in program.instructions if i.channel is None and i.action.op in COMPUTE]
+        self._ahead = sorted({mb // microbatches for mb in computed})
+        self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
+
+    def place(self, mb: int) -> Place:
+        """Where a microbatch of the schedule is in the data of this walk."""
+        ahead, number = divmod(mb, self.microbatches)
+        step = self.first_step + ahead
+        return Place(step, self.batches[step], number)
+
+    def form(self) -> Hashable:
+        """The forms of all batches of a walk."""
+        return tuple([self.batches[self.first_step + ahead].form for ahead in self._ahead])
+
+    def shape(self, instruction: Instruction) -> object:
+        """A number for boundary, piece and shape of the batch; None where no row crosses."""
+        value = instruction.value
+        assert value is not None
+        if self.loads[value.kind] is not Load.ROWS:
+            return value.kind
+        batch, rows = self._crossing(value)
+        if not (size := size_of(rows)):
+            return None
+        what = (value.stage, value.part, value.piece, size, batch.form[1:])
+        return self._shapes.setdefault(what, len(self._shapes))
+
+    def received(self, instruction: Instruction, own: tuple[Rows, ...]) -> list[Bundle]:
+        """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""
+        values = self.program.values
+        there = [(bundle, slot) for slot in instruction.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
+        return by_range([(bundle, self._crossing(values[slot])[1]) for bundle, slot in there], own)
+
+    def scatter(self, slots: tuple[int, ...], bundle: Bundle, own: tuple[Rows, ...]) -> None:
+        """Put a bundle into its slots, cut into pieces where the next team is another."""
+        if self.pieces.narrow:
+            for slot in slots:
+                self.store.slots[slot] = bundle
+            return
+        for slot in slots:
+            _, rows = self._crossing(self.program.values[slot])
+            if (piece := cut(bundle, rows, own)) is not None and size_of(rows):
+                self.store.slots[slot] = Bundle(tuple(t.contiguous() for t in piece.tensors), piece.flags)
+
+    def _crossing(self, value: Value) -> tuple[Batch, tuple[Rows, ...]]:
+        """The batch that a message belongs to, and its rows that cross."""
+        _, batch, number = self.place(value.mb)
+        return batch, self.pieces.crossing(value, batch.cuts[number])
