@@ -15,7 +15,7 @@ from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.stage import Bundle
 
 
-class Place(NamedTuple):
+class MicrobatchPlace(NamedTuple):
     """A microbatch of a walk: its training step, the batch of that step, and its number in that batch."""
 
     step: int
@@ -36,11 +36,11 @@ class RowFlow:
         self._ahead = sorted({mb // microbatches for mb in computed})
         self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
 
-    def place(self, mb: int) -> Place:
+    def place(self, mb: int) -> MicrobatchPlace:
         """Where a microbatch of the schedule is in the data of this walk."""
         ahead, number = divmod(mb, self.microbatches)
         step = self.first_step + ahead
-        return Place(step, self.batches[step], number)
+        return MicrobatchPlace(step, self.batches[step], number)
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""
