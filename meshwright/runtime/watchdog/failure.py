@@ -89,7 +89,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "int | None": (int, type(None)),
     "str | None": (str, type(None)),
-    "How": (str,),
+    "FailureKind": (str,),
 }
 """What JSON may have for the types of fields."""
 
