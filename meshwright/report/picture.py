@@ -32,6 +32,8 @@ ROW, GAP, THIN, STRIP, MARGIN, LEFT, RIGHT = 26, 5, 4, 22, 12, 62, 96
 """Heights of a row, of the space below it, of a collective and of a strip of memory; margins; room left and right."""
 CHARACTER = 6.2
 """Width of a character in the font of labels."""
+FEW = 36
+"""So many actions of a worker have labels in 900 pixels."""
 REAL_BYTES = 1000
 """Costs in units of one activation add up to less; then activations are drawn."""
 MOST_SPANS = 200_000
@@ -80,13 +82,13 @@ class Picture:
     shapes: tuple[Shape, ...]
 
 
-def picture(timeline: Timeline, *, title: str = "", width: int = 1200) -> Picture:
+def picture(timeline: Timeline, *, title: str = "", width: int | None = None) -> Picture:
     """Draw a timeline, predicted or measured.
 
     Args:
         timeline: What to draw; memory is drawn where it has any.
         title: A line at the top; the schedule's name and its totals if empty.
-        width: Pixels from edge to edge.
+        width: Pixels from edge to edge; by default 900, which a page shows in full, or 1400 for long lists.
 
     Returns:
         The picture, for `to_svg` or `to_png`.
@@ -101,6 +103,8 @@ def picture(timeline: Timeline, *, title: str = "", width: int = 1200) -> Pictur
             f"{timeline.schedule} has {len(timeline.spans)} spans, a picture has at most {MOST_SPANS}",
             fix="--format perfetto, or fewer microbatches",
         )
+    if width is None:
+        width = 900 if max(map(len, timeline.compute)) <= FEW else 1400
     if width < 400:
         raise MeshwrightError(f"a picture is at least 400 pixels wide, got {width}", fix="width=1200")
     scale = (width - LEFT - RIGHT) / timeline.makespan_s
