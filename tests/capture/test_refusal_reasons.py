@@ -182,7 +182,7 @@ def _fails(model: Any, x: Tensor, labels: Tensor) -> Tensor:
     return x + torch.ones(3)
 
 
-HERE = r"(.|\n)*at .*test_reasons.py:\d+, in {}: {}"
+HERE = r"(.|\n)*at .*test_refusal_reasons.py:\d+, in {}: {}"
 VALUE = "its forward asks for the value of a tensor"
 REFUSED: dict[str, tuple[Inside, str]] = {
     "branch": (_branch, VALUE + HERE.format("_branch", "if x.sum") + r"(.|\n)*torch says: GuardOnDataDependent"),
@@ -192,9 +192,9 @@ REFUSED: dict[str, tuple[Inside, str]] = {
     "numpy": (_numpy, "its forward turns a tensor into a numpy array" + HERE.format("_numpy", "return x")),
     "packed": (_packed, r"packs sequences by their lengths \(pack_padded_sequence\)(.|\n)*in the module 'rnn', LSTM"),
     "experts": (_experts, "sends tokens to experts in a Python loop" + HERE.format("_experts", "for expert in")),
-    "vmap": (_mapped, r"a transform of torch.func \(vmap, jvp\)(.|\n)*at .*test_reasons.py:\d+"),
+    "vmap": (_mapped, r"a transform of torch.func \(vmap, jvp\)(.|\n)*at .*test_refusal_reasons.py:\d+"),
     "formatted": (_formatted, "takes a number out of a tensor" + HERE.format("_formatted", "return x")),
-    "other dtype": (_other_dtype, "changes 'experts.0.weight' from torch.float32 to torch.float64 at .*test_reasons.py"),
+    "other dtype": (_other_dtype, "changes 'experts.0.weight' from torch.float32 to torch.float64 at .*test_refusal_reasons.py"),
     "random": (_python_random, "draws from random in Small, which a captured graph freezes"),
     "numpy.random": (_numpy_random, "draws from numpy.random in Small, which a captured graph freezes"),
     "fails": (_fails, "the model itself fails on this batch, before any capture: RuntimeError: The size of tensor a"),

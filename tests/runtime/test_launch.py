@@ -45,7 +45,7 @@ def python(*args: str, text: str | None = None, cwd: Path | None = None) -> subp
 
 
 def test_workers_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
-    code = "from meshwright.runtime.launch.workers import Workers\nfrom tests import trouble\n"
+    code = "from meshwright.runtime.launch.workers import Workers\nfrom tests.support import trouble\n"
     code += f"Workers(3).run(trouble.waits_with_pid, {str(tmp_path)!r})"
     before = set(os.listdir("/dev/shm"))
     parent = subprocess.Popen([sys.executable, "-c", code], env=ENV)
@@ -102,7 +102,7 @@ def test_workers_from_standard_input() -> None:
     lines = [
         "from meshwright.runtime.launch.workers import Workers",
         "from meshwright.errors import MeshwrightError",
-        "from tests import trouble",
+        "from tests.support import trouble",
         "def mine(): pass",
         "w = Workers(2)",
         "print(len(w.run(trouble.pid)))",

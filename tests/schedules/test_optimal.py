@@ -35,7 +35,7 @@ def judged(name: str, d: int, n: int, ratio: Ratio, c: int, cap: int, seconds: f
     costs = [StageCost(float(f), float(i), float(w))] * d
     if name == "zero_bubble":
         each = (cap,) * d
-        known = _halves.bound(_halves.Line.of(costs, n, float(c)), _halves.Limits(each, each))
+        known = _halves.bound(_halves.StageLine.of(costs, n, float(c)), _halves.Limits(each, each))
     else:
         chain = _words.Chain.of(costs, n, float(c))
         each = tuple(_words.caps(cap, chain))

@@ -22,7 +22,7 @@ from tests.support.trainers import gpt2, ours, text
 
 HOLDS = """
 import sys, time
-from meshwright.train import folder_lock
+from meshwright.train.checkpoint import folder_lock
 folder_lock.take(sys.argv[1])
 print("held", flush=True)
 time.sleep(99)
