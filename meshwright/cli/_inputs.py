@@ -58,6 +58,9 @@ ScheduleChoice = Annotated[
 ]
 Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-n", help="Microbatches per step.", rich_help_panel=SIZES)]
+PipelineWorkers = Annotated[int | None, typer.Option("--pp", help="Workers of one pipeline.", rich_help_panel=SIZES)]
+PipelineCopies = Annotated[int | None, typer.Option("--dp", help="Copies of the pipeline.", rich_help_panel=SIZES)]
+StepMicrobatches = Annotated[int | None, typer.Option("--microbatches", help="Microbatches per step.", rich_help_panel=SIZES)]
 Steps = Annotated[int | None, typer.Option(help="Steps to run: 1, or 4 for schedules without a flush.", rich_help_panel=SIZES)]
 Option = Annotated[
     list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the schedule.", rich_help_panel=SIZES)

@@ -88,16 +88,7 @@ def compare(
     cap = None if memory is None else _cap(memory, flags)
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # sizes and costs that no schedule can take
     flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(outputs.read(flags.file))
-    rows = [
-        row(name, options, workers, microbatches, Given(flags, overlap, cap))
-        for name in schedules.names()
-        for options in option_sets(name, None if flags.file else cap)
-    ]
-    given = Given(flags, overlap, cap)
-    own = {name: _own(name, workers, microbatches, given) for name in files or ()}
-    rows += [row_of(name, built, given) for name, built in own.items()]
-    _refuse_misfit(rows, flags, workers)
-    rows.sort(key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
+    rows = _rows(files or (), workers, microbatches, Given(flags, overlap, cap))
     if as_json or format is Format.JSON:
         answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})
         outputs.give(answer, output)
@@ -107,6 +98,17 @@ def compare(
         _print(rows, flags, capped=cap is not None, output=output)
     if not any(r.feasible for r in rows):
         raise typer.Exit(3)
+
+
+def _rows(files: Sequence[str], workers: int, microbatches: int, given: Given) -> list[ComparedSchedule]:
+    """Every schedule with its options, and those of the files, the fastest that fit first."""
+    flags, cap = given.flags, None if given.flags.file else given.memory
+    sets = [(name, options) for name in schedules.names() for options in option_sets(name, cap)]
+    rows = [row(name, options, workers, microbatches, given) for name, options in sets]
+    own = {name: _own(name, workers, microbatches, given) for name in files}
+    rows += [row_of(name, built, given) for name, built in own.items()]
+    _refuse_misfit(rows, flags, workers)
+    return sorted(rows, key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
 
 
 def _cap(text: str, flags: inputs.CostFlags) -> float:

@@ -38,10 +38,10 @@ def train(
         ),
     ],
     parallel: inputs.Plan = None,
-    pp: Annotated[int | None, typer.Option(help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)] = None,
-    dp: Annotated[int | None, typer.Option(help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)] = None,
+    pp: inputs.PipelineWorkers = None,
+    dp: inputs.PipelineCopies = None,
     schedule: inputs.ScheduleChoice = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.", rich_help_panel=inputs.SIZES)] = None,
+    microbatches: inputs.StepMicrobatches = None,
     costs: inputs.Costs = None,
     dataset: Annotated[
         str | None,
