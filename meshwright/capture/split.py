@@ -1,7 +1,8 @@
 """A model cut into stages: modules in a chain, where each stage begins, and what a run must know besides.
 
-found = split(model, batch, 4)         modules whose parameters are the model's own
-found.starts                           (0, 5, 9, 13, 18): the first module of each stage, and their number
+cuts = choose_cuts(model, flat, 4)      data, chosen once
+found = open_cuts(model, flat, cuts)    modules whose parameters are the model's own
+found.starts                            (0, 5, 9, 13, 18): the first module of each stage, and their number
 """
 
 from __future__ import annotations
@@ -27,17 +28,32 @@ from meshwright.ir.model import ModelGraph
 
 
 @dataclass(frozen=True)
+class ChosenCuts:
+    """Where a graph is cut, as data: chosen once, and opened on every rank (`open_cuts`)."""
+
+    places: tuple[int, ...]
+    """The first operation of each layer, and the number of operations."""
+    starts: tuple[int, ...]
+    """The first layer of each stage, and the number of layers."""
+    graph: ModelGraph
+    flops: tuple[float, ...]
+    """Operations of each stage's forward."""
+
+
+@dataclass(frozen=True)
 class Split:
     """Layers of a captured model. `names` are the model's own, the first one for a tied parameter."""
 
     modules: tuple[Captured, ...]
-    starts: tuple[int, ...]
     names: dict[nn.Parameter, str]
     weigh: Weigher | None
     flat: Flat
-    graph: ModelGraph
-    flops: tuple[float, ...]
-    """Operations of each stage's forward."""
+    cuts: ChosenCuts
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first layer of each stage, and the number of layers."""
+        return self.cuts.starts
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -45,12 +61,56 @@ class Split:
         return self.flat.outputs
 
 
-def split_like(first: Split, model: nn.Module, flat: Flat, device: torch.device | None = None) -> Split:
-    """Cut another graph of the same model where the first one is cut: at the same modules, with the same parameters."""
+def split(
+    model: nn.Module,
+    example_batch: Any,
+    stages: int,
+    *,
+    cuts: Sequence[str | int] | None = None,
+    flat: Flat | None = None,
+    device: torch.device | None = None,
+) -> Split:
+    """Capture a model, choose its cuts and open them; `flat` is a graph that was captured before, of an equal model."""
+    flat = flat or flatten(model, example_batch)
+    return open_cuts(model, flat, choose_cuts(model, flat, stages, at=cuts), device)
+
+
+def choose_cuts(model: nn.Module, flat: Flat, stages: int, *, at: Sequence[str | int] | None = None) -> ChosenCuts:
+    """Choose where stages begin: balanced by operations and bytes, or at the modules named in `at`."""
+    line = line_of(model, flat)
+    places = LayerChain(line).starts
+    graph = graph_of(model, line, places)
+    found = graph.cuts(stages, at=at)
+    _refuse_far_buffers(line, [places[start] for start in found.starts])
+    return ChosenCuts(places, found.starts, graph, tuple(part.flops for part in found.parts))
+
+
+def open_cuts(model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.device | None = None) -> Split:
+    """Make the modules of a cut graph; their parameters are those of this model."""
+    line, states = line_of(model, flat), States(model)
+    runs = [cuts.places[a : b + 1] for a, b in itertools.pairwise(cuts.starts)]
+    modules = tuple(module for run in runs for module in stage(line, run, states, device))
+    for module in modules:
+        module.train(model.training)
+    return Split(modules, states.first, weigher(line, states, device), flat, cuts)
+
+
+def cuts_like(first: ChosenCuts, model: nn.Module, flat: Flat) -> ChosenCuts:
+    """Cut another graph of the same model where the first one is cut: at the same modules."""
     line = line_of(model, flat)
     graph = graph_of(model, line, LayerChain(line).starts)
     at = [_same_place(first.graph, start, graph) for start in first.starts[1:-1]]
-    found = split(model, None, len(first.starts) - 1, cuts=at, flat=flat, device=device)
+    return choose_cuts(model, flat, len(first.starts) - 1, at=at)
+
+
+def split_like(first: Split, model: nn.Module, flat: Flat, device: torch.device | None = None) -> Split:
+    """Cut another graph of the same model where the first one is cut, and open it; every stage keeps its parameters."""
+    return open_like(first, model, flat, cuts_like(first.cuts, model, flat), device)
+
+
+def open_like(first: Split, model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.device | None = None) -> Split:
+    """Open another graph of a model that is open already; raises where a parameter is on another stage than in the first."""
+    found = open_cuts(model, flat, cuts, device)
     ranges = zip(itertools.pairwise(first.starts), itertools.pairwise(found.starts), strict=True)
     for number, ((a, b), (c, d)) in enumerate(ranges):
         mine = {p for module in first.modules[a:b] for p in module.parameters()}
@@ -94,29 +154,3 @@ def _same_place(first: ModelGraph, start: int, other: ModelGraph) -> int:
         f"another graph of the model has no layer that begins with {wanted.name}, where the first one is cut",
         fix="cuts at modules (stages=[...] in the plan), or batches of one size",
     )
-
-
-def split(
-    model: nn.Module,
-    example_batch: Any,
-    stages: int,
-    *,
-    cuts: Sequence[str | int] | None = None,
-    flat: Flat | None = None,
-    device: torch.device | None = None,
-) -> Split:
-    """Cut a model; `flat` is a graph that was captured before, of an equal model."""
-    flat = flat or flatten(model, example_batch)
-    line = line_of(model, flat)
-    places = LayerChain(line).starts
-    graph = graph_of(model, line, places)
-    found = graph.cuts(stages, at=cuts)
-    starts = found.starts
-    _refuse_far_buffers(line, [places[start] for start in starts])
-    states = States(model)
-    runs = [places[a : b + 1] for a, b in itertools.pairwise(starts)]
-    modules = tuple(module for run in runs for module in stage(line, run, states, device))
-    for module in modules:
-        module.train(model.training)
-    flops = tuple(part.flops for part in found.parts)
-    return Split(modules, starts, states.first, weigher(line, states, device), flat, graph, flops)

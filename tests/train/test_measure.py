@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from meshwright import Lane, MeshwrightError, Timeline, costs_from_json, measure, measurement_from_json, measurement_to_json
 from meshwright.cli.main import app
 from meshwright.runtime.launch.workers import Workers
-from meshwright.train.loop.on_rank import cut
 from meshwright.train.loop.traced_steps import Traced
 from meshwright.train.setup.captured_layers import through
 from tests.support.trainers import Plain, gpt2, ours, text, vectors
@@ -52,7 +51,8 @@ def test_bytes_of_a_captured_model_are_what_its_graph_holds(tmp_path: Path) -> N
     """Against a walk through the autograd graph, which knows nothing of hooks."""
     trainer = ours(gpt2(), tmp_path, text(), parallel={"microbatches": 2})
     [cost] = measure(trainer, steps=1).costs
-    layers, _ = cut(trainer, example := trainer.source(trainer.train_dataset).example(4))
+    assert trainer.run is not None
+    layers, example = trainer.run.open(trainer.module), trainer.reader.source(trainer.train_dataset).example(4)
     assert isinstance(example, dict)
     loss, *_ = through(layers, example)
     weights = [*trainer.module.parameters(), *trainer.module.buffers(), *example.values()]

@@ -280,24 +280,17 @@ def test_captured_operations_shape_what_a_trainer_runs(pool: Pool, tmp_path: Pat
         "stages": ["transformer.h.1", "transformer.h.2", "lm_head"],
     }
     trainer = ours(gpt2(), tmp_path, text(), workers=pool.started(), parallel=plan, max_steps=1)
-    trainer.capture(trainer.train_dataset, trains=True)
-    names = trainer.everywhere(_schedule_name)
+    job = trainer.job(trainer.train_dataset, trains=True)
+    names = trainer.everywhere(_schedule_name, job)
     assert len(set(names)) == 1 and len(set(names[0].split("+"))) > 2
-    assert names[0] == "+".join(f"{c.forward_s:.2f}" for c in _costs(trainer))
+    costs = job.run.open(trainer.module).costs
+    assert costs is not None and names[0] == "+".join(f"{c.forward_s:.2f}" for c in costs)
 
 
-def _costs(trainer: Any) -> Sequence[StageCost]:
-    from meshwright.train.loop.on_rank import cut
-
-    layers, _ = cut(trainer, trainer.source(trainer.train_dataset).example(trainer.example_rows))
-    assert layers.costs is not None
-    return layers.costs
-
-
-def _schedule_name(trainer: Any) -> str:
+def _schedule_name(job: Any) -> str:
     from meshwright.train.loop.on_rank import session_for
 
-    session = session_for(trainer, trainer.source(trainer.train_dataset).example(trainer.example_rows), 1)
+    session = session_for(job)
     session.close()
     return session.engine.schedule.name
 
