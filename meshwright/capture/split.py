@@ -1,4 +1,4 @@
-"""A model cut into stages: modules in a chain, where each stage begins, and what a run must know besides.
+"""Cuts a model into stages: a chain of modules, the first module of each stage, and what a run needs to know about them.
 
 cuts = choose_cuts(model, flat, 4)      data, chosen once
 found = open_cuts(model, flat, cuts)    modules whose parameters are the model's own
@@ -42,7 +42,7 @@ class ChosenCuts:
 
 @dataclass(frozen=True)
 class Split:
-    """Layers of a captured model. `names` are the model's own, the first one for a tied parameter."""
+    """The layers of a captured model. `names` are the model's own names; a tied parameter has its first name."""
 
     modules: tuple[Captured, ...]
     names: dict[nn.Parameter, str]
@@ -57,7 +57,7 @@ class Split:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What the last layer returns: the loss first, and scores where the model has them."""
+        """What the last layer returns: the loss first, then the scores if the model returns any."""
         return self.flat.outputs
 
 
@@ -117,14 +117,14 @@ def open_like(first: Split, model: nn.Module, flat: Flat, cuts: ChosenCuts, devi
         for parameter in (p for module in found.modules[c:d] for p in module.parameters()):
             if parameter not in mine:
                 raise MeshwrightError(
-                    f"{found.names[parameter]} moves to stage {number} in another graph of the model: its stages cannot change",
-                    fix="batches of one size, or other cuts (stages=[...] in the plan)",
+                    f"{found.names[parameter]} moves to stage {number} in another graph of the model, but stages cannot change",
+                    fix="use batches of one size, or other cuts (stages=[...] in the plan)",
                 )
     return found
 
 
 def _refuse_far_buffers(line: Line, starts: Sequence[int]) -> None:
-    """A buffer that forward changes lives in one stage: on another worker nobody would see the change."""
+    """Raise if two stages use a buffer that the forward changes: a change on one worker is not visible on another."""
     for name in sorted(line.state - line.parameters):
         users = [i for i, node in enumerate(line.work) if name in node.changes or name in _states_read(line, node)]
         stages = sorted({bisect_right(starts, i) - 1 for i in users})
@@ -132,7 +132,7 @@ def _refuse_far_buffers(line: Line, starts: Sequence[int]) -> None:
             raise MeshwrightError(
                 f"the forward changes the buffer {name!r}, and stages {stages[0]} and {stages[-1]} both use it: a change on one "
                 "worker is not seen on another",
-                fix="cuts that leave its users in one stage (stages=[...] in the plan), or fewer stages",
+                fix="choose cuts that keep its users in one stage (stages=[...] in the plan), or use fewer stages",
             )
 
 
@@ -142,7 +142,7 @@ def _states_read(line: Line, node: Node) -> set[str]:
 
 
 def _same_place(first: ModelGraph, start: int, other: ModelGraph) -> int:
-    """The layer of another graph that begins as a layer of the first one does."""
+    """Find the layer of another graph that begins at the same module as a layer of the first graph."""
     wanted = first.layers[start]
     for index, layer in enumerate(other.layers):
         if layer.modules == wanted.modules and (wanted.modules or layer.name == wanted.name):
@@ -152,5 +152,5 @@ def _same_place(first: ModelGraph, start: int, other: ModelGraph) -> int:
             return index
     raise MeshwrightError(
         f"another graph of the model has no layer that begins with {wanted.name}, where the first one is cut",
-        fix="cuts at modules (stages=[...] in the plan), or batches of one size",
+        fix="cut at modules (stages=[...] in the plan), or use batches of one size",
     )

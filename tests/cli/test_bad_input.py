@@ -236,7 +236,7 @@ def test_arguments_as_scripts_write_them_still_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["train", "gpt-tiny", "--resume-from-checkpoint", "x" * 5000], "is not there"),
+        (["train", "gpt-tiny", "--resume-from-checkpoint", "x" * 5000], "does not exist"),
         (["train", "x" * 5000 + ".toml"], "cannot read the model"),
         (["train", "gpt-tiny", "--parallel", "x" * 5000], "cannot read the plan"),
         (["train", "gpt-tiny", "--parallel", "a\0b"], "cannot read the plan"),

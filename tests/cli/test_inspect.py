@@ -63,7 +63,7 @@ def test_one_row_is_reported_as_one() -> None:
         (("vit-small", "--length", "9"), "vit-small takes pictures"),
         (
             ("tests.support.captured_models:LongSkip", "--batch-function", "tests.support.captured_models:tokens", "--rows", "3"),
-            "says how many rows",
+            "decides the number of rows",
         ),
     ],
 )

@@ -182,6 +182,6 @@ def test_facts_of_a_checkpoint_that_somebody_changed(key: str, tmp_path: Path) -
         assert f"'{key}' of" in refused(read_facts, tmp_path)
     for groups in (1, -1, "0", None):
         path.write_text(json.dumps({**GOOD_FACTS, "options": {"a": groups}}))
-        assert "groups that are not there" in refused(read_facts, tmp_path)
+        assert "groups that do not exist" in refused(read_facts, tmp_path)
     path.write_text(json.dumps({**GOOD_FACTS, "schema": 99}))
     assert "this version reads up to" in refused(read_facts, tmp_path)

@@ -305,7 +305,7 @@ def test_a_trainer_runs_an_order(pool: Pool, tmp_path: Path) -> None:
     plain.train()
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (trainer, plain)]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-5)
-    with pytest.raises(MeshwrightError, match="microbatches=4 is no multiple of gradient_accumulation_steps=3"):
+    with pytest.raises(MeshwrightError, match="microbatches=4 is not a multiple of gradient_accumulation_steps=3"):
         ours(gpt2(), tmp_path, text(), parallel={"order": order}, gradient_accumulation_steps=3)
     endless = fresh("pipedream_2bw", 2, 4, steps=4)
     with pytest.raises(MeshwrightError, match="never ends a step"):

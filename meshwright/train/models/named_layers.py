@@ -1,4 +1,4 @@
-"""The layers of a model that is only named: built on the meta device and captured there, so that no weight takes memory."""
+"""Captures a model that is given by name: it is built and captured on the meta device, so weights use no memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from meshwright.train.models.model_names import model_file
 from meshwright.train.setup.check_capture import Start, verdict_of
 
 TOKENS = 64
-"""Tokens per row of an example where nobody says how many; fewer where the model has fewer positions."""
+"""The default number of tokens per row of an example; fewer if the model has fewer positions."""
 LARGEST_EXAMPLE = 1 << 27
-"""Elements of the largest column of an example: one gigabyte of tokens."""
+"""The largest number of elements in a column of an example: one gigabyte of tokens."""
 
 
 def checked(
     name: str, stages: int, *, rows: int = 2, length: int | None = None, batch: str | None = None, cuts: Sequence[str] = ()
 ) -> Verdict | None:
-    """Compare the captured layers of a named model with the model, filled for that; None if it is too large."""
+    """Fill a named model, and compare its captured layers with it; None if it is too large."""
     example: Any = None
     if ":" in name:
         build, example = function(name), None if batch is None else function(batch)(0)
@@ -45,7 +45,7 @@ def checked(
 
 
 def _drawn(model: Any, example: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An example with values that differ: tokens, pictures and classes at random."""
+    """Fill an example with random tokens, pictures and classes."""
     drawn, config = torch.Generator().manual_seed(0), model.config
     for name, t in example.items():
         if t.is_floating_point():
@@ -57,13 +57,13 @@ def _drawn(model: Any, example: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def weightless(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> ModelGraph:
-    """Capture a preset, a file or what a function returns, on meta; without `rows` the example has two."""
+    """Capture a preset, a file or the result of a function on the meta device. The default number of rows is two."""
     if batch is not None and (rows is not None or length is not None):
-        raise MeshwrightError(f"{batch} says how many rows and tokens there are, --rows and --length are for models by name")
+        raise MeshwrightError(f"{batch} decides the number of rows and tokens; --rows and --length are for models by name")
     rows = 2 if rows is None else rows
     if rows < 1 or (length is not None and length < 1):
         raise MeshwrightError(
-            f"an example has at least one row and one token, got {rows} and {length}", fix="--rows 2 --length 64"
+            f"an example needs at least one row and one token, got {rows} and {length}", fix="--rows 2 --length 64"
         )
     if ":" in name:
         if batch is None:
@@ -77,8 +77,8 @@ def weightless(name: str, *, rows: int | None = None, length: int | None = None,
         example = _example(name, model, rows, length)
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
         raise MeshwrightError(
-            f"{name} gives {type(model).__name__}: a list of layers is cut as it is, there is nothing to capture",
-            fix="a function that returns one module",
+            f"{name} returns {type(model).__name__}: a list of layers is cut as it is, there is nothing to capture",
+            fix="use a function that returns one module",
         )
     if _rows(example) != 1:
         return capture(model, example)
@@ -91,16 +91,16 @@ def _rows(example: Any) -> int:
 
 
 def _repeated(example: Any, times: int) -> Any:
-    """An example of one row with that row several times."""
+    """Repeat the row of a one-row example."""
     if isinstance(example, Mapping):
         return {name: torch.cat([t] * times) for name, t in example.items()}
     return type(example)(torch.cat([t] * times) for t in example)
 
 
 def one_row(two: ModelGraph, three: ModelGraph) -> ModelGraph:
-    """The layers for one row, from those for two and three: a trace with one row would take it for a size that never changes.
+    """Compute the layers for one row from those for two and three rows, because a trace would treat a single row as static.
 
-    Operations and sizes grow evenly with rows, so what the third row adds is taken off two.
+    FLOPs and sizes grow linearly with rows, so the difference between three and two rows is subtracted from two.
     """
     if [layer.name for layer in two.layers] != [layer.name for layer in three.layers]:
         raise MeshwrightError("the layers of this model change with the number of rows", fix="--rows 2")
@@ -117,7 +117,7 @@ def _less(two: Layer, three: Layer) -> Layer:
 
 
 def _example(name: str, model: Any, rows: int, length: int | None) -> dict[str, Tensor]:
-    """A batch for a model of transformers, by what it says of its main input and its task."""
+    """Make a batch for a model of transformers from its main input and its task."""
     length = _length(name, model, length)
     config, one_label = model.config, "Classification" in type(model).__name__ and "Token" not in type(model).__name__
     _refuse_size(rows, 1 if one_label else length)
@@ -129,15 +129,15 @@ def _example(name: str, model: Any, rows: int, length: int | None) -> dict[str, 
         return {"pixel_values": torch.zeros(rows, getattr(config, "num_channels", 3), height, width), "labels": labels}
     if model.main_input_name != "input_ids":
         raise MeshwrightError(
-            f"{type(model).__name__} takes {model.main_input_name!r}, of which no example can be made up",
-            fix="package.module:function with --batch-function",
+            f"{type(model).__name__} takes {model.main_input_name!r}, for which no example can be made",
+            fix="use package.module:function with --batch-function",
         )
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
 def _length(name: str, model: Any, asked: int | None) -> int:
-    """Tokens per row: as many as are asked for, where the model has so many positions."""
+    """Return the tokens per row: the requested number, if the model has that many positions."""
     if asked is not None and model.main_input_name == "pixel_values":
         raise MeshwrightError(f"{name} takes pictures, which have no --length {asked}")
     most = getattr(model.config, "max_position_embeddings", None)
@@ -149,9 +149,10 @@ def _length(name: str, model: Any, asked: int | None) -> int:
 
 
 def _refuse_size(*sizes: int) -> None:
-    """An example is small: it says what layers look like, not how much there is to train on."""
+    """Raise if an example is too large. It only has to show what the layers look like."""
     if (elements := prod(sizes)) > LARGEST_EXAMPLE:
         shape = " x ".join(map(str, sizes))
         raise MeshwrightError(
-            f"an example of {shape} has {elements} elements, at most {LARGEST_EXAMPLE} are made", fix="--rows 2 --length 64"
+            f"an example of {shape} has {elements} elements, the limit is {LARGEST_EXAMPLE}",
+            fix="--rows 2 --length 64",
         )
