@@ -113,7 +113,7 @@ def test_only_plain_digits_are_numbers(text: str) -> None:
 def test_a_timeline_has_rows_for_all_workers_or_none(key: str) -> None:
     data = json.loads(simulate(_lowered(), even_costs(stages=2, workers=2)).to_json())
     data[key] = data[key][:1]
-    with pytest.raises(MeshwrightError, match="2 workers, and rows for 1"):
+    with pytest.raises(MeshwrightError, match="2 workers, but rows for 1"):
         Timeline.from_json(json.dumps(data))
 
 

@@ -80,11 +80,11 @@ MALFORMED: dict[str, dict[str, Any]] = {
     r"at least 0, got \(-1,\)": {"placement": line(((0,),), ((-1,),), ((2,),), ((3,),))},
     "whole number of rows": {"placement": replace(ONEF1B.placement, rows=-1)},
     "one tuple of entries per worker": {"period": ("0F0",) * 4},
-    "'0F0' in the period of worker 0 is no entry": {"period": (("0F0",),) * 4},
-    "in the drain of worker 0 is no entry": {"drain": ((Action("F", 0, 0),),) * 4},  # type: ignore[arg-type]
-    r"Cell\(.* is no entry": {"period": ((Cell(Action(Op.F, 0, 0), None),),) * 4},  # type: ignore[arg-type]
-    r"Transfer\(.* is no entry": {"period": ((Transfer(True, None, 1),),) * 4},  # type: ignore[arg-type]
-    "4 workers, there are 1 lists": {"prologue": ((),)},
+    "'0F0' in the period of worker 0 is not an entry": {"period": (("0F0",),) * 4},
+    "in the drain of worker 0 is not an entry": {"drain": ((Action("F", 0, 0),),) * 4},  # type: ignore[arg-type]
+    r"Cell\(.* is not an entry": {"period": ((Cell(Action(Op.F, 0, 0), None),),) * 4},  # type: ignore[arg-type]
+    r"Transfer\(.* is not an entry": {"period": ((Transfer(True, None, 1),),) * 4},  # type: ignore[arg-type]
+    "4 workers, but there are 1 lists": {"prologue": ((),)},
     "stage 0 recomputes a share of 2.0": {"recompute": (Recompute(2.0),) * 4},
     "share of nan": {"recompute": (Recompute(float("nan")),) * 4},
     "one Recompute": {"recompute": (1.0,) * 4},
@@ -165,7 +165,7 @@ def test_csv_refuses_cells_that_it_could_not_read_back(text: str) -> None:
 
 @pytest.mark.parametrize("schema", [0, -1, "1", True, None, 1.0])
 def test_what_is_no_schema_number_is_not_a_newer_one(schema: object) -> None:
-    with pytest.raises(MeshwrightError, match="is no schema number") as found:
+    with pytest.raises(MeshwrightError, match="is not a schema number") as found:
         schedule_from_json(json.dumps({**LONG, "schema": schema}))
     assert found.value.fix == '"schema": 1'
 

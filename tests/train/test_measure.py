@@ -121,7 +121,7 @@ def test_a_measurement_comes_back_from_its_file(tmp_path: Path) -> None:
     data = json.loads(text_)
     for change, reason in [
         ({"costs": {"stages": data["costs"]["stages"] * 2}}, "has costs for 2 stages"),
-        ({"steps": [4, 3]}, "steps 4 to 3 are none"),
+        ({"steps": [4, 3]}, "steps 4 to 3 are an empty range"),
         ({"timeline": 5}, "'timeline' of a measurement"),
         ({"schema": 9}, "this version reads up to 1"),
         ({"more": 1}, "unknown keys: more"),
