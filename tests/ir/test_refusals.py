@@ -70,13 +70,13 @@ MALFORMED: dict[str, dict[str, Any]] = {
     "microbatches .* got 8.0": {"microbatches": 8.0},
     "repeats .* got -1": {"repeats": -1},
     "parts .* at least 1, got 0": {"parts": 0},
-    "no Placement but NoneType": {"placement": None},
+    "not a Placement but NoneType": {"placement": None},
     "every replica needs the same stages": {"placement": Placement(())},
     r"at least one, got \[0\]": {"placement": Placement(((),))},
     "teams of a placement are tuples": {"placement": Placement((((0, 1, 2, 3),),))},  # type: ignore[arg-type]
     "stage 1 of replica 0 has no team": {"placement": line(((0,),), (), ((2,),), ((3,),))},
     "stage 1 of replica 0 has a team without workers": {"placement": line(((0,),), ((),), ((2,),), ((3,),))},
-    r"different workers, got \(1, 1\)": {"placement": line(((0,),), ((1, 1),), ((2,),), ((3,),))},
+    r"workers of a team must differ, got \(1, 1\)": {"placement": line(((0,),), ((1, 1),), ((2,),), ((3,),))},
     r"at least 0, got \(-1,\)": {"placement": line(((0,),), ((-1,),), ((2,),), ((3,),))},
     "whole number of rows": {"placement": replace(ONEF1B.placement, rows=-1)},
     "one tuple of entries per worker": {"period": ("0F0",) * 4},
@@ -107,7 +107,7 @@ def test_check_says_what_is_malformed(reason: str) -> None:
 
 @pytest.mark.parametrize("width", [[0, 1, 1, 1], [1, -1, 1, 1], [1, 1.5, 1, 1], [1, True, 1, 1], [1, 1, 1, float("nan")]])
 def test_a_width_is_at_least_one_worker(width: list[int]) -> None:
-    with pytest.raises(MeshwrightError, match="whole number of at least one worker"):
+    with pytest.raises(MeshwrightError, match="whole number of workers, at least one"):
         widen(ONEF1B, width)
 
 
@@ -122,7 +122,7 @@ def test_a_turn_needs_both_its_ends() -> None:
     here, nowhere, later = Action(Op.F, 0, 1), Action(Op.F, 0, 1, replica=3), Action(Op.F, 0, 8)
     for turn in ((here, nowhere), (nowhere, here)):
         result = check(replace(ONEF1B, turns=(turn,)))
-        assert not result.ok and result.reason and "0F1@3, which nobody runs" in result.reason
+        assert not result.ok and result.reason and "0F1@3, which no worker runs" in result.reason
     assert check(replace(ONEF1B, turns=((here, later),))).ok
     for steps in (1, 2, 3, 5):
         assert check(schedules.build("cyclic", workers=4, microbatches=4, steps=steps)).ok

@@ -57,7 +57,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"recompute": "often"}, {}, "there is no mode 'often'"),
     ({"recompute": (1.0,)}, {}, "2 stages, but recompute has 1"),
     ({"pp": 6, "recompute": (0.5,) * 6}, {}, "a share 0.5 of it cannot be recomputed"),
-    ({"schedule": "shifted", "recompute": "inline"}, {}, "has settled its recompute itself"),
+    ({"schedule": "shifted", "recompute": "inline"}, {}, "sets its recompute itself"),
     ({"transport": "pigeon"}, {}, "'pigeon' is not a transport"),
     ({}, {"dtype": "int8"}, "there is no tolerance for 'int8'"),
     ({}, {"steps": 0}, "steps must be a whole number"),
