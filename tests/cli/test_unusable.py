@@ -68,7 +68,7 @@ def test_repeats_of_nothing_take_no_memory(period: list[str]) -> None:
     ],
 )
 def test_sizes_beyond_memory_are_refused_at_once(name: str, sizes: dict[str, int]) -> None:
-    with pytest.raises(MeshwrightError, match="at most 5000000 are built"):
+    with pytest.raises(MeshwrightError, match="the limit is 5000000"):
         schedules.build(name, **sizes)
 
 

@@ -46,7 +46,7 @@ LONG = {"schema": 1, "kind": "schedule", "name": "x", "microbatches": 1, "placem
     ],
 )
 def test_a_file_that_unrolls_to_too_much_is_refused(more: dict[str, object]) -> None:
-    with pytest.raises(MeshwrightError, match=r"unrolls to [0-9]+ entries .*at most 5000000") as found:
+    with pytest.raises(MeshwrightError, match=r"unrolls to [0-9]+ entries .*the limit is 5000000") as found:
         schedule_from_json(json.dumps({**LONG, **more}))
     assert "repeats" in str(found.value.fix)
 
@@ -133,8 +133,8 @@ def test_a_turn_needs_both_its_ends() -> None:
     [
         ("onef1b", {"warmup": 4, "memory": 4}, "memory=4 .* warmup=4"),
         ("listed", {"strict": True, "memory": 4}, "strict=true .* memory=4"),
-        ("zero_bubble", {"variant": "h1", "rest": 0.5}, "rest belongs to variant=auto, got variant=h1"),
-        ("zero_bubble", {"variant": "h2", "span": True}, "span belongs to variant=auto, got variant=h2"),
+        ("zero_bubble", {"variant": "h1", "rest": 0.5}, "rest needs variant=auto, got variant=h1"),
+        ("zero_bubble", {"variant": "h2", "span": True}, "span needs variant=auto, got variant=h2"),
         ("zero_bubble", {"rest": float("nan")}, "option rest cannot be nan"),
     ],
 )
