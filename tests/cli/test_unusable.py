@@ -84,9 +84,9 @@ def test_flags_that_a_file_replaces_are_refused_beside_it(tmp_path: Path) -> Non
     costs.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0)] * 4))
     cluster.write_text(cluster_to_json(Cluster(Link(0.5))))
     done = meshwright("simulate", "onef1b", "--costs", str(costs), "--forward", "9", "--sync-cost", "2")
-    assert done.returncode == 2 and "stands instead of --forward, --sync-cost" in done.stderr
+    assert done.returncode == 2 and "replaces --forward, --sync-cost" in done.stderr
     done = meshwright("simulate", "onef1b", "--cluster", str(cluster), "--send", "3")
-    assert done.returncode == 2 and "stands instead of --send" in done.stderr
+    assert done.returncode == 2 and "replaces --send" in done.stderr
     both = ("simulate", "onef1b", "--costs", str(costs))
     assert meshwright(*both, "--send", "0.1").returncode == meshwright(*both, "--cluster", str(cluster)).returncode == 0
 

@@ -176,7 +176,7 @@ def test_the_verb_runs_a_model_with_the_flags_of_train(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["."], "no run that was traced"),
+        (["."], "not a run with --trace"),
         ([".", "--pp", "2"], "--pp would have no effect"),
         ([".", "--max-steps", "2"], "--max-steps would have no effect"),
         (

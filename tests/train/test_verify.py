@@ -164,7 +164,7 @@ def test_the_verb_says_no(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["nope"], "there is no model 'nope'"),
-        (["mlp", "--batch-function", "own:batch"], "mlp comes with its data"),
+        (["mlp", "--batch-function", "own:batch"], "mlp has its own data"),
         (["own:build"], "own:build needs data"),
         (["own:nothing", "--batch-function", "own:batch"], "cannot import own:nothing"),
         (["own:number", "--batch-function", "own:batch"], "own:number is not a function but int"),

@@ -37,7 +37,7 @@ def even_turns(stages: int, mbs: range) -> list[Turn]:
 
 
 def start_turns(workers: int, stages: int, costs: Sequence[StageCost]) -> list[Turn]:
-    """Worker M - k leads worker M - k + 1 by forward and backward of stage k; an edge from the action that ends then delays it."""
+    """Worker M - k leads worker M - k + 1 by forward and backward of stage k, through an edge from the action that ends then."""
     turns = []
     for worker in range(workers - 1):
         k = min(stages, workers - 1 - worker)

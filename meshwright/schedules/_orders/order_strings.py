@@ -137,7 +137,7 @@ def _heads(chain: Chain, cap: Sequence[int], release: Sequence[float]) -> tuple[
 
 
 def vectors(chain: Chain, cap: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns warm-up vectors: about how many periods a microbatch spends at or after a stage; they never grow along the chain."""
+    """Returns warm-up vectors: about how many periods a microbatch spends at or after a stage; never growing along the chain."""
     both = [f + b for f, b in zip(chain.forward, chain.backward, strict=True)]
     stay = list(accumulate(reversed([work + 2 * chain.latency for work in both])))
     residence = [time - 2 * chain.latency for time in reversed(stay)]
