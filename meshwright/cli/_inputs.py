@@ -24,6 +24,8 @@ from meshwright.ir.timeline import Timeline
 SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
 MISFIT = "rows of costs do not divide"
 """How a schedule says that a cost file is not for as many stages as it has."""
+MODEL_FORMS = "A preset, mlp, gpt, a TOML, a config.json, package.module:function"
+"""What MODEL can be; `train/models/model_names.py` resolves it for every verb."""
 ENDLESS_STEPS = 4
 """How many steps of a schedule without a flush are run unless asked: enough to see past its fill."""
 
