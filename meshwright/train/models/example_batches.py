@@ -28,7 +28,7 @@ SMALL_ROWS = 32
 
 
 @dataclass(frozen=True)
-class Column:
+class DrawnColumn:
     """One column of a batch: numbers at random if `below` is None, else whole numbers from `first` to `below` - 1."""
 
     name: str
@@ -41,7 +41,7 @@ class Column:
 class DrawnBatch:
     """batch(step) with random values. It is data, so that workers can be sent it."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[DrawnColumn, ...]
 
     def __call__(self, step: int) -> dict[str, Tensor]:
         """The batch of a step."""
@@ -49,7 +49,7 @@ class DrawnBatch:
         return {column.name: _draw(column, random) for column in self.columns}
 
 
-def _draw(column: Column, random: torch.Generator) -> Tensor:
+def _draw(column: DrawnColumn, random: torch.Generator) -> Tensor:
     if column.below is None:
         return torch.randn(column.shape, generator=random)
     return torch.randint(column.first, column.below, column.shape, generator=random)
@@ -82,20 +82,20 @@ def example_for(name: str, model: Any, *, rows: int, length: int | None = None) 
     classes = "Classification" in kind
     labels = (rows,) if classes and "Token" not in kind else (rows, length)
     _refuse_size(*labels)
-    target = Column("labels", labels, below=_number(model, "num_labels" if classes else "vocab_size"))
+    target = DrawnColumn("labels", labels, below=_number(model, "num_labels" if classes else "vocab_size"))
     if model.main_input_name == "pixel_values":
         size = getattr(model.config, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (rows, getattr(model.config, "num_channels", 3), height, width)
         _refuse_size(*shape)
-        return DrawnBatch((Column("pixel_values", shape), target))
+        return DrawnBatch((DrawnColumn("pixel_values", shape), target))
     if model.main_input_name != "input_ids":
         raise MeshwrightError(
             f"{kind} takes {model.main_input_name!r}, of which no example can be made up",
             fix="package.module:function with --batch-function",
         )
-    tokens = Column("input_ids", (rows, length), below=_number(model, "vocab_size"))
-    return DrawnBatch((tokens, Column("attention_mask", (rows, length), first=1, below=2), target))
+    tokens = DrawnColumn("input_ids", (rows, length), below=_number(model, "vocab_size"))
+    return DrawnBatch((tokens, DrawnColumn("attention_mask", (rows, length), first=1, below=2), target))
 
 
 def _number(model: Any, name: str) -> int:
