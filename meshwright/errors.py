@@ -6,7 +6,28 @@ from collections.abc import Iterable
 
 
 class MeshwrightError(Exception):
-    """Something a user can cause and mend; `fix` says how."""
+    """An error that a user can cause and fix.
+
+    Everything that Meshwright refuses is raised as this one type. The message says what is wrong, with the numbers; `fix`
+    says what to do instead.
+
+    Args:
+        what: What is wrong, with the numbers.
+        fix: What to write instead; None if there is no single answer.
+
+    Attributes:
+        what: The same text.
+        fix: The same text.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> try:
+        ...     mw.schedules.build("chimera", workers=4, microbatches=6)
+        ... except mw.MeshwrightError as error:
+        ...     print(error)
+        chimera runs whole units of 4 microbatches, or fewer in multiples of 2, got 6
+          try: --microbatches 8
+    """
 
     def __init__(self, what: str, *, fix: str | None = None) -> None:
         super().__init__(what)

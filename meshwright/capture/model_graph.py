@@ -18,7 +18,34 @@ from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
 
 
 def capture(model: nn.Module, example_batch: Any, *, flat: Flat | None = None) -> ModelGraph:
-    """The chain of layers of a model, on any device and on meta; `flat` is its graph, if it is there already."""
+    """The chain of layers of a model, as data.
+
+    In Python this is `meshwright.capture(model, example_batch)`.
+
+    Args:
+        model: A module on any device. On `meta` it needs no memory for weights.
+        example_batch: A batch with at least two rows: a mapping of columns, or a tuple of tensors.
+        flat: The captured graph of the model, if it exists already.
+
+    Returns:
+        The layers with their operations, bytes, ties and skips.
+
+    Raises:
+        MeshwrightError: The model cannot be captured; the message names the line that prevents it.
+
+    Examples:
+        >>> import torch
+        >>> import meshwright as mw
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        ...     def forward(self, x):
+        ...         return self.last(self.first(x).relu()).sum()
+        >>> graph = mw.capture(Model(), (torch.zeros(2, 8),))
+        >>> sorted(weight.name for weight in graph.weights)
+        ['first.bias', 'first.weight', 'last.bias', 'last.weight']
+    """
     flat = flat or flatten(model, example_batch)
     line = line_of(model, flat)
     return graph_of(model, line, LayerChain(line).starts)

@@ -24,6 +24,8 @@ from meshwright.ir.timeline import Timeline
 SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
 MISFIT = "rows of costs do not divide"
 """Error text for a cost file whose number of rows does not match the stages of a schedule."""
+MODEL_FORMS = "A preset, mlp, gpt, a TOML, a config.json, package.module:function"
+"""What MODEL can be; `train/models/model_names.py` resolves it for every verb."""
 ENDLESS_STEPS = 4
 """Default number of steps for a schedule without a flush: enough to see more than its fill."""
 

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="A preset, a TOML, a config.json, package.module:function, or a file that --output wrote."
-        ),
+        typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}, or a file that --output wrote."),
     ],
     stages: Annotated[int, typer.Option("--stages", "-s", help="How many stages to cut it into.")] = 2,
     rows: Annotated[
@@ -70,8 +68,6 @@ def inspect(
 def _checked(model: str, stages: int, rows: int | None, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
     from meshwright.train.models.named_layers import checked
 
-    if Path(model).suffix == ".json" and '"kind": "model"' in outputs.read(Path(model)):
-        raise MeshwrightError(f"{model} has the layers of a model, not the model", fix="--check with the model itself")
     found = checked(model, stages, rows=rows or 2, length=length, batch=batch, cuts=cut)
     if found is None:
         raise MeshwrightError("the model is too large to be checked here", fix="a smaller configuration of the same family")

@@ -33,9 +33,7 @@ def train(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL|JOB.toml", help="A preset, a TOML, a config.json, package.module:function; or a whole job."
-        ),
+        typer.Argument(metavar="MODEL|JOB.toml", help=f"{inputs.MODEL_FORMS}; or a whole job."),
     ],
     parallel: inputs.Plan = None,
     pp: inputs.PipelineWorkers = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +11,7 @@ import typer
 from meshwright import schedules
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
-from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.ir.imported_function import function
+from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel, refuse_crowd
 from meshwright.ir.plan.plan_file import asked
 from meshwright.ir.plan.plan_order import refers
@@ -23,14 +21,11 @@ from meshwright.train.setup.settled_plan import settled
 if TYPE_CHECKING:
     from meshwright.train.verify.certificate import Certificate
 
-PRESETS = ("mlp", "gpt")
-"""Small models with their own data."""
-
 Maker = Callable[..., Any]
 
 
 def verify(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:function.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}.")],
     plan: inputs.Plan = None,
     schedule: inputs.ScheduleChoice = None,
     pp: Annotated[
@@ -56,6 +51,7 @@ def verify(
         str | None,
         typer.Option(metavar="none|inline|early|0.5,1|2GB", help="One mode for all stages, a share per stage, or a budget."),
     ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per row of a model by name.", rich_help_panel=inputs.SIZES)] = None,
     batch: inputs.BatchFunction = None,
     old_batch: inputs.OldBatch = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32; both runs compute in it.")] = "float64",
@@ -83,7 +79,7 @@ def verify(
     parallel = _plan(plan, {name: value for name, value in flags.items() if value is not None})
     path = output or (None if as_json else Path("certificate.json"))
     outputs.refuse_output(path)
-    build, data = _model(model, inputs.batch_function(batch, old_batch), parallel)
+    build, data = _model(model, inputs.batch_function(batch, old_batch), length, parallel)
     from meshwright.train.verify.verify import verify as compare
 
     certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed, precision=precision)
@@ -145,25 +141,15 @@ def _print(certificate: Certificate, path: Path | None) -> None:
     console.print(f"certificate: {path}")
 
 
-def _model(model: str, batch: str | None, parallel: Parallel) -> tuple[Maker, Maker]:
-    """Returns the functions that build the model and its batches; a preset is at least as deep as the plan has stages."""
-    if model not in PRESETS and ":" not in model:
-        raise MeshwrightError(
-            f"there is no model '{model}'{did_you_mean(model, PRESETS)}", fix=f"{', '.join(PRESETS)}, or package.module:function"
-        )
-    if model in PRESETS:
-        if batch is not None:
-            raise MeshwrightError(f"{model} has its own data; --batch-function is for your own model")
-        from meshwright.train.models import small_models as models
-        from meshwright.train.setup import build_schedule as lists
+def _model(model: str, batch: str | None, length: int | None, parallel: Parallel) -> tuple[Maker, Maker]:
+    """What makes the model, and what makes its batches: two rows for each microbatch, or one for each member of a team."""
+    from meshwright.train.models.example_batches import batches_for
+    from meshwright.train.models.model_names import resolve_model
+    from meshwright.train.setup.build_schedule import stages_of
 
-        stages, rows = lists.stages_of(parallel), max(32, 2 * parallel.microbatches * parallel.dp)
-        if model == "mlp":
-            return partial(models.mlp, layers=max(16, stages)), partial(models.mlp_batch, rows=rows)
-        return partial(models.gpt, blocks=max(8, stages - 2)), partial(models.text_batch, rows=rows)
-    if batch is None:
-        raise MeshwrightError(f"{model} needs data to train on", fix="--batch-function package.module:function")
-    return function(model), function(batch)
+    named = resolve_model(model, stages=stages_of(parallel))
+    rows = max((2, *parallel.width)) * parallel.microbatches * parallel.dp
+    return named.build, batches_for(named, batch, rows=rows, length=length)
 
 
 def _recompute(text: str | None) -> str | list[float] | None:

@@ -27,7 +27,13 @@ NONE = -1
 
 
 class Op(StrEnum):
-    """What a worker can do; the letter is the one in the text form."""
+    """What a worker can do. The letter is the one in the text form.
+
+    Examples:
+        >>> from meshwright import Action, Op
+        >>> str(Action(Op.F, stage=2, mb=0))
+        '2F0'
+    """
 
     F = "F"  # forward of a stage
     B = "B"  # whole backward
@@ -70,7 +76,21 @@ BY_VERSION = frozenset({Kind.PARTIAL, Kind.SUM, Kind.NORM, Kind.PARAM, Kind.OPT}
 
 
 class Action(NamedTuple):
-    """One thing that a worker does; `version` is the parameter version it reads (for S, N, U: the round)."""
+    """One thing that a worker does, such as the forward of one stage for one microbatch.
+
+    Args:
+        op: What is done.
+        stage: The stage that it is done for.
+        mb: The microbatch; -1 for operations of a round (sync, norm, update).
+        replica: The copy of the pipeline inside the schedule. Chimera has two.
+        version: The parameter version that is read; for S, N and U the round.
+        part: Half 0 or 1 of the microbatch; -1 is the whole.
+
+    Examples:
+        >>> from meshwright import Action, Op
+        >>> print(Action(Op.F, stage=2, mb=0, replica=1, version=3))
+        2F0@1#3
+    """
 
     op: Op
     stage: int
@@ -90,7 +110,19 @@ class Action(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Two actions that overlap on purpose (DualPipe): both inputs at the start, both outputs at the end."""
+    """Two actions that overlap on purpose, as in DualPipe.
+
+    Both inputs are there at the start, both outputs at the end.
+
+    Args:
+        first: One action.
+        second: The other one.
+
+    Examples:
+        >>> from meshwright import Action, Cell, Op
+        >>> print(Cell(Action(Op.F, 2, 0), Action(Op.B, 5, 1)))
+        [2F0|5B1]
+    """
 
     first: Action
     second: Action
@@ -104,7 +136,23 @@ class Cell(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What actions read and write. `piece` is a row piece of act and grad, else the worker whose copy it is."""
+    """What actions read and write: an activation, a gradient, a parameter version and so on.
+
+    Args:
+        kind: What it is, such as `act`, `grad` or `param`.
+        stage: The stage that it belongs to.
+        mb: The microbatch; -1 for values of a round or version.
+        replica: The copy of the pipeline inside the schedule.
+        version: The round or parameter version.
+        part: Half 0 or 1 of the microbatch; -1 is the whole.
+        piece: For `act` and `grad` a piece of the rows; for other kinds the worker that holds this copy. -1 is the whole.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("gpipe", workers=2, microbatches=1)
+        >>> print(*mw.effects(schedule, 1, schedule.lists[1][0]).reads)
+        0act0 1param~1
+    """
 
     kind: Kind
     stage: int
@@ -126,7 +174,19 @@ class Value(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One end of a message: `sends` or receives `value`, to or from worker `peer`."""
+    """One end of a message between two workers.
+
+    Args:
+        sends: True for the send, False for the receive.
+        value: What is sent.
+        peer: The worker at the other end.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> lowered = mw.lower(mw.schedules.build("gpipe", workers=2, microbatches=1))
+        >>> [str(entry) for entry in lowered.lists[0] if isinstance(entry, mw.Transfer)]
+        ['0act0>1', '0grad0<1']
+    """
 
     sends: bool
     value: Value

@@ -85,7 +85,28 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where a model is cut; `starts` ends with the number of layers. `best` is the lightest possible heaviest stage."""
+    """Where a model is cut into stages, and why there.
+
+    Attributes:
+        starts: The first layer of each stage, and at the end the number of layers.
+        parts: The stages: layers, parameters, operations, what crosses after each.
+        best: The operations of the heaviest stage in the best possible cut.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> from torch import nn, zeros
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = layer(x).relu()
+        ...         return x.sum()
+        >>> cuts = mw.capture(Model(), (zeros(2, 8),)).cuts(2)
+        >>> len(cuts.parts), round(cuts.heaviest / cuts.best, 2)
+        (2, 1.0)
+    """
 
     starts: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -104,7 +125,21 @@ class Cuts:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """Layers in a chain, and all parameters."""
+    """A model as a chain of layers that it may be cut between. `meshwright.capture` makes one.
+
+    Attributes:
+        name: The class of the model.
+        layers: The layers: operations, parameters, what crosses after each.
+        weights: All parameters, under their first names.
+
+    Examples:
+        ```python
+        graph = meshwright.capture(model, example_batch)
+        print(graph.flops, [tie.name for tie in graph.ties])
+        for part in graph.cuts(4).parts:
+            print(part.layers, part.why)
+        ```
+    """
 
     name: str
     layers: tuple[Layer, ...]
@@ -213,14 +248,43 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def model_to_json(graph: ModelGraph) -> str:
-    """The file form of a model."""
+    """Write the layers of a model. The weights are not in it.
+
+    Args:
+        graph: The layers.
+
+    Returns:
+        JSON text, from which `model_from_json` makes an equal graph.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> graph = mw.ModelGraph("Model", (), ())
+        >>> mw.model_from_json(mw.model_to_json(graph)) == graph
+        True
+    """
     layers = [asdict(layer) for layer in graph.layers]
     weights = [asdict(weight) for weight in graph.weights]
     return json.dumps({"schema": SCHEMA, "kind": "model", "name": graph.name, "layers": layers, "weights": weights}, indent=1)
 
 
 def model_from_json(given: str) -> ModelGraph:
-    """Read a model."""
+    """Read the layers of a model, as `meshwright inspect --output` writes them.
+
+    Args:
+        given: The JSON text.
+
+    Returns:
+        The layers.
+
+    Raises:
+        MeshwrightError: The text is not a model file.
+
+    Examples:
+        ```python
+        graph = meshwright.model_from_json(Path("layers.json").read_text())
+        print(graph.cuts(4).starts)
+        ```
+    """
     keys = frozenset({"schema", "kind", "name", "layers", "weights"})
     read = Reader(parsed(given, "a model file"), "a model file", kind="model", schema=SCHEMA, keys=keys)
     layers = tuple(_layer(index, row) for index, row in enumerate(read("layers", rows)))

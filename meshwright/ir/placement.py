@@ -45,7 +45,19 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """`teams[replica][stage]` is the tuple of teams that serve the stage; `rows` is the size of a microbatch (0: divisible)."""
+    """Which workers serve each stage of each replica.
+
+    Microbatch m of a stage runs on team `m mod len(teams)`. The workers of a team share its rows.
+
+    Args:
+        teams: `teams[replica][stage]` is the tuple of teams that serve the stage; a team is a tuple of workers.
+        rows: How many rows a microbatch has; 0 stands for a number that every team can divide.
+
+    Examples:
+        >>> from meshwright import Placement
+        >>> Placement.zigzag(2, legs=2).held
+        (((0, 0), (0, 3)), ((0, 1), (0, 2)))
+    """
 
     teams: tuple[tuple[tuple[Team, ...], ...], ...]
     rows: int = 0

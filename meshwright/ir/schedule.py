@@ -24,7 +24,18 @@ Lists = tuple[tuple[Entry, ...], ...]
 
 
 class Recompute(NamedTuple):
-    """How a stage gets back what its forward dropped: which share, and by its own R action (`early`) or inside B."""
+    """How a stage gets back what its forward did not keep.
+
+    Args:
+        share: The share of its layers that is recomputed, from 0 to 1.
+        early: True: by an action R of its own, before the backward. False: inside the backward.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("onef1b", workers=2, microbatches=2)
+        >>> mw.lower(schedule, recompute=[mw.Recompute(share=0.5), mw.Recompute(share=0.0)]).recompute[0].share
+        0.5
+    """
 
     share: float = 1.0
     early: bool = False
@@ -39,7 +50,37 @@ class ChannelOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every worker does, in which order. `microbatches` is per round; `lowered`: syncs and transfers are in."""
+    """Where stages live, and what every worker does in which order. There are no times in it.
+
+    It is a prologue, a period that repeats, and a drain. A schedule with a flush is all period. `meshwright.schedules.build`
+    makes one by name.
+
+    Args:
+        name: What it is called.
+        placement: Where the stages live.
+        microbatches: Microbatches of one round, that is of one update.
+        period: For each worker the entries that repeat.
+        prologue: For each worker the entries before the first period.
+        drain: For each worker the entries after the last period.
+        repeats: How many periods there are.
+        options: The options that it was built with.
+        parts: Into how many parts a microbatch is cut by rows.
+        ties: Groups of stages that share a parameter.
+        recompute: For each stage how it recomputes; None if nothing is settled.
+        turns: Pairs (writer, reader) of actions where the second waits for the first without a message.
+        channels: Orders of messages between two workers, where the schedule chooses them.
+        flush: Whether a step ends before the next one begins.
+        ring: Whether gradients are added up from worker to worker instead of by a collective.
+        norm: Whether a step has one global reduction for the norm of its gradient.
+        lowered: Whether syncs, updates, sends and receives are in the lists.
+        proof: The digest of what was proved, set by the proof.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("onef1b", workers=2, microbatches=2)
+        >>> print(*schedule.lists[0])
+        0F0 0F1 0B0 0B1
+    """
 
     name: str
     placement: Placement

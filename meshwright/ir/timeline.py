@@ -23,7 +23,13 @@ SCHEMA = 1
 
 
 class Lane(StrEnum):
-    """What a span occupies on its worker."""
+    """What a span occupies on its worker: compute, send, receive or a collective.
+
+    Examples:
+        >>> from meshwright import Lane
+        >>> [lane.value for lane in Lane]
+        ['compute', 'send', 'receive', 'collective']
+    """
 
     COMPUTE = "compute"
     SEND = "send"
@@ -32,7 +38,22 @@ class Lane(StrEnum):
 
 
 class Span(NamedTuple):
-    """An entry with its times on one worker."""
+    """An entry of a schedule with its times on one worker.
+
+    Args:
+        worker: The worker.
+        lane: What it occupies there.
+        entry: The action, cell or transfer.
+        start_s: When it starts, in seconds.
+        end_s: When it ends.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("gpipe", workers=2, microbatches=1)
+        >>> span = mw.simulate(schedule, mw.even_costs(stages=2, workers=2)).compute[1][0]
+        >>> str(span.entry), span.start_s, span.end_s
+        ('1F0', 1.0, 2.0)
+    """
 
     worker: int
     lane: Lane
@@ -51,7 +72,24 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all workers. `memory[worker]` and `parameter_copies[worker]` follow from the values that actions make and end."""
+    """When everything happens, simulated or measured, and what each worker holds.
+
+    Args:
+        schedule: The name of the schedule.
+        workers: How many workers there are.
+        spans: All entries with their times.
+        memory: For each worker its levels of memory over time; empty if unknown.
+        parameter_copies: For each worker how many copies of its parameters it holds; empty if unknown.
+        lower_bound_s: A makespan that no order can beat.
+        flush: Whether a step ends before the next one begins.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("onef1b", workers=4, microbatches=8)
+        >>> timeline = mw.simulate(schedule, mw.even_costs(stages=4, workers=4))
+        >>> timeline.makespan_s, round(timeline.bubble_ratio, 4), timeline.peak(0)
+        (33.0, 0.2727, 4.0)
+    """
 
     schedule: str
     workers: int

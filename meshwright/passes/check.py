@@ -29,7 +29,24 @@ from meshwright.passes.wellformed import faults
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The verdict: `ok`, or the law that is broken, by which action on which worker, and why."""
+    """The verdict of `check`.
+
+    Attributes:
+        ok: Whether every law holds.
+        law: The law that is broken; None if none is.
+        worker: The worker whose action breaks it.
+        action: That action, as text.
+        reason: Why it breaks the law.
+        picture: The lists around it, with an arrow.
+        peak_activations: For each worker the most microbatches whose activations it holds at once.
+        receive_depth: How many messages wait for one worker at most.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> result = mw.check(mw.schedules.build("onef1b", workers=4, microbatches=8))
+        >>> result.ok, result.peak_activations
+        (True, (4, 3, 2, 1))
+    """
 
     ok: bool
     law: str | None = None
@@ -50,7 +67,26 @@ class CheckResult:
 
 @no_collection()
 def check(schedule: Schedule) -> CheckResult:
-    """Prove a schedule, lowered or not, with its period repeated; never raises for anything that a schedule can contain."""
+    """Prove a schedule: no deadlock, and every value in its place.
+
+    Every send, receive and collective may block in list order and the schedule still ends. Every value exists where it is
+    read. Every weight gradient enters one reduction over exactly its contributors. A schedule that is not lowered is
+    lowered first; its period is checked so that it can repeat.
+
+    Args:
+        schedule: The schedule, lowered or not.
+
+    Returns:
+        The verdict. A broken law does not raise: it comes back with the worker, the action and the reason.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("gpipe", workers=2, microbatches=2)
+        >>> broken = schedule.with_lists((schedule.lists[0][1:], schedule.lists[1]))
+        >>> result = mw.check(broken)
+        >>> result.ok, result.worker, result.action
+        (False, 0, '0B0')
+    """
     if not isinstance(schedule, Schedule):
         return CheckResult(False, Law.PLACEMENT.value, reason=f"this is not a schedule but {type(schedule).__name__}")
     for fault in faults(schedule):  # there are no lists to draw

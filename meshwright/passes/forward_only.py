@@ -17,9 +17,20 @@ from meshwright.ir.schedule import Schedule
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, lowered or not, all with the parameters as they are; a period, so that it repeats.
+    """The forwards of a schedule, for evaluation.
 
-    Without a flush there is no step to keep: all microbatches of the run become one.
+    Stages stay where they are. Without a flush there is no step to keep: all microbatches of the run become one round.
+
+    Args:
+        schedule: The schedule, lowered or not.
+
+    Returns:
+        A schedule of forwards alone, not lowered.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> print(*mw.forward_only(mw.schedules.build("onef1b", workers=2, microbatches=3)).lists[0])
+        0F0 0F1 0F2
     """
     closed = schedule.flush and not schedule.prologue and not schedule.drain
     lists = schedule.period if closed else schedule.lists

@@ -35,7 +35,25 @@ def lower(
 ) -> Schedule:
     """Add what a schedule has not placed: recompute, gradient sync, updates, sends and receives.
 
-    Costs, where known, choose the best of the safe orders. A period with a flush is lowered once and repeated.
+    A period with a flush is lowered once and repeated.
+
+    Args:
+        schedule: The schedule. One that is lowered already is returned as it is.
+        sync: When gradients are added up: `lazy`, `eager`, `eager-opt` or `ring`.
+        recompute: `none`, `inline`, `early`, or a `Recompute` for each stage; None keeps what the schedule says.
+        costs: One cost for each stage. They choose the best of the safe orders of messages.
+        cluster: The links between workers, for the same purpose.
+
+    Returns:
+        The lowered schedule, which `check`, `simulate` and the runtime take as it is.
+
+    Raises:
+        MeshwrightError: The schedule breaks a law, so that it cannot be lowered.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> print(*mw.lower(mw.schedules.build("gpipe", workers=2, microbatches=1)).lists[0])
+        0F0 0act0>1 0grad0<1 0B0 0S N 0U
     """
     if schedule.lowered:
         return schedule

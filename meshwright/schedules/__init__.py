@@ -47,7 +47,16 @@ GIVEN = ("workers", "microbatches", "steps", "costs", "cluster")
 
 
 def names() -> list[str]:
-    """Returns the names of all schedules."""
+    """The names of all schedules.
+
+    Returns:
+        The names, sorted. Each is a file in `meshwright/schedules/`.
+
+    Examples:
+        >>> from meshwright import schedules
+        >>> "chimera" in schedules.names()
+        True
+    """
     return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
 
 
@@ -62,7 +71,19 @@ def builder(name: str) -> Callable[..., Schedule]:
 
 
 def summary(name: str) -> str:
-    """Returns the first line of a schedule's file, which says what it is."""
+    """What a schedule is, in one line.
+
+    Args:
+        name: The schedule.
+
+    Returns:
+        The first line of its file.
+
+    Examples:
+        >>> from meshwright import schedules
+        >>> schedules.summary("gpipe").startswith("GPipe")
+        True
+    """
     builder(name)
     return (importlib.import_module(f"{__name__}.{name}").__doc__ or "").partition("\n")[0]
 
@@ -73,7 +94,19 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:
-    """Returns the options of a schedule: what its build function takes besides sizes and costs."""
+    """The options of a schedule.
+
+    Args:
+        name: A schedule, or `package.module:function`.
+
+    Returns:
+        The keyword arguments of its build function, without sizes and costs.
+
+    Examples:
+        >>> from meshwright import schedules
+        >>> list(schedules.options("interleaved"))
+        ['chunks']
+    """
     return {key: parameter for key, parameter in parameters(name).items() if key not in GIVEN}
 
 
@@ -108,7 +141,29 @@ def build(
     cluster: Cluster | None = None,
     **chosen: object,
 ) -> Schedule:
-    """Builds a schedule by name for `steps` steps. Options given as text are converted."""
+    """Build a schedule by name.
+
+    Args:
+        name: A schedule, or `package.module:function`.
+        workers: Workers of one pipeline.
+        microbatches: Microbatches of one step.
+        steps: How many steps the lists hold.
+        costs: One cost for each stage, for schedules whose order depends on them.
+        cluster: The links between workers, for the same schedules.
+        **chosen: Options of the schedule. Texts are converted to the declared types.
+
+    Returns:
+        The schedule, not lowered.
+
+    Raises:
+        MeshwrightError: There is no such schedule or option, or it does not run at these sizes.
+
+    Examples:
+        >>> from meshwright import schedules
+        >>> schedule = schedules.build("zero_bubble", workers=4, microbatches=8, variant="h1")
+        >>> schedule.name, schedule.workers
+        ('zero_bubble', 4)
+    """
     for what, count in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=4")

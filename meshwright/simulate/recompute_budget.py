@@ -32,12 +32,34 @@ def stage_aware(
     cluster: Cluster | None = None,
     layers: Sequence[int | Sequence[float]] | None = None,
 ) -> tuple[Recompute, ...]:
-    """The least share per stage under the budget, of which some may be reserved, in whole layers where those are given.
+    """The least that every stage has to recompute so that no worker exceeds a budget.
 
-    `layers` has for each stage their number, or the bytes that are kept of it when none, one, two ... all of them are dropped;
-    a share is then one of layers. All stages of a worker drop the same share; a stage on several workers drops what the
-    tightest of them needs. What a schedule has settled to recompute by actions of its own it recomputes by them, or not at all.
-    Recompute takes as long as the forward, where costs do not say otherwise.
+    All stages of a worker drop the same share. A stage on several workers drops what the tightest of them needs. A schedule
+    that has its own recompute actions uses them for a stage, or the stage recomputes nothing. Recompute takes as long as the
+    forward where costs do not say otherwise.
+
+    Args:
+        schedule: The schedule.
+        costs: One cost for each stage, with bytes.
+        budget_bytes: The most that a worker may hold.
+        reserved_bytes: How much of the budget is taken by something else.
+        cluster: The links between workers.
+        layers: For each stage its number of layers, or the bytes that it keeps when none, one, two ... all of them are
+            dropped. The shares are then whole layers.
+
+    Returns:
+        For each stage how it recomputes; pass it to `lower`.
+
+    Raises:
+        MeshwrightError: A worker exceeds the budget even if it recomputes everything.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("onef1b", workers=2, microbatches=4)
+        >>> cost = mw.StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=8.0, output_bytes=1.0)
+        >>> found = mw.stage_aware(schedule, [cost, cost], budget_bytes=14.0, layers=[4, 4])
+        >>> [each.share for each in found]
+        [0.25, 0.0]
     """
     if isnan(budget_bytes):
         raise MeshwrightError("the budget is not a number", fix="budget_bytes=16e9")

@@ -118,9 +118,31 @@ class Skeleton:
 
 
 def sketch(build: Callable[[], Any], *, seed: int = 0, weights: str | Path | None = None) -> Skeleton:
-    """Build a model, or a list of modules, with nothing in it; `fill` gives it the values that the seed gives serially.
+    """Build a model, or a list of modules, without memory for its weights.
 
-    `weights`, a safetensors file or folder, is where trainers and sessions read the values from instead.
+    What the initialization would have drawn is recorded, so that each rank can fill the tensors of its own stages with the
+    values that one process would have given them.
+
+    Args:
+        build: A function that builds the model.
+        seed: The seed that the values are drawn from.
+        weights: A safetensors file or folder that trainers and sessions read the values from instead.
+
+    Returns:
+        The model on `meta`, as `.model`, and what it takes to fill it.
+
+    Raises:
+        MeshwrightError: `build` returned something else than a module or a list of modules.
+
+    Examples:
+        >>> import torch
+        >>> import meshwright as mw
+        >>> skeleton = mw.sketch(lambda: torch.nn.Linear(4, 4), seed=1)
+        >>> skeleton.model.weight.is_meta
+        True
+        >>> skeleton.fill()
+        >>> torch.manual_seed(1).initial_seed(), torch.equal(torch.nn.Linear(4, 4).weight, skeleton.model.weight)
+        (1, True)
     """
     recorder = Recorder()
     try:

@@ -45,7 +45,22 @@ class Effects(NamedTuple):
 
 
 def effects(schedule: Schedule, worker: int, entry: Entry) -> Effects:
-    """The effects of one entry; whoever asks for many takes `rule(schedule)` once."""
+    """What one entry of a schedule reads and writes. This is the dependency rule.
+
+    Args:
+        schedule: The schedule that the entry stands in.
+        worker: The worker whose list it stands in.
+        entry: An action, a cell or a transfer.
+
+    Returns:
+        The values that must be there before it starts, and those that are there when it ends.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("gpipe", workers=2, microbatches=1)
+        >>> print(*mw.effects(schedule, 0, schedule.lists[0][0]).writes)
+        0act0 0saved0~0
+    """
     return rule(schedule)(worker, entry)
 
 

@@ -28,13 +28,20 @@ _KEYS = frozenset(["schema", "kind", "steps", "schedule", "costs", "timeline"])
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured plan.
+    """What a run has measured. `meshwright.measure` makes one.
 
     Attributes:
         schedule: The lowered schedule that ran.
         costs: For each stage its seconds and bytes for one microbatch, the mean over traced steps.
         timeline: The last traced step. Worker w of copy j is worker w + schedule.workers * j.
         steps: The first and the last traced step of the run, counted from 1.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule, costs = mw.schedules.build("gpipe", workers=2, microbatches=2), mw.even_costs(stages=2, workers=2)
+        >>> found = mw.Measurement(mw.lower(schedule), costs, mw.simulate(schedule, costs), steps=(3, 6))
+        >>> found.copies, found.timeline.makespan_s
+        (1, 9.0)
     """
 
     schedule: Schedule
@@ -49,7 +56,21 @@ class Measurement:
 
 
 def measurement_to_json(found: Measurement) -> str:
-    """Write a measurement; `measurement_from_json` gives back an equal one."""
+    """Write a measurement.
+
+    Args:
+        found: The measurement.
+
+    Returns:
+        JSON text, from which `measurement_from_json` makes an equal measurement.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule, costs = mw.schedules.build("gpipe", workers=2, microbatches=2), mw.even_costs(stages=2, workers=2)
+        >>> found = mw.Measurement(mw.lower(schedule), costs, mw.simulate(schedule, costs))
+        >>> mw.measurement_from_json(mw.measurement_to_json(found)) == found
+        True
+    """
     return json.dumps(
         {
             "schema": SCHEMA,
@@ -63,7 +84,23 @@ def measurement_to_json(found: Measurement) -> str:
 
 
 def measurement_from_json(text: str) -> Measurement:
-    """Read a measurement."""
+    """Read a measurement, for example `measurement.json` in the output folder of a traced run.
+
+    Args:
+        text: The JSON text.
+
+    Returns:
+        The measurement.
+
+    Raises:
+        MeshwrightError: The text is not a measurement, or its parts do not fit each other.
+
+    Examples:
+        ```python
+        found = meshwright.measurement_from_json(Path("out/measurement.json").read_text())
+        predicted = meshwright.simulate(found.schedule, found.costs)
+        ```
+    """
     read = Reader(parsed(text, "a measurement"), "a measurement", kind="measurement", schema=SCHEMA, keys=_KEYS)
     schedule: Schedule = read("schedule", _part(schedule_from_json))
     costs: tuple[StageCost, ...] = read("costs", _part(costs_from_json))

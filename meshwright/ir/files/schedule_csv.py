@@ -27,13 +27,46 @@ _TRANSFER = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The compute form of a schedule, or the lowered form of a lowered one."""
+    """Write a schedule as CSV for torch.distributed.pipelining.
+
+    Args:
+        schedule: The schedule. A lowered one is written in torch's lowered form, with sends and receives.
+
+    Returns:
+        CSV text, one line for each rank.
+
+    Raises:
+        MeshwrightError: The schedule has something that the format has no word for, such as replicas.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> print(mw.to_csv(mw.schedules.build("gpipe", workers=2, microbatches=2)), end="")
+        0F0,0F1,0B0,0B1
+        1F0,1F1,1B0,1B1
+    """
     _refuse(schedule)
     return "".join(",".join(filter(None, (_cell(entry) for entry in entries))) + "\n" for entries in schedule.lists)
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Read either form; the placement follows from which rank runs which stage."""
+    r"""Read a schedule from the CSV of torch.distributed.pipelining, in either of its forms.
+
+    Args:
+        text: The CSV text. Which rank runs which stage gives the placement.
+        name: What the schedule is called.
+
+    Returns:
+        The schedule; lowered if the text has sends and receives.
+
+    Raises:
+        MeshwrightError: A cell cannot be read, or a stage runs on two ranks.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+        >>> schedule.stages, schedule.microbatches
+        (2, 2)
+    """
     cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     rows = [[_parsed(cell) for cell in row if cell and not _SHARDING.fullmatch(cell)] for row in cells]
     where: dict[int, int] = {}

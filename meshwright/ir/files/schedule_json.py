@@ -48,7 +48,20 @@ _KEYS = frozenset(
 
 
 def schedule_to_json(schedule: Schedule) -> str:
-    """Write a schedule; `schedule_from_json` gives back an equal one."""
+    """Write a schedule as a file that `check`, `show` and `simulate` read.
+
+    Args:
+        schedule: The schedule, lowered or not.
+
+    Returns:
+        JSON text, from which `schedule_from_json` makes an equal schedule.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("chimera", workers=4, microbatches=4)
+        >>> mw.schedule_from_json(mw.schedule_to_json(schedule)) == schedule
+        True
+    """
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "schedule",
@@ -78,7 +91,24 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """Read a schedule; whatever is wrong with the file is said, with the place."""
+    """Read a schedule.
+
+    Args:
+        text: The JSON text.
+
+    Returns:
+        The schedule. It is not proved yet; `check` does that.
+
+    Raises:
+        MeshwrightError: The text is not a schedule file; the message names the place.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> text = '''{"schema": 1, "kind": "schedule", "name": "mine", "microbatches": 1,
+        ...   "placement": [[[[0]], [[1]]]], "period": ["0F0 0B0", "1F0 1B0"]}'''
+        >>> mw.check(mw.schedule_from_json(text)).ok
+        True
+    """
     return schedule_from(parsed(text, "a schedule file"), "a schedule file")
 
 

@@ -53,10 +53,32 @@ class UnsaidName(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """`pp` workers per pipeline, `dp` copies of it, `width[s]` workers that share the rows of stage s.
+    """A plan: how many workers, which schedule, and how it runs. All arguments are keywords.
 
-    `schedule` is a name, a `Schedule`, a schedule file, or `package.module:function`. The last two stay as they are until
-    `schedules.settled` has read or called them.
+    Every `parallel=` takes one, or a mapping with the same keys, or a plan file.
+
+    Args:
+        pp: Workers of one pipeline.
+        dp: Copies of the pipeline, each with its own rows of the batch.
+        schedule: A name, a `Schedule`, a schedule file, or `package.module:function`.
+        microbatches: Microbatches of one step; 0 stands for as many as workers.
+        options: Options of the schedule, such as `{"mode": "halving"}`.
+        sync: When gradients are added up: `lazy`, `eager`, `eager-opt` or `ring`.
+        recompute: `none`, `inline`, `early`, a share for each stage, or a budget in bytes such as `"2GB"`.
+        width: For each stage how many workers share its rows; empty is one each.
+        transport: `auto`, `torch`, `shared` or `strict`.
+        stages: Where the stages after the first begin: modules by name, or numbers of layers. Empty: cut evenly.
+        order: The lists themselves, instead of a schedule by name.
+        costs: What each stage costs, so that the schedule is shaped by it.
+
+    Raises:
+        MeshwrightError: A value is not possible, or two of them contradict each other.
+
+    Examples:
+        >>> from meshwright import Parallel
+        >>> plan = Parallel(pp=4, dp=2, schedule="chimera", microbatches=8)
+        >>> plan.processes
+        8
     """
 
     pp: int = Unsaid(1)

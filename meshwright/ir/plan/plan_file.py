@@ -33,7 +33,20 @@ _log = logging.getLogger(__name__)
 
 
 def plan_to_json(parallel: Parallel) -> str:
-    """The file form of a plan."""
+    """Write a plan as a file for `--plan`.
+
+    Args:
+        parallel: The plan.
+
+    Returns:
+        JSON text.
+
+    Examples:
+        >>> from meshwright import Parallel, plan_from_json, plan_to_json
+        >>> plan = Parallel(pp=2, schedule="gpipe", microbatches=4)
+        >>> plan_from_json(plan_to_json(plan)) == plan
+        True
+    """
     table = plan_table(parallel)
     order = {"order": table.pop("order")} if "order" in table else {}
     return json.dumps({"schema": SCHEMA, "parallel": table, **order}, indent=1)
@@ -51,7 +64,22 @@ def plan_table(given: Parallel | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_from_json(text: str) -> Parallel:
-    """Read a plan."""
+    """Read a plan from its file form.
+
+    Args:
+        text: The JSON text.
+
+    Returns:
+        The plan.
+
+    Raises:
+        MeshwrightError: The text is not a plan file, or asks for something that does not exist.
+
+    Examples:
+        >>> from meshwright import plan_from_json
+        >>> plan_from_json('{"schema": 1, "parallel": {"pp": 4, "schedule": "chimera"}}').pp
+        4
+    """
     return Parallel.of(_table(parsed(text, WHAT)))
 
 

@@ -1,20 +1,69 @@
-"""Resolves MODEL on the command line: a preset, a TOML file, a Hugging Face config.json, or package.module:function."""
+"""MODEL on the command line, for every verb: a preset, a small model, a TOML file, a config.json, or package.module:function.
+
+resolve_model("gpt-tiny")               a preset: a TOML file in meshwright/presets/models
+resolve_model("gpt")                    a small model with its data: a list of layers, `mlp` or `gpt`
+resolve_model("mine.toml")              a file in the form of a preset
+resolve_model("config.json")            a configuration of transformers
+resolve_model("package.module:build")   a function of the user's own
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.ir.imported_function import function
 from meshwright.ir.input_limits import file_text, shown, toml
 from meshwright.ir.reader import Reader, parsed, text
 
 SCHEMA = 1
 CAUSAL = "AutoModelForCausalLM"
 KEYS = frozenset({"schema", "head", "dataset", "config"})
+SMALL = ("mlp", "gpt")
+"""Small models that come with their data; `train/models/small_models.py` has them."""
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """What MODEL stands for: how to build it, and what is known about its data. Workers can be sent it."""
+
+    name: str
+    build: Callable[[], Any]
+    dataset: str | None = None
+    """The data set that it trains on unless another is given."""
+    positions: int | None = None
+    """How many tokens a row has at most; None where nothing says so."""
+    batch: Callable[..., Any] | None = None
+    """batch(step, rows=...), for a model that comes with its data."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a function of the user builds it, so that nothing is known about its data."""
+        return ":" in self.name
+
+
+def resolve_model(name: str, *, stages: int = 1) -> NamedModel:
+    """The model that MODEL names; a small model has at least as many layers as there are `stages`."""
+    if name in SMALL:
+        return _small(name, stages)
+    if ":" in name:
+        return NamedModel(name, function(name))
+    found = model_file(name)
+    return NamedModel(name, found.build, found.dataset, found.positions)
+
+
+def _small(name: str, stages: int) -> NamedModel:
+    from meshwright.train.models import small_models as small
+
+    rows = f"{small.__name__}:{name}_rows"
+    if name == "mlp":
+        return NamedModel(name, partial(small.mlp, layers=max(16, stages)), rows, batch=small.mlp_batch)
+    return NamedModel(name, partial(small.gpt, blocks=max(8, stages - 2)), rows, batch=small.text_batch)
 
 
 @dataclass(frozen=True)
@@ -74,12 +123,15 @@ def model_file(name: str) -> ModelFile:
     if path.suffix == ".json":
         return _from_config(path)
     if path.suffix != ".toml" and name not in presets():
+        known = [*SMALL, *presets()]
         raise MeshwrightError(
-            f"there is no model {name!r}{did_you_mean(name, presets())}",
-            fix=f"{', '.join(presets())}, a TOML, a config.json, or package.module:function",
+            f"there is no model {name!r}{did_you_mean(name, known)}",
+            fix=f"{', '.join(known)}, a TOML, a config.json, or package.module:function",
         )
     raw = file_text(path, "the model") if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()
     data = toml(raw, f"the model {name}")
+    if "config" not in data and isinstance(data.get("model"), str):
+        raise MeshwrightError(f"{name} is a training job, not a model", fix=f"its model, {shown(data['model'])}")
     read = Reader(data, f"the model {name}", kind=None, schema=SCHEMA, keys=KEYS)
     config = read("config", _table)
     if "model_type" not in config:
@@ -89,6 +141,8 @@ def model_file(name: str) -> ModelFile:
 
 def _from_config(path: Path) -> ModelFile:
     config = parsed(file_text(path, "the configuration"), f"the configuration {path}")
+    if isinstance(config, dict) and config.get("kind") == "model":
+        raise MeshwrightError(f"{path} has the layers of a model, not the model", fix="the model itself")
     if not isinstance(config, dict) or "model_type" not in config:
         raise MeshwrightError(
             f"{path} is not a configuration of transformers: it has no model_type", fix="pass the config.json of a model"

@@ -84,3 +84,13 @@ def text_batch(step: int, *, rows: int = 32, length: int = 16) -> tuple[Tensor, 
     starts = torch.randint(0, len(data) - length - 1, (rows,), generator=random)
     rows_of = torch.stack([data[s : s + length + 1] for s in starts.tolist()])
     return rows_of[:, :-1].contiguous(), rows_of[:, 1:].contiguous()
+
+
+def mlp_rows() -> list[tuple[Tensor, ...]]:
+    """A data set for `mlp`."""
+    return list(zip(*(column.float() for column in mlp_batch(0, rows=512)), strict=True))
+
+
+def gpt_rows() -> list[tuple[Tensor, ...]]:
+    """A data set for `gpt`."""
+    return list(zip(*text_batch(0, rows=512), strict=True))

@@ -56,7 +56,25 @@ class StepResult:
 
 
 class Session:
-    """One rank of a training run; all ranks call its methods together."""
+    """One rank of a training run with your own loop. `meshwright.parallelize` makes one.
+
+    All ranks call the methods together, with the same batch.
+
+    Attributes:
+        model: The model that is trained.
+        parallel: The plan.
+        steps: How many steps were made.
+        rank: The rank of this process.
+
+    Examples:
+        ```python
+        with meshwright.parallelize(model, example_batch, dict(pp=2)) as session:
+            for batch in batches:
+                result = session.step(batch)
+                print(result.step, result.loss, result.grad_norm)
+            session.export("out/model")
+        ```
+    """
 
     def __init__(
         self,
