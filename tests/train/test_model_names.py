@@ -189,7 +189,7 @@ def test_the_names_that_exist_are_listed() -> None:
         (("gpt-tiny", "--length", "65"), "gpt-tiny takes 64 tokens per row, not 65"),
         (("gpt-tiny", "--length", "0"), "at least 1 token"),
         (("vit-small", "--length", "4"), "takes pictures"),
-        (("own_names:build", "--batch-function", "own_names:batch", "--length", "4"), "says how many tokens"),
+        (("own_names:build", "--batch-function", "own_names:batch", "--length", "4"), "decides the number of tokens"),
     ],
 )
 def test_verify_refuses(folder: Path, arguments: Any, text: str) -> None:
