@@ -15,9 +15,9 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # no public way sees every draw; missing, capture could not run either
 
 from meshwright.capture.trace.operations import is_random
+from meshwright.torch_internals import DispatchMode
 
 
 def seed_all(number: int) -> None:
@@ -55,7 +55,7 @@ def keep_states() -> Callable[[], None]:
     return restore
 
 
-class Draws(TorchDispatchMode):
+class Draws(DispatchMode):
     """Every draw starts from the seed of its operation and shape, so that a draw that nobody uses moves no other."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -67,7 +67,7 @@ class Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Alike(TorchDispatchMode):
+class Alike(DispatchMode):
     """Every number that is drawn is the same, so that a row does not depend on which others are drawn with it."""
 
     VALUE = 0.4
@@ -80,7 +80,7 @@ class Alike(TorchDispatchMode):
         return found
 
 
-class Counted(TorchDispatchMode):
+class Counted(DispatchMode):
     """Counts the draws."""
 
     def __init__(self) -> None:

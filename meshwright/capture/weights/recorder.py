@@ -24,8 +24,8 @@ from meshwright.capture.weights.torch_functions import (
     UNFILLED,
     changes_first,
     draws,
-    running,
 )
+from meshwright.torch_internals import running_initialiser
 
 SMALL = 1 << 16
 """Tensors of at most so many elements are computed where they are drawn nowhere."""
@@ -95,7 +95,7 @@ class Recorder(TorchFunctionMode):
 
     def _as_one(self) -> bool:
         """Initialisers ask whether there are values to set. Those are recorded as one entry, and go no further."""
-        found = running()
+        found = running_initialiser()
         if found is None:
             return False
         function, given = found
