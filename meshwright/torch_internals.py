@@ -188,7 +188,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
     schema = getattr(operator, "_schema", None)
     if schema is None:
         if isinstance(operator, _OVERLOAD):
-            raise _missing("OpOverload._schema", f"what {operator} writes into cannot be seen")
+            raise _missing("OpOverload._schema", "what operators write into cannot be seen")
         return []
     if not schema.is_mutable:
         return []
