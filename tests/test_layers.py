@@ -16,7 +16,7 @@ import meshwright
 ROOT = Path(__file__).parent.parent / "meshwright"
 LEVEL = {
     "errors": 0,
-    "torch_internals": 0,
+    "torch_internals": 1,
     "ir": 1,
     "passes": 2,
     "simulate": 3,

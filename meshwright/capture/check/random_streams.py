@@ -15,9 +15,9 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # no public API sees every draw; without it capture cannot run either
 
 from meshwright.capture.trace.operations import is_random
+from meshwright.torch_internals import DispatchMode
 
 
 def seed_all(number: int) -> None:
@@ -55,7 +55,7 @@ def keep_states() -> Callable[[], None]:
     return restore
 
 
-class Draws(TorchDispatchMode):
+class Draws(DispatchMode):
     """Seeds every draw by its operation and shape, so that an unused draw does not affect the others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -67,7 +67,7 @@ class Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Alike(TorchDispatchMode):
+class Alike(DispatchMode):
     """Makes all drawn numbers equal, so that a row does not depend on the other rows that are drawn with it."""
 
     VALUE = 0.4
@@ -80,7 +80,7 @@ class Alike(TorchDispatchMode):
         return found
 
 
-class Counted(TorchDispatchMode):
+class Counted(DispatchMode):
     """Counts the draws."""
 
     def __init__(self) -> None:

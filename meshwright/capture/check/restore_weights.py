@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # as in random_streams.py
+
+from meshwright.torch_internals import DispatchMode, written_arguments
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def weights_kept(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                 vars(module).update(before)
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(DispatchMode):
     """Copies each parameter before it is written into."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,10 +39,8 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for place, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._keep(args[place] if place < len(args) else kwargs.get(argument.name))
+        for written in written_arguments(func, args, kwargs):
+            self._keep(written)
         return func(*args, **kwargs)
 
     def _keep(self, written: Any) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture.trace.operations import is_random
 from meshwright.errors import MeshwrightError
+from meshwright.torch_internals import DispatchMode, written_arguments
 
 FUNCTION = "meshwright.function"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -101,7 +101,7 @@ class _Context:
         raise _refused(self.name, "writes into its arguments (mark_dirty)", "return a new tensor")
 
 
-class _Watching(TorchDispatchMode):
+class _Watching(DispatchMode):
     """Records whether random numbers are drawn and whether one of the given tensors is written into."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -111,7 +111,7 @@ class _Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.draws |= is_random(func, args, kwargs or {})
-        written = [args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write]
+        written = written_arguments(func, args, kwargs or {})
         self.writes |= any(isinstance(t, Tensor) and id(t.untyped_storage()) in self.held for t in written)
         return func(*args, **(kwargs or {}))
 

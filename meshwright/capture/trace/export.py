@@ -21,7 +21,7 @@ from torch.export import Dim, export
 from meshwright.capture.trace.autograd_functions import Call, functions_whole
 from meshwright.capture.trace.batch_columns import Columns, columns_of
 from meshwright.capture.trace.failure_reasons import refuse_transforms, unexportable
-from meshwright.capture.trace.from_fx import hint, transcribe
+from meshwright.capture.trace.from_fx import transcribe
 from meshwright.capture.trace.graph import Flat
 from meshwright.capture.trace.meta_stand_ins import standing
 from meshwright.capture.trace.packed_sequences import refuse_flash_columns
@@ -36,7 +36,7 @@ from meshwright.capture.trace.patches.value_checks import checks_pass
 from meshwright.capture.trace.size_conditions import Condition, about_rows, fixed, parsed
 from meshwright.capture.trace.unsupported_modules import require_ready
 from meshwright.errors import MeshwrightError
-from meshwright.torch_internals import size_guards
+from meshwright.torch_internals import size_guards, size_in_example
 
 _SCORES = "logits"
 _HIDDEN = ("hidden_state", "hidden_states", "past_key_values")
@@ -51,9 +51,9 @@ class _Plain(nn.Module):
 
     def forward(self, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Call the model. The loss is the first result."""
-        rows = hint(next(iter(given.values())).shape[0])
+        rows = size_in_example(next(iter(given.values())).shape[0])
         every = enumerate(results(self.columns.call(self.model, given)).items())
-        found = {name: t for at, (name, t) in every if not at or name == _SCORES or hint(t.shape[0]) == rows}
+        found = {name: t for at, (name, t) in every if not at or name == _SCORES or size_in_example(t.shape[0]) == rows}
         self.seen(found)  # a callback, because a trace reverts attributes that a forward sets on its module
         return tuple(found.values())
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.capture.trace.patches.user_lines import is_users, last, line
 from meshwright.errors import MeshwrightError
-from meshwright.torch_internals import is_data_dependent
+from meshwright.torch_internals import is_data_dependent, is_transform
 
 _NOT_CAPTURED = "or pass a list of layers, which is not captured"
 _AS_TENSORS = f"use torch.where and masks instead of branches, loops and sizes that depend on values, {_NOT_CAPTURED}"
@@ -124,7 +124,7 @@ def _experts_fix(model: Any) -> str:
 def refuse_transforms(graph: torch.fx.Graph) -> None:
     """Raise if the forward uses `torch.func`: its transforms keep a level that a graph cannot be cut across."""
     for node in graph.nodes:
-        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+        if is_transform(node.target):
             stack = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
             users = [f"\n  at {line(file, int(at), name)}" for file, at, name in stack if is_users(file)]
             raise MeshwrightError(

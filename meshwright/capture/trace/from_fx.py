@@ -14,6 +14,7 @@ from meshwright.capture.trace.graph import Flat, Node, NodeKind, Ref, Size
 from meshwright.capture.trace.operations import is_one_of, is_random, name_of
 from meshwright.capture.trace.storages import Memory
 from meshwright.errors import MeshwrightError
+from meshwright.torch_internals import size_in_example
 
 INNER = "model"
 """The attribute name of the model inside the module that is traced."""
@@ -128,19 +129,11 @@ def _tree(tree: Any) -> Any:
 def _size(value: Any) -> Size | None:
     if not isinstance(value, Tensor):
         return None
-    shape = tuple(hint(size) for size in value.shape)
+    shape = tuple(size_in_example(size) for size in value.shape)
     count = 1
     for size in shape:
         count *= size
     return Size(shape, count * value.element_size(), str(value.dtype).removeprefix("torch."))
-
-
-def hint(size: Any) -> int:
-    """Return a dynamic size as it is in the example. A size that depends on the data counts as 1."""
-    if isinstance(size, int):
-        return size
-    known = getattr(size.node, "hint", None)
-    return 1 if known is None else int(known)
 
 
 def _path(node: torch.fx.Node) -> str:

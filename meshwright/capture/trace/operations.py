@@ -63,13 +63,18 @@ def name_of(function: Any) -> str:
     """Return the name by which `function_of` finds an operation."""
     if hasattr(function, "overloadpacket"):
         return _STANDS_FOR.get(str(function), str(function))
-    if callable(getattr(function, "name", None)) and hasattr(torch.ops.higher_order, function.name()):
+    if is_higher_order(function):
         return f"higher_order.{function.name()}"
     name = getattr(function, "__name__", "")
     for place, where in _PLACES.items():
         if getattr(where, name, None) is function:
             return f"{place}.{name}"
     raise MeshwrightError(f"the model calls {function!r}, which cannot be found by a name", fix="use an operation of torch")
+
+
+def is_higher_order(function: Any) -> bool:
+    """Is it an operation on whole graphs, such as a region without gradients?"""
+    return callable(getattr(function, "name", None)) and hasattr(torch.ops.higher_order, function.name())
 
 
 def function_of(name: str) -> Callable[..., Any]:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from meshwright.capture.trace.operations import DROPOUTS, VIEWS, is_one_of
+from meshwright.capture.trace.operations import DROPOUTS, VIEWS, is_higher_order, is_one_of
 from meshwright.capture.trace.patches.train_eval_modes import MODE
+from meshwright.torch_internals import written_arguments
 
 _NORMS = ("aten.batch_norm", "aten.instance_norm")
 """Composite operations that update running statistics, although their schemas do not declare it."""
@@ -84,7 +85,7 @@ class Memory:
 def _written_values(node: torch.fx.Node) -> Iterator[Any]:
     if node.op != "call_function":
         return
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if is_higher_order(node.target):
         for graph in _bodies(node):
             for inner in graph.nodes:
                 yield from _written_values(inner)
@@ -95,19 +96,9 @@ def _written_values(node: torch.fx.Node) -> Iterator[Any]:
 
 
 def _written_arguments(node: torch.fx.Node) -> list[Any]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
     if is_one_of(str(node.target), _NORMS):
         return [a for a in node.args[3:5] if a is not None] if len(node.args) > 5 and node.args[5] is True else []
-    found = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if place < len(node.args):
-                found.append(node.args[place])
-            elif argument.name in node.kwargs:
-                found.append(node.kwargs[argument.name])
-    return found
+    return written_arguments(node.target, node.args, node.kwargs)
 
 
 def _bodies(node: torch.fx.Node) -> Iterator[torch.fx.Graph]:

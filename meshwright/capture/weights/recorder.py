@@ -24,8 +24,8 @@ from meshwright.capture.weights.torch_functions import (
     UNFILLED,
     changes_first,
     draws,
-    running,
 )
+from meshwright.torch_internals import running_initialiser
 
 SMALL = 1 << 16
 """Tensors of at most this many elements are computed if they contain no random numbers."""
@@ -95,7 +95,7 @@ class Recorder(TorchFunctionMode):
 
     def _as_one(self) -> bool:
         """Record a running initialiser as one entry. It asks `is_meta`, gets True and does nothing else."""
-        found = running()
+        found = running_initialiser()
         if found is None:
             return False
         function, given = found

@@ -5,14 +5,9 @@ Unknown functions are treated conservatively: they may draw random numbers, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from inspect import currentframe, signature
-from types import CodeType
-from typing import Any
 
-import torch
-from torch import nn
+from meshwright.torch_internals import operator_draws
 
 FACTORIES = {
     "arange", "bartlett_window", "blackman_window", "empty", "empty_strided", "eye", "full", "hamming_window",
@@ -56,20 +51,13 @@ UNIFORM = {"uniform_", "kaiming_uniform_", "xavier_uniform_"}
 NORMAL = {"normal_", "kaiming_normal_", "xavier_normal_"}
 """Initialisers that draw exactly one such number per element."""
 
-_INITIALISERS: dict[CodeType, Callable[..., Any]] = {
-    f.__code__: f for name, f in vars(nn.init).items() if callable(f) and name in OVERWRITES and hasattr(f, "__code__")
-}
-
 
 @cache
 def draws(name: str) -> bool:
     """True if a function of this name may draw random numbers."""
     if name.startswith("__") or name in PLAIN or name in READERS:
         return False
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return True
-    return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads())
+    return operator_draws(name) is not False
 
 
 def changes_first(name: str, owner: str | None) -> bool:
@@ -82,16 +70,3 @@ def changes_first(name: str, owner: str | None) -> bool:
 
 
 _IN_PLACE = {f"__i{op}__" for op in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
-
-
-def running() -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """Return the initialiser of torch.nn.init that is running now, with its arguments."""
-    frame, found = currentframe(), None
-    while frame is not None:
-        if frame.f_code in _INITIALISERS:
-            found = frame
-        frame = frame.f_back
-    if found is None:
-        return None
-    function = _INITIALISERS[found.f_code]
-    return function, {name: found.f_locals[name] for name in signature(function).parameters}

@@ -17,6 +17,7 @@ from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.engine.rank_runtime import RankRuntime
 from meshwright.runtime.executor.train_actions import TrainActions
+from meshwright.runtime.json_exchange import all_gather_json
 from meshwright.runtime.parameters.parameters import Parameters, Rules, refuse_rules
 from meshwright.runtime.parameters.unit import Adder, Collective, Optimizer, Scheduler, Unit
 from meshwright.runtime.stage.batch import Batch, Batches, Given, Own
@@ -222,8 +223,7 @@ def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> N
         "cut the model in different ways": layers.digest,
         "have different schedules": f"{schedule.name} {schedule.digest[:16]}",
     } | {f"have different settings, {name}": repr(getattr(settings, name)) for name in EQUAL}
-    found: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found: list[dict[str, str]] = all_gather_json(mine)
     for what in mine:
         if other := [rank for rank, words in enumerate(found) if words[what] != found[0][what]]:
             raise MeshwrightError(

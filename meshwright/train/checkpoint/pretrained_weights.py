@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.json_exchange import all_gather_state
 from meshwright.train.checkpoint.run_state import BUFFER, MODEL, buffers, parameters
 from meshwright.train.checkpoint.save_pretrained import left_over, write_config, write_index
 from meshwright.train.setup.all_ranks import agree
@@ -41,11 +42,11 @@ def write_weights(
 ) -> list[str]:
     """Write this rank's weights, and on rank 0 the index and configuration. Returns the names of weights that no stage reads."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    trained = set().union(*agree(lambda: set(weights), group=group))
+    trained = set().union(*agree(lambda: list(weights), group=group))
     unread = left_over(model, trained) if rank == 0 else {}
     mine = {**weights, **{name: t.cpu().contiguous() for name, t in unread.items()}}
     file = f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-    parts = agree(lambda: _write(mine, folder / file), group=group)
+    parts = agree(lambda: list(_write(mine, folder / file)), group=group)
     files = {name: path for path, sizes in parts for name in sizes}
     total = sum(size for _, sizes in parts for size in sizes.values())
     agree(lambda: _beside(folder, files, total, model, processing, mine) if rank == 0 else None, group=group)
@@ -55,10 +56,15 @@ def write_weights(
 def _write_adapters(folder: Path, weights: Mapping[str, Tensor], model: Any, group: dist.ProcessGroup | None) -> list[str]:
     """Write the adapters of a peft model with peft itself. Rank 0 gathers them, because they are small. Returns their keys."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    parts = agree(lambda: {name: t for name, t in weights.items() if name in trained}, group=group)
+    parts = all_gather_state({name: t for name, t in weights.items() if name in trained}, group=group)
     found = {name: t for part in parts for name, t in part.items()}
-    agree(lambda: model.save_pretrained(str(folder), state_dict=found) if dist.get_rank() == 0 else None, group=group)
+    agree(lambda: save_adapters(model, folder, found) if dist.get_rank() == 0 else None, group=group)
     return [key for path in folder.glob("adapter*.safetensors") for key in _keys(path)] if dist.get_rank() == 0 else []
+
+
+def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Let peft write its adapters."""
+    model.save_pretrained(str(folder), state_dict=weights)
 
 
 def _keys(path: Path) -> list[str]:

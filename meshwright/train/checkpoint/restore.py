@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.checkpoint.checkpoint_facts import read_facts
 from meshwright.train.checkpoint.run_state import BUFFER, MODEL, OPTIMIZER, buffers, parameters
+from meshwright.train.checkpoint.tensor_files import described, read_tensors
 from meshwright.train.optimizer.optimizer_facts import put_back, refuse_mixture
 from meshwright.train.setup.all_ranks import agree
 
@@ -47,8 +46,8 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
         raise MeshwrightError("; ".join(wrong), fix="resume from the last good one: resume_from_checkpoint=True, or name another")
     known = agree(lambda: read_facts(folder), group=group)[dist.get_rank()]
     reader = HuggingFaceStorageReader(str(folder))
-    sizes = {key: (about.size, about.properties.dtype) for key, about in _metadata(reader).items()}
-    held = agree(lambda: _fits(engine, sizes, known), group=group)
+    sizes = {key: (about.size, about.properties.dtype) for key, about in described(reader).items()}
+    held = agree(lambda: sorted(_fits(engine, sizes, known)), group=group)
     agree(lambda: _refuse_strangers(sizes, set().union(*held, known.get("unread", ()))), group=group)
     _fill(engine, sizes, known, reader, group)
     for stage in engine.stages.values():
@@ -61,7 +60,7 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
 
 def _newest(root: Path, group: dist.ProcessGroup | None) -> Path | None:
     """Return the last good checkpoint, as all ranks see it."""
-    folders = agree(lambda: rotate.candidates(root), group=group)[0]
+    folders = [Path(text) for text in agree(lambda: [str(path) for path in rotate.candidates(root)], group=group)[0]]
     return rotate.last_good(root, folders=folders, judge=lambda folder: _damage(folder, group))
 
 
@@ -70,11 +69,6 @@ def _damage(folder: Path, group: dist.ProcessGroup | None) -> list[str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = agree(lambda: rotate.damage(folder, share=rank, shares=ranks), group=group)
     return sorted({line for part in found for line in part})
-
-
-def _metadata(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
-    found = reader.read_metadata().state_dict_metadata
-    return {key: about for key, about in found.items() if isinstance(about, TensorStorageMetadata)}
 
 
 def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], known: Mapping[str, Any]) -> set[str]:
@@ -136,5 +130,5 @@ def _fill(
             _, entry, name = key.split("/", 2)
             if name in trained:
                 into[key] = kept.setdefault(name, {})[entry] = torch.empty(size, dtype=dtype, device=params[name].device)
-    load_tensors(dict(into), storage_reader=reader, process_group=group)
+    agree(lambda: read_tensors(reader, into), group=group)
     put_back(engine, known, kept)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.json_exchange import dtype_name, dtype_named
 from meshwright.train.checkpoint.folders import sync
 from meshwright.train.checkpoint.run_state import buffers, parameters, shared_out
 from meshwright.train.setup.all_ranks import agree
@@ -42,7 +43,7 @@ def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes
         raise MeshwrightError(f"shards of {shard_bytes} bytes cannot hold anything", fix=f"max_shard_size={SHARD_BYTES}")
     agree(lambda: folder.mkdir(parents=True, exist_ok=True) if rank == 0 else None)
     held = holdings(engine)
-    trained = set().union(*agree(lambda: set(held)))
+    trained = set().union(*agree(lambda: list(held)))
     if rank == 0:
         held |= left_over(model, trained)
     sizes = agree(lambda: {name: t.numel() * t.element_size() for name, t in held.items()})
@@ -92,12 +93,12 @@ def _packed(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 def gathered(engine: Engine, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gather all tensors on rank 0, one after another. Other ranks return nothing."""
     rank, device = dist.get_rank(), engine.settings.device
-    forms = agree(lambda: {name: (tuple(t.shape), t.dtype) for name, t in held.items()})
+    forms = agree(lambda: {name: [list(t.shape), dtype_name(t.dtype)] for name, t in held.items()})
     whole: dict[str, Tensor] = {}
     for owner, part in enumerate(forms):
         for name, (shape, dtype) in part.items():
             if rank == 0:
-                tensor = held[name] if owner == 0 else torch.empty(shape, dtype=dtype, device=device)
+                tensor = held[name] if owner == 0 else torch.empty(shape, dtype=dtype_named(dtype), device=device)
                 if owner != 0:
                     dist.recv(tensor, src=owner)
                 whole[name] = tensor

@@ -26,17 +26,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.json_exchange import broadcast_json
 from meshwright.train.checkpoint import folder_lock
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.checkpoint import run_state as state
 from meshwright.train.checkpoint.pretrained_weights import apart, name_optimizer_files, write_weights
 from meshwright.train.checkpoint.restore import Resumed, restore
+from meshwright.train.checkpoint.tensor_files import write_tensors
 from meshwright.train.optimizer.optimizer_facts import facts, merged
 from meshwright.train.setup.all_ranks import agree
 
@@ -103,9 +102,8 @@ class Checkpoints:
         scaler = self.engine.scaler
         given = {"data": data, "scaler": None if scaler is None else scaler.state_dict(), "extra": extra}
         _refuse(self.engine, given)
-        token = [secrets.token_hex(4)]
-        dist.broadcast_object_list(token, group=self._group)
-        folder = self.root / f"{rotate.name_of(step)}.tmp-{token[0]}"
+        token = broadcast_json(secrets.token_hex(4), group=self._group)
+        folder = self.root / f"{rotate.name_of(step)}.tmp-{token}"
         weights, rest = apart(self.engine, state.snapshot(self.engine))
         job = _Job(step, folder, weights, rest, facts(self.engine), given, keep)
         if self.background:
@@ -157,21 +155,20 @@ class Checkpoints:
         group, lead = self._group, dist.get_rank() == 0
         try:
             agree(lambda: job.folder.mkdir() if lead else None, group=group)
-            parts = agree(lambda: job.facts, group=group)
+            parts = agree(lambda: json.loads(json.dumps(job.facts)), group=group)  # keys and tuples as the file has them
             unread = write_weights(job.folder, job.weights, self.model, self.processing, group)
             agree(lambda: _facts_file(job, self.engine, {**merged(parts), "unread": unread}) if lead else None, group=group)
-            writer = HuggingFaceStorageWriter(str(job.folder), save_distributed=True)
-            save_tensors(dict(job.tensors), storage_writer=writer, process_group=group)
+            agree(lambda: write_tensors(job.folder, job.tensors, dist.get_rank()), group=group)
             agree(lambda: name_optimizer_files(job.folder) if lead else None, group=group)
             described = agree(lambda: _described(job.folder, dist.get_rank(), dist.get_world_size()), group=group)
             files = {name: about for part in described for name, about in part.items()}
             agree(lambda: self._finish(job, files) if lead else None, group=group)
-        except (MeshwrightError, CheckpointException, OSError) as error:  # the watchdog reports a lost rank
+        except (MeshwrightError, OSError) as error:  # the watchdog reports a lost rank
             if lead:
                 shutil.rmtree(job.folder, ignore_errors=True)
             good = rotate.checkpoints(self.root)
             raise MeshwrightError(
-                f"{rotate.name_of(job.step)} could not be written: {_cause(error)}",
+                f"{rotate.name_of(job.step)} could not be written: {error}",
                 fix=f"the last good one is {good[-1].name}" if good else "there is no earlier one; check that the disk has space",
             ) from error
 
@@ -208,11 +205,3 @@ def _refuse(engine: Engine, given: Mapping[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise MeshwrightError(f"{name} cannot be saved as JSON: {error}", fix="use numbers, text, lists and dicts") from error
-
-
-def _cause(error: BaseException) -> str:
-    """Return the original error, without wrappers."""
-    if isinstance(error, CheckpointException):
-        rank, (failure, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {failure}"
-    return str(error)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshwright.ir.column_names import TARGETS
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
+from meshwright.runtime.json_exchange import all_gather_state
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import LossKind, Tally
@@ -170,10 +171,9 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that training goes on from, whole on every rank and free of the plan; checkpoints write it in parts."""
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (snapshot(self.engine), facts(self.engine)))
-        known = merged([part[1] for part in parts])  # type: ignore[index]
-        found = {name: t for part in parts for name, t in part[0].items()}  # type: ignore[index]
+        parts = all_gather_state((snapshot(self.engine), facts(self.engine)))
+        known = merged([rest for _, rest in parts])
+        found = {name: t for tensors, _ in parts for name, t in tensors.items()}
         return {"step": self.steps, "tensors": found, "facts": known, "rates": self.rates.state_dict(), "scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from meshwright.capture.trace.patches.replaced_attribute import replaced
 from meshwright.capture.trace.patches.user_lines import asking
 from meshwright.errors import MeshwrightError
-from meshwright.torch_internals import CASTS
+from meshwright.torch_internals import cast_method
 
 
 @contextmanager
 def casts_pass(model: nn.Module) -> Iterator[None]:
     """While a model is traced, `.to`, `.float` and similar calls on its modules do nothing, or raise if a tensor would change."""
     names = {module: name for name, module in model.named_modules()}
-    apply = getattr(nn.Module, CASTS)
+    method = cast_method()
+    apply = getattr(nn.Module, method)
 
     def looked(module: nn.Module, change: Any, *args: Any, **kwargs: Any) -> Any:
         if module not in names:
@@ -37,7 +38,7 @@ def casts_pass(model: nn.Module) -> Iterator[None]:
                 )
         return module
 
-    with replaced(nn.Module, CASTS, looked):
+    with replaced(nn.Module, method, looked):
         yield
 
 
