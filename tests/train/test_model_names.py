@@ -185,7 +185,7 @@ def test_the_names_that_exist_are_listed() -> None:
     [
         (("job.toml",), "job.toml is a training job, not a model"),
         (("own_names:build",), "own_names:build needs data"),
-        (("mlp", "--length", "4"), "mlp comes with its data, --length"),
+        (("mlp", "--length", "4"), "mlp has its own data, --length"),
         (("gpt-tiny", "--length", "65"), "gpt-tiny takes 64 tokens per row, not 65"),
         (("gpt-tiny", "--length", "0"), "at least 1 token"),
         (("vit-small", "--length", "4"), "takes pictures"),
