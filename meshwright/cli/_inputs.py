@@ -130,10 +130,10 @@ class CostFlags:
 
     def __post_init__(self) -> None:
         """Raises if a file and flags that it replaces are both given."""
-        self._refuse_beside("--costs", self.file, ("forward", "backward", "split", "recompute", "sync_cost"))
-        self._refuse_beside("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
+        self._refuse_replaced("--costs", self.file, ("forward", "backward", "split", "recompute", "sync_cost"))
+        self._refuse_replaced("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
 
-    def _refuse_beside(self, flag: str, file: Path | None, names: Sequence[str]) -> None:
+    def _refuse_replaced(self, flag: str, file: Path | None, names: Sequence[str]) -> None:
         given = [_flag(name) for name in names if getattr(self, name) != getattr(type(self), name)]
         if file is not None and given:
             raise MeshwrightError(f"{flag} {file} replaces {', '.join(given)}", fix="give only one of the two")

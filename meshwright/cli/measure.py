@@ -56,8 +56,8 @@ def measure(
     outputs.refuse_output(trace)
     degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
     if Path(model).is_dir():
-        beside = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
-        found: Measurement | None = _kept(Path(model), [f"--{n}" for n, v in beside.items() if v is not None] + context.args)
+        extra = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
+        found: Measurement | None = _kept(Path(model), [f"--{n}" for n, v in extra.items() if v is not None] + context.args)
     else:
         job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": None})
         found = _run(job.trainer(), 3 if steps is None else steps, as_json=as_json)
@@ -68,10 +68,10 @@ def measure(
     _show(found, trace, as_json=as_json)
 
 
-def _kept(folder: Path, beside: list[str]) -> Measurement:
+def _kept(folder: Path, extra: list[str]) -> Measurement:
     """Reads the measurement that a run has written."""
-    if beside:
-        raise MeshwrightError(f"{folder} is a measured run, so {beside[0]} would have no effect", fix="leave it out")
+    if extra:
+        raise MeshwrightError(f"{folder} is a measured run, so {extra[0]} would have no effect", fix="leave it out")
     if not (folder / FILE).exists():
         raise MeshwrightError(
             f"{folder} has no {FILE}: it is not a run with --trace", fix="meshwright train MODEL --trace trace.json"

@@ -229,7 +229,7 @@ class ModelGraph:
 
 def _why(graph: ModelGraph, last: int, flops: float, best: float, boundary: Sequence[Crossing], *, chosen: bool) -> str:
     """Explains a cut in one sentence."""
-    share = f"{flops / best:.2f} of the lightest possible heaviest stage" if best else "no operations"
+    share = f"{flops / best:.2f} of the optimal heaviest stage" if best else "no operations"
     if last == len(graph.layers):
         return f"ends with the model; {share}"
     skips = [value.name for value in boundary if value.since < last - 1]
