@@ -1,4 +1,4 @@
-"""The one exception that users of Meshwright catch: what is wrong, with the numbers, and what to do."""
+"""`MeshwrightError`, the one exception that users catch. It says what is wrong, with the numbers, and what to do."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class MeshwrightError(Exception):
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A question to end an error with: the name that was probably meant by one that does not exist; empty if there is none."""
-    from difflib import get_close_matches  # here, because errors are rare and every verb loads this file
+    """Returns "; did you mean NAME?" for the closest known name, to end an error text with; empty if no name is close."""
+    from difflib import get_close_matches  # imported here because errors are rare and every verb loads this file
 
     wanted, names = _spelled(str(name)), {_spelled(each): each for each in known}
     found = get_close_matches(wanted, names, n=1, cutoff=0.6)
@@ -48,6 +48,6 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def _spelled(name: str) -> str:
-    """A name without what people spell differently: case, dashes, and the 1 of 1F1B."""
+    """Normalize a name: drop case, dashes and underscores, and spell out the leading 1 of 1F1B."""
     plain = name.lower().replace("-", "").replace("_", "")
     return f"one{plain[1:]}" if plain.startswith("1") else plain

@@ -1,4 +1,4 @@
-"""What joins the workers: the time of a message between two of them."""
+"""The links between workers: how long a message between two of them takes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Link:
             )
 
     def busy_s(self, size: float) -> float:
-        """How long a message of this size occupies the link."""
+        """Returns how long a message of this size occupies the link."""
         return size / self.bytes_per_s
 
 
@@ -85,15 +85,15 @@ class Cluster:
 
     @property
     def free(self) -> bool:
-        """Does no message take any time?"""
+        """True if messages take no time at all."""
         return not self.links and self.link == Link()
 
     def between(self, source: int, target: int) -> Link:
-        """The link from one worker to another; a pair given in one direction only holds for both."""
+        """Returns the link from one worker to another. A pair given in one direction only is used for both directions."""
         return self.links.get((source, target)) or self.links.get((target, source)) or self.link
 
     def hop_s(self, sizes: Iterable[float]) -> float:
-        """The longest way of any of these messages between neighbours, link by link where they differ."""
+        """Returns the longest time that one of these messages needs over any of the links."""
         links = [self.link, *self.links.values()]
         return max((link.latency_s + link.busy_s(size) for size in sizes for link in links), default=0.0)
 

@@ -1,4 +1,4 @@
-"""What a stage costs: one record per stage, seconds and bytes for one microbatch."""
+"""The cost of a stage: one record per stage, with seconds and bytes for one microbatch."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class StageCost:
 
     @property
     def backward_s(self) -> float:
-        """Both halves of a backward."""
+        """The time of both halves of a backward."""
         return self.input_s + self.weight_s
 
     def scaled(self, factor: float) -> StageCost:
-        """The cost of `factor` times as many layers."""
+        """Returns the cost of `factor` times as many layers."""
         return StageCost(**{name: value * factor for name, value in asdict(self).items()})
 
 
@@ -109,14 +109,14 @@ def even_costs(
 
 
 def relative_costs(flops: Sequence[float]) -> tuple[StageCost, ...]:
-    """Costs from operations: a stage of average work costs one slot forward, and one for each half of its backward."""
+    """Costs from operation counts: an average stage takes one slot forward and one for each half of its backward."""
     mean = sum(flops) / len(flops)
-    shares = [max(each / mean, 1e-3) if mean > 0 else 1.0 for each in flops]  # whatever is there takes some time
+    shares = [max(each / mean, 1e-3) if mean > 0 else 1.0 for each in flops]  # every stage takes some time
     return tuple(StageCost(forward_s=share, input_s=share, weight_s=share) for share in shares)
 
 
 def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCost]:
-    """The costs of `stages` stages: those given, or equal parts of one slot each."""
+    """Returns `costs` after checking their number; one slot per forward and per half of a backward if there are none."""
     if costs is None:
         return (StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0),) * stages
     if len(costs) != stages:
@@ -127,7 +127,7 @@ def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCo
 
 
 def hop_s(costs: Sequence[StageCost], cluster: Cluster | None) -> float:
-    """What an order has to reckon with between two stages: the slowest message over the slowest link."""
+    """The delay between two stages that an order should expect: the slowest message over the slowest link."""
     return cluster.hop_s(size for c in costs for size in (c.output_bytes, c.gradient_bytes)) if cluster else 0.0
 
 
@@ -170,7 +170,7 @@ def costs_from_json(text: str) -> tuple[StageCost, ...]:
 
 
 def costs_from(data: object, what: str) -> tuple[StageCost, ...]:
-    """Stage costs from what a file held, or from Python: rows are mappings or `StageCost`."""
+    """Reads stage costs from parsed JSON or from Python; rows are mappings or `StageCost`."""
     keys = frozenset({"schema", "stages"})
     given = list(data) if isinstance(data, list | tuple) else None
     found = Reader(data, what, kind=None, schema=SCHEMA, keys=keys)("stages", rows) if given is None else given

@@ -1,8 +1,8 @@
-"""A file here is a schedule; its name is what users type. `build` finds it, checks the options and calls it.
+"""Each file here is a schedule; its file name is what users type. `build` finds it, checks the options and calls it.
 
 A schedule file has one function `build(*, workers, microbatches, ...) -> Schedule`. Its other keyword arguments are its
-options; `steps` and `costs` are passed to those that ask for them. A schedule with a flush builds one step. A user's own
-function `package.module:function` is a builder too, wherever a name is taken; it may leave out sizes.
+options; `steps`, `costs` and `cluster` are passed only if it takes them. A schedule with a flush builds one step. A user's own
+function `package.module:function` can be used wherever a name can; it may leave out sizes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def names() -> list[str]:
 
 
 def builder(name: str) -> Callable[..., Schedule]:
-    """The build function of a schedule."""
+    """Returns the build function of a schedule."""
     if isinstance(name, str) and ":" in name:
         return own_builder(name)
     if not isinstance(name, str) or name not in names():
@@ -89,7 +89,7 @@ def summary(name: str) -> str:
 
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:
-    """All keyword arguments of a schedule's build function, with their types."""
+    """Returns all keyword arguments of a schedule's build function, with their types."""
     return parameters_of(builder(name))
 
 
@@ -111,18 +111,18 @@ def options(name: str) -> dict[str, inspect.Parameter]:
 
 
 def needed(name: str) -> frozenset[str]:
-    """The arguments that a build function has no default for."""
+    """Returns the arguments of a build function that have no default."""
     return frozenset(key for key, parameter in parameters(name).items() if parameter.default is parameter.empty)
 
 
 def capped(name: str) -> dict[str, object] | None:
-    """The options under which a schedule makes use of its option `memory`: its CAPPED, or any; None if it has no such option."""
+    """Returns the options under which a schedule uses its option `memory` (its CAPPED); None if it has no such option."""
     found: dict[str, object] = getattr(_module(name), "CAPPED", {})
     return found if "memory" in options(name) else None
 
 
 def compared(name: str) -> tuple[dict[str, object], ...]:
-    """The sets of options worth comparing: a schedule file's COMPARED, or its defaults alone."""
+    """Returns the sets of options worth comparing: COMPARED of the schedule file, or only the defaults."""
     found: tuple[dict[str, object], ...] = getattr(_module(name), "COMPARED", ({},))
     return found
 
@@ -173,8 +173,8 @@ def build(
         options = "".join(f", {key}={value}" for key, value in values.items())
         raise MeshwrightError(
             f"{workers} workers, {microbatches} microbatches and {steps} steps{options} make {size} actions, "
-            f"at most {LARGEST} are built",
-            fix="fewer steps, stages or microbatches: one period stands for training of any length",
+            f"the limit is {LARGEST}",
+            fix="fewer steps, stages or microbatches: one period describes training of any length",
         )
     takes = parameters(name)
     given = {"steps": steps, "costs": costs, "cluster": cluster}
@@ -188,7 +188,7 @@ def build(
 def shaped(
     name: str, *, costs: Callable[[Schedule], Sequence[StageCost] | None], cluster: Cluster | None = None, **given: Any
 ) -> Schedule:
-    """Build a schedule by name with `costs(schedule)`: how many rows there are follows from the schedule, built without them."""
+    """Builds a schedule by name with `costs(schedule)`. It is first built without costs, to know the number of stages."""
     schedule = build(name, **given)
     found = costs(schedule) if "costs" in parameters(name) else None
     if found is None and (cluster is None or "cluster" not in parameters(name)):
@@ -197,7 +197,7 @@ def shaped(
 
 
 def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:
-    """Options of a schedule in their declared types; a schedule, an option or a value that does not exist is refused."""
+    """Returns the options in their declared types. Raises on an unknown schedule, option or value."""
     known = options(name)
     if unknown := sorted(set(chosen) - set(known)):
         listed = ", ".join(f"{key}={values_of(p)}" for key, p in known.items()) or f"{name} has no options"
@@ -206,9 +206,9 @@ def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:
 
 
 def _converted(name: str, parameter: inspect.Parameter, value: object) -> object:
-    """An option's value in its declared type; `Literal` types list what is allowed."""
+    """Returns an option's value in its declared type; `Literal` types list the allowed values."""
     kind = parameter.annotation
-    if kind is parameter.empty:  # a user's own function need not say what it takes
+    if kind is parameter.empty:  # a user's own function may have no annotations
         return value
     allowed = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     kinds: list[object] = [type(a) for a in allowed[:1]] or [k for k in _members(kind) if k is not type(None)]
@@ -228,7 +228,7 @@ def _members(kind: object) -> tuple[object, ...]:
 
 
 def _as(kind: object, value: object) -> object | None:
-    """`value`, perhaps a text, as bool, int, float or str; None where it is not one."""
+    """Returns `value`, possibly a text, as bool, int, float or str; None if it cannot be converted."""
     if kind is bool:
         return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value).lower())
     if isinstance(value, bool):
@@ -245,7 +245,7 @@ def _as(kind: object, value: object) -> object | None:
 
 
 def values_of(parameter: inspect.Parameter) -> str:
-    """What an option may be, for help and errors."""
+    """Describes the allowed values of an option, for help and errors."""
     kind = parameter.annotation
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(str(a) for a in typing.get_args(kind))

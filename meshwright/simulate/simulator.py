@@ -1,4 +1,4 @@
-"""Simulate a schedule: lower it where needed, sweep it once, and say when everything happens and what it holds."""
+"""Simulates a schedule: lowers it if needed, sweeps it once, and returns the times and the memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def simulate(
 
 
 def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:
-    """Spans, memory, copies and the bound from the times of a program's nodes."""
+    """Returns spans, memory, parameter copies and the lower bound from the times of a program's nodes."""
     schedule, flow = program.schedule, program.flow
     spans: list[Span] = []
     times: list[list[tuple[float, float]]] = [[(0.0, 0.0)] * len(entries) for entries in flow.lists]
@@ -85,7 +85,7 @@ def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: 
 
 
 def _lanes(schedule: Schedule, what: Entry | Message) -> tuple[Lane, ...]:
-    """What the places of a node occupy, one after the other."""
+    """Returns the lane of each place of a node, in order."""
     if isinstance(what, Message):
         return (Lane.SEND, Lane.RECEIVE)
     group = collective(schedule, what) if isinstance(what, Action) else ()

@@ -124,6 +124,11 @@ class TrainingArguments(transformers.TrainingArguments):
         return StepRows(self.per_device_train_batch_size, self.gradient_accumulation_steps, self.plan.dp)
 
     @property
+    def example_rows(self) -> int:
+        """Rows of the example that a model is captured with: a microbatch, with enough rows that none is taken for a constant."""
+        return max(2, self.rows.device * self.rows.accumulation // self.plan.microbatches)
+
+    @property
     def precision(self) -> Precision:
         """What layers compute in; weights stay as they are."""
         return Precision(compute="bf16" if self.bf16 else "fp16" if self.fp16 else "fp32")

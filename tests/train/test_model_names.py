@@ -18,7 +18,7 @@ from meshwright.cli.main import app
 from meshwright.train.models.example_batches import batches_for, example_for
 from meshwright.train.models.model_names import presets, resolve_model
 from meshwright.train.verify import verify as module
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 
 TOML = """schema = 1
 head = "AutoModelForCausalLM"
@@ -79,12 +79,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the verb up to its workers; gives the layers, the schedule and the case that they would be sent."""
+    """Runs the verb up to its workers; gives the case, the layers and the prepared run that they would be sent."""
 
     def stop(case: Case) -> Any:
-        raise Captured(*prepare(case))
+        raise Captured(*prepare_case(case))
 
-    monkeypatch.setattr(module, "prepare", stop)
+    monkeypatch.setattr(module, "prepare_case", stop)
 
     def run(*arguments: str) -> Any:
         found = CliRunner().invoke(app, ["verify", *arguments]).exception
@@ -108,10 +108,10 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Any:
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
 def test_verify_takes_every_form(folder: Path, verified: Any, arguments: Any, kind: Any, captured: bool) -> None:
-    case, layers, schedule = verified(*arguments, "--microbatches", "2")
+    case, layers, run = verified(*arguments, "--microbatches", "2")
     built = case.build()
     assert (type(built) if kind is list else type(built).__name__) == kind
-    assert (case.flat is not None) == captured and schedule.stages == 2 and len(layers.modules) >= 2
+    assert (case.flat is not None) == captured and run.schedule.stages == 2 and len(layers.modules) >= 2
     sent = pickle.loads(pickle.dumps((case.build, case.batch)))
     again = sent[1](1)
     first = again if isinstance(again, tuple) else tuple(again.values())
@@ -120,8 +120,8 @@ def test_verify_takes_every_form(folder: Path, verified: Any, arguments: Any, ki
 
 
 def test_a_small_model_is_as_deep_as_the_plan(folder: Path, verified: Any) -> None:
-    _, layers, schedule = verified("gpt", "--schedule", "interleaved", "--pp", "4", "--option", "chunks=3", "-n", "4")
-    assert schedule.stages == 12 and len(layers.modules) == 12
+    _, layers, run = verified("gpt", "--schedule", "interleaved", "--pp", "4", "--option", "chunks=3", "-n", "4")
+    assert run.schedule.stages == 12 and len(layers.modules) == 12
 
 
 def test_random_batches_fit_the_model(folder: Path) -> None:
@@ -189,7 +189,7 @@ def test_the_names_that_exist_are_listed() -> None:
         (("gpt-tiny", "--length", "65"), "gpt-tiny takes 64 tokens per row, not 65"),
         (("gpt-tiny", "--length", "0"), "at least 1 token"),
         (("vit-small", "--length", "4"), "takes pictures"),
-        (("own_names:build", "--batch-function", "own_names:batch", "--length", "4"), "says how many tokens"),
+        (("own_names:build", "--batch-function", "own_names:batch", "--length", "4"), "decides the number of tokens"),
     ],
 )
 def test_verify_refuses(folder: Path, arguments: Any, text: str) -> None:

@@ -1,8 +1,8 @@
-"""What a run has measured: its lowered schedule, what its stages cost, and the timeline of one step; and their file form.
+"""The result of a measured run: its lowered schedule, the costs of its stages, and the timeline of one step.
 
     {"schema": 1, "kind": "measurement", "steps": [3, 6], "schedule": {...}, "costs": {...}, "timeline": {...}}
 
-The parts are the files that other verbs read: a schedule, a cost file and a timeline.
+The parts have the same form as the files that other verbs read: a schedule, a cost file and a timeline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.ir.timeline import Timeline
 
 SCHEMA = 1
 FILE = "measurement.json"
-"""The file of a measurement inside the output folder of a run."""
+"""The name of the measurement file in the output folder of a run."""
 
 _KEYS = frozenset(["schema", "kind", "steps", "schedule", "costs", "timeline"])
 
@@ -51,7 +51,7 @@ class Measurement:
 
     @property
     def copies(self) -> int:
-        """Copies of the pipeline (dp)."""
+        """The number of data-parallel copies of the pipeline (dp)."""
         return self.timeline.workers // self.schedule.workers
 
 
@@ -109,18 +109,18 @@ def measurement_from_json(text: str) -> Measurement:
         raise MeshwrightError(
             f"a measurement of {schedule.stages} stages and {schedule.workers} workers has costs for {len(costs)} stages and a "
             f"timeline of {timeline.workers} workers",
-            fix="the file as it was written",
+            fix="use the file as it was written",
         )
     return Measurement(schedule, costs, timeline, read("steps", _steps))
 
 
 def _part(convert: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """A part that is a file of its own elsewhere."""
+    """Converts a part that is also a file format of its own."""
     return lambda value: convert(json.dumps(value))
 
 
 def _steps(value: Any) -> tuple[int, int]:
     first, last = map(positive, rows(value))
     if last < first:
-        raise MeshwrightError(f"steps {first} to {last} are none")
+        raise MeshwrightError(f"steps {first} to {last} are an empty range")
     return first, last

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.json_exchange import all_gather_json
 from meshwright.runtime.tracing.clock import Clock, now
 from meshwright.runtime.transport.choose import host_identity
 
@@ -18,8 +19,7 @@ ROUNDS = 12
 def common_clock(device: torch.device | None = None, *, rounds: int = ROUNDS) -> Clock:
     """Rank 0's clock on this rank; all ranks call this together, before anything is timed."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    homes: list[str] = [""] * world
-    dist.all_gather_object(homes, host_identity())
+    homes: list[str] = all_gather_json(host_identity())
     best, offset = float("inf"), 0.0
     for peer in range(1, world):
         if rank == 0:

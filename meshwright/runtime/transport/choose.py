@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import TransportName, parse_name
+from meshwright.runtime.json_exchange import all_gather_json
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.blocking import StrictTransport
 from meshwright.runtime.transport.self_test import Timed, ping
@@ -60,8 +61,7 @@ def host_identity() -> str:
 
 def _agree(wanted: TransportName, group: dist.ProcessGroup | None) -> str | None:
     """A run id if all ranks are on one host; every rank comes to the same answer."""
-    cards: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
-    dist.all_gather_object(cards, (host_identity(), uuid.uuid4().hex), group=group)
+    cards: list[list[str]] = all_gather_json([host_identity(), uuid.uuid4().hex], group=group)
     homes = {home for home, _ in cards}
     if len(homes) == 1 and "" not in homes:
         return cards[0][1]

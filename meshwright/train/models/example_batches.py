@@ -64,7 +64,7 @@ def batches_for(model: NamedModel, batch: str | None, *, rows: int, length: int 
         return partial(model.batch, rows=max(SMALL_ROWS, rows))
     if batch is not None:
         if length is not None:
-            raise MeshwrightError(f"{batch} says how many tokens there are, --length is for models by name")
+            raise MeshwrightError(f"{batch} decides the number of tokens; --length is for models by name")
         return function(batch)
     if model.is_own:
         raise MeshwrightError(f"{model.name} needs data to train on", fix="--batch-function package.module:function")
@@ -91,8 +91,8 @@ def example_for(name: str, model: Any, *, rows: int, length: int | None = None) 
         return DrawnBatch((DrawnColumn("pixel_values", shape), target))
     if model.main_input_name != "input_ids":
         raise MeshwrightError(
-            f"{kind} takes {model.main_input_name!r}, of which no example can be made up",
-            fix="package.module:function with --batch-function",
+            f"{kind} takes {model.main_input_name!r}, for which no example can be made",
+            fix="use package.module:function with --batch-function",
         )
     tokens = DrawnColumn("input_ids", (rows, length), below=_number(model, "vocab_size"))
     return DrawnBatch((tokens, DrawnColumn("attention_mask", (rows, length), first=1, below=2), target))
@@ -105,7 +105,7 @@ def _number(model: Any, name: str) -> int:
 
 
 def _length(name: str, model: Any, asked: int | None) -> int:
-    """Tokens per row: as many as are asked for, where the model has so many positions."""
+    """Return the tokens per row: the requested number, if the model has that many positions."""
     if asked is not None and model.main_input_name == "pixel_values":
         raise MeshwrightError(f"{name} takes pictures, which have no --length {asked}")
     most = getattr(model.config, "max_position_embeddings", None)
@@ -117,9 +117,9 @@ def _length(name: str, model: Any, asked: int | None) -> int:
 
 
 def _refuse_size(*sizes: int) -> None:
-    """An example is small: it says what layers look like, not how much there is to train on."""
+    """Raise if an example is too large. It only has to show what the layers look like."""
     if (elements := prod(sizes)) > LARGEST_EXAMPLE:
         shape = " x ".join(map(str, sizes))
         raise MeshwrightError(
-            f"an example of {shape} has {elements} elements, at most {LARGEST_EXAMPLE} are made", fix="--rows 2 --length 64"
+            f"an example of {shape} has {elements} elements, the limit is {LARGEST_EXAMPLE}", fix="--rows 2 --length 64"
         )

@@ -68,14 +68,14 @@ def _small(name: str, stages: int) -> NamedModel:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A model of transformers by its configuration: `head` is the class, or the Auto class, that is made of it."""
+    """A model of transformers, given by its configuration. `head` is the model class or Auto class to build."""
 
     head: str
     config: Mapping[str, Any] = field(default_factory=dict)
     dataset: str | None = None
 
     def build(self) -> Any:
-        """The model, with fresh weights."""
+        """Build the model with new weights."""
         import transformers
 
         options = dict(self.config)
@@ -84,40 +84,41 @@ class ModelFile:
             raise MeshwrightError(f"transformers has no {self.head!r}", fix=CAUSAL)
         try:
             config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-        except Exception as error:  # configurations check their values with errors of several kinds
+        except Exception as error:  # configurations raise errors of several classes
             raise MeshwrightError(
-                f"transformers cannot make this configuration: {error}", fix="a model_type that it knows, and values of its types"
+                f"transformers cannot make this configuration: {error}",
+                fix="use a known model_type and values of the right types",
             ) from error
         try:
             model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
-        except Exception as error:  # whatever a model class makes of numbers that do not fit
+        except Exception as error:  # a model class may raise anything for numbers that do not fit
             raise MeshwrightError(
                 f"{self.head} cannot be built from this configuration: {type(error).__name__}: {error}",
-                fix="the types and sizes that the configuration of such a model has",
+                fix="use the types and sizes that a configuration of this model has",
             ) from error
         if self.head == CAUSAL and getattr(model, "loss_type", None) is None:
-            model.loss_type = "ForCausalLM"  # a class whose name does not say so; it is what its loss does
+            model.loss_type = "ForCausalLM"  # the class name does not tell, but this is the loss it uses
         return model
 
     @property
     def positions(self) -> int | None:
-        """How many positions the model has; None where its configuration does not say."""
+        """The number of positions of the model; None if its configuration does not contain it."""
         names = ("n_positions", "max_position_embeddings")
         found = next((self.config[name] for name in names if self.config.get(name) is not None), None)
         if found is None:
             return None
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            raise MeshwrightError(f"the configuration says {shown(found)} positions", fix="a whole number of at least 1")
+            raise MeshwrightError(f"the configuration has {shown(found)} positions", fix="use a whole number of at least 1")
         return found
 
 
 def presets() -> list[str]:
-    """The models that come with the package."""
+    """Return the names of the models in the package."""
     return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
 
 
 def model_file(name: str) -> ModelFile:
-    """A preset, a TOML file or a config.json."""
+    """Read a preset, a TOML file or a config.json."""
     path = Path(name)
     if path.suffix == ".json":
         return _from_config(path)
@@ -144,7 +145,7 @@ def _from_config(path: Path) -> ModelFile:
         raise MeshwrightError(f"{path} has the layers of a model, not the model", fix="the model itself")
     if not isinstance(config, dict) or "model_type" not in config:
         raise MeshwrightError(
-            f"{path} is no configuration of transformers: it has no model_type", fix="the config.json of a model"
+            f"{path} is not a configuration of transformers: it has no model_type", fix="pass the config.json of a model"
         )
     heads = config.get("architectures") or [CAUSAL]
     if not isinstance(config["model_type"], str) or not isinstance(heads, list) or not isinstance(heads[0], str):
@@ -161,5 +162,5 @@ def _folder() -> Any:
 
 def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise MeshwrightError(f"{shown(value)} is no table")
+        raise MeshwrightError(f"{shown(value)} is not a table")
     return value

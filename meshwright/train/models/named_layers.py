@@ -1,4 +1,4 @@
-"""The layers of a model that is only named: built on the meta device and captured there, so that no weight takes memory."""
+"""Captures a model that is given by name: it is built and captured on the meta device, so weights use no memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def checked(
 
 
 def weightless(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> ModelGraph:
-    """Capture a preset, a file or what a function returns, on meta; without `rows` the example has two."""
+    """Capture a preset, a file or the result of a function on the meta device. The default number of rows is two."""
     if batch is not None and (rows is not None or length is not None):
-        raise MeshwrightError(f"{batch} says how many rows and tokens there are, --rows and --length are for models by name")
+        raise MeshwrightError(f"{batch} decides the number of rows and tokens; --rows and --length are for models by name")
     rows = 2 if rows is None else rows
     if rows < 1 or (length is not None and length < 1):
         raise MeshwrightError(
-            f"an example has at least one row and one token, got {rows} and {length}", fix="--rows 2 --length 64"
+            f"an example needs at least one row and one token, got {rows} and {length}", fix="--rows 2 --length 64"
         )
     named = resolve_model(name)
     if named.is_own and batch is None:
@@ -50,7 +50,7 @@ def weightless(name: str, *, rows: int | None = None, length: int | None = None,
         model = named.build()
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
         raise MeshwrightError(
-            f"{name} gives {type(model).__name__}: a list of layers is cut as it is, there is nothing to capture",
+            f"{name} returns {type(model).__name__}: a list of layers is cut as it is, there is nothing to capture",
             fix="gpt-tiny, or a function that returns one module",
         )
     example = example_for(name, model, rows=rows, length=length)(0) if given is None else given
@@ -65,16 +65,16 @@ def _rows(example: Any) -> int:
 
 
 def _repeated(example: Any, times: int) -> Any:
-    """An example of one row with that row several times."""
+    """Repeat the row of a one-row example."""
     if isinstance(example, Mapping):
         return {name: torch.cat([t] * times) for name, t in example.items()}
     return type(example)(torch.cat([t] * times) for t in example)
 
 
 def one_row(two: ModelGraph, three: ModelGraph) -> ModelGraph:
-    """The layers for one row, from those for two and three: a trace with one row would take it for a size that never changes.
+    """Compute the layers for one row from those for two and three rows, because a trace would treat a single row as static.
 
-    Operations and sizes grow evenly with rows, so what the third row adds is taken off two.
+    FLOPs and sizes grow linearly with rows, so the difference between three and two rows is subtracted from two.
     """
     if [layer.name for layer in two.layers] != [layer.name for layer in three.layers]:
         raise MeshwrightError("the layers of this model change with the number of rows", fix="--rows 2")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.schedule import Schedule
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.parameters.unit import Optimizer, Scheduler
@@ -24,10 +23,11 @@ from meshwright.runtime.stage.batch import Given
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Loss, LossKind, Tally
 from meshwright.runtime.stage.precision import Precision
+from meshwright.train.prepared import PreparedRun
 from meshwright.train.setup.captured_layers import Uncut
 from meshwright.train.verify.certificate import Certificate, RankTrace, certify, digest
 from meshwright.train.verify.serial_reference import Serial, SerialTrace
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 
 
 def momentum(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -101,21 +101,21 @@ def verify(
     )
     if workers is not None and not callable(getattr(workers, "run", None)):
         raise MeshwrightError(f"workers are a pool that was started, got {workers!r}", fix="workers=None starts its own")
-    case, layers, schedule = prepare(case)
+    case, layers, run = prepare_case(case)
     pool = workers or Workers(case.parallel.processes)
     try:
-        (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
-        traces = pool.run(rank_trace, case, schedule, ranks=case.parallel.processes)
+        (reference,) = pool.run(serial_trace, case, run, ranks=1)
+        traces = pool.run(rank_trace, case, run, ranks=case.parallel.processes)
     finally:
         if workers is None:
             pool.close()
-    return certify(case, layers, schedule, reference, traces)
+    return certify(case, layers, run.schedule, reference, traces)
 
 
-def serial_trace(case: Case, schedule: Schedule) -> SerialTrace:
+def serial_trace(case: Case, run: PreparedRun) -> SerialTrace:
     """What one process does with all layers."""
-    built, parallel = case.model(), case.parallel
-    layers = case.layers(schedule.stages, built)
+    built, parallel, schedule = case.model(), case.parallel, run.schedule
+    layers = run.open(built)
     one = Serial(
         schedule,
         layers,
@@ -135,22 +135,11 @@ def serial_trace(case: Case, schedule: Schedule) -> SerialTrace:
     return one.run(case.data, case.steps)
 
 
-def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
+def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
     """What this rank of a parallel run does; called on all ranks together."""
-    layers = case.layers(schedule.stages)
-    settings = Settings(
-        optimizer=case.optimizer,
-        microbatches=case.parallel.microbatches,
-        copies=case.parallel.dp,
-        scheduler=case.scheduler,
-        rules=case.rules,
-        loss=case.loss,
-        loss_kind=case.loss_kind,
-        transport=case.parallel.transport,
-        seed=case.seed,
-        precision=case.precision,
-    )
-    engine = Engine(schedule, layers, settings)
+    layers, schedule = run.open(case.model()), run.schedule
+    how = run.settings(optimizer=case.optimizer, scheduler=case.scheduler, rules=case.rules, seed=case.seed)
+    engine = Engine(schedule, layers, how)
     trace, tallies = RankTrace(), dict[int, Tally]()
     updates = 0
     for first in range(case.steps) if schedule.flush else [0]:
