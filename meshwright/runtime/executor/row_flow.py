@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshwright.ir.action import COMPUTE, Kind, Value
 from meshwright.ir.analysis.carried_values import Load, carried
 from meshwright.ir.placement import Rows
-from meshwright.runtime.executor.executor import Store
+from meshwright.runtime.executor.actions import Store
 from meshwright.runtime.executor.row_slices import Pieces, by_range, cut, size_of
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.batch import Batch
@@ -34,7 +34,6 @@ class RowFlow:
         self.batches: Mapping[int, Batch] = {}
         computed = [i.action.mb for i in program.instructions if i.channel is None and i.action.op in COMPUTE]
         self._ahead = sorted({mb // microbatches for mb in computed})
-        self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
 
     def place(self, mb: int) -> MicrobatchPlace:
         """Where a microbatch of the schedule is in the data of this walk."""
@@ -47,7 +46,7 @@ class RowFlow:
         return tuple([self.batches[self.first_step + ahead].form for ahead in self._ahead])
 
     def shape(self, instruction: Instruction) -> object:
-        """A number for boundary, piece and shape of the batch; None where no row crosses."""
+        """Boundary, piece, number of rows and shape of the batch; None where no row crosses."""
         value = instruction.value
         assert value is not None
         if self.loads[value.kind] is not Load.ROWS:
@@ -55,8 +54,7 @@ class RowFlow:
         batch, rows = self._crossing(value)
         if not (size := size_of(rows)):
             return None
-        what = (value.stage, value.part, value.piece, size, batch.form[1:])
-        return self._shapes.setdefault(what, len(self._shapes))
+        return value.stage, value.part, value.piece, size, batch.form[1:]
 
     def received(self, instruction: Instruction, own: tuple[Rows, ...]) -> list[Bundle]:
         """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""

@@ -11,7 +11,7 @@ import torch
 from meshwright.ir.action import NONE, Kind, Op
 from meshwright.ir.analysis.carried_values import Load
 from meshwright.runtime.device import stream
-from meshwright.runtime.executor.executor import Do, Store
+from meshwright.runtime.executor.actions import Do, Store
 from meshwright.runtime.executor.row_flow import RowFlow
 from meshwright.runtime.executor.row_slices import joined, require_rows, size_of
 from meshwright.runtime.parameters.parameters import Parameters
