@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,92 +43,73 @@ def _bandwidth(text: str | float) -> float:
         raise MeshwrightError(f"--bandwidth is a number or a size, got {text!r}", fix="--bandwidth 25GB") from None
 
 
+_size = partial(typer.Option, rich_help_panel=SIZES)
+_cost = partial(typer.Option, rich_help_panel=TIMES)
+_output = partial(typer.Option, rich_help_panel=OUTPUT)
+
 Name = Annotated[
     str,
     typer.Argument(metavar="NAME|FILE", help="A schedule by name, a file with one (.json, .csv), or package.module:function."),
 ]
 ScheduleChoice = Annotated[
     str | None,
-    typer.Option(
+    _size(
         "--schedule",
         metavar="NAME|FILE",
         show_default="onef1b",
         help="A schedule by name, a file with one (.json, .csv), or package.module:function.",
-        rich_help_panel=SIZES,
     ),
 ]
-Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-n", help="Microbatches per step.", rich_help_panel=SIZES)]
-PipelineWorkers = Annotated[int | None, typer.Option("--pp", help="Workers of one pipeline.", rich_help_panel=SIZES)]
-PipelineCopies = Annotated[int | None, typer.Option("--dp", help="Copies of the pipeline.", rich_help_panel=SIZES)]
-StepMicrobatches = Annotated[int | None, typer.Option("--microbatches", help="Microbatches per step.", rich_help_panel=SIZES)]
-Steps = Annotated[int | None, typer.Option(help="Steps to run: 1, or 4 for schedules without a flush.", rich_help_panel=SIZES)]
-Option = Annotated[
-    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the schedule.", rich_help_panel=SIZES)
-]
-Forward = Annotated[float, typer.Option(help="One worker's forward per microbatch.", rich_help_panel=TIMES)]
-Backward = Annotated[float, typer.Option(help="One worker's backward per microbatch.", rich_help_panel=TIMES)]
-Split = Annotated[str, typer.Option(metavar="I:W", help="How a backward splits into its halves.", rich_help_panel=TIMES)]
-RecomputeTime = Annotated[
-    float,
-    typer.Option("--recompute-cost", help="Recompute per microbatch; above 0 every stage recomputes.", rich_help_panel=TIMES),
-]
-OldRecompute = Annotated[float | None, typer.Option("--recompute", hidden=True)]
-Send = Annotated[float, typer.Option(help="Latency of a message between two workers.", rich_help_panel=TIMES)]
-Bandwidth = Annotated[
-    float,
-    typer.Option(
-        parser=_bandwidth, metavar="SIZE", help="Bytes per second of a link: 25GB; with --costs.", rich_help_panel=TIMES
-    ),
-]
-DuplexChoice = Annotated[
-    Duplex, typer.Option("--duplex", help="Do the two directions of a link share it?", rich_help_panel=TIMES)
-]
-SyncCost = Annotated[float, typer.Option(help="Gradient sync of one worker's parameters.", rich_help_panel=TIMES)]
-Overlap = Annotated[float, typer.Option(min=0, max=1, help="How much of the shorter action a cell hides.", rich_help_panel=TIMES)]
-Costs = Annotated[Path | None, typer.Option(help="JSON with one row of costs per stage.", rich_help_panel=TIMES)]
-ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="JSON with the links between workers, instead of --send.", rich_help_panel=TIMES)
-]
+Workers = Annotated[int, _size("--workers", "-w", help="Workers of one pipeline.")]
+Microbatches = Annotated[int, _size("--microbatches", "-n", help="Microbatches per step.")]
+PipelineWorkers = Annotated[int | None, _size("--pp", help="Workers of one pipeline.")]
+PipelineCopies = Annotated[int | None, _size("--dp", help="Copies of the pipeline.")]
+StepMicrobatches = Annotated[int | None, _size("--microbatches", help="Microbatches per step.")]
+Steps = Annotated[int | None, _size(help="Steps to run: 1, or 4 for schedules without a flush.")]
+Option = Annotated[list[str] | None, _size("--option", metavar="KEY=VALUE", help="An option of the schedule.")]
+Costs = Annotated[Path | None, _cost("--costs", help="JSON with one row of costs per stage.")]
 BatchFunction = Annotated[
     str | None, typer.Option("--batch-function", metavar="package.module:function", help="batch(step), with an own model.")
 ]
 OldBatch = Annotated[str | None, typer.Option("--batch", hidden=True)]
-Plan = Annotated[
-    str | None,
-    typer.Option("--plan", "--parallel", metavar="PLAN", help="A plan file (.json, .toml), or JSON text.", rich_help_panel=SIZES),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the numbers as one JSON object.", rich_help_panel=OUTPUT)]
+Plan = Annotated[str | None, _size("--plan", "--parallel", metavar="PLAN", help="A plan file (.json, .toml), or JSON text.")]
+Json = Annotated[bool, _output("--json", help="Print the numbers as one JSON object.")]
 
 
 FormatChoice = Annotated[
-    Format,
-    typer.Option(
-        "--format",
-        help="text, a file of JSON or CSV, a Perfetto trace, or a picture (svg; png needs -o).",
-        rich_help_panel=OUTPUT,
-    ),
+    Format, _output("--format", help="text, a file of JSON or CSV, a Perfetto trace, or a picture (svg; png needs -o).")
 ]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=OUTPUT)]
+Output = Annotated[Path | None, _output("--output", "-o", help="Write to a file.")]
 
 
 @dataclass(frozen=True)
 class CostFlags:
-    """Costs as given on the command line."""
+    """Costs as given on the command line, a group of flags."""
 
-    forward: float = 1.0
-    backward: float = 2.0
-    split: str = "1:1"
-    recompute: float = 0.0
-    send: float = 0.0
-    sync_cost: float = 0.0
-    bandwidth: float = float("inf")
-    duplex: Duplex = Duplex.FULL
-    file: Path | None = None
-    cluster_file: Path | None = None
+    forward: Annotated[float, _cost(help="One worker's forward per microbatch.")] = 1.0
+    backward: Annotated[float, _cost(help="One worker's backward per microbatch.")] = 2.0
+    split: Annotated[str, _cost(metavar="I:W", help="How a backward splits into its halves.")] = "1:1"
+    recompute: Annotated[float, _cost("--recompute-cost", help="Recompute per microbatch; above 0 every stage recomputes.")] = 0.0
+    old_recompute: Annotated[float | None, typer.Option("--recompute", hidden=True)] = None
+    send: Annotated[float, _cost(help="Latency of a message between two workers.")] = 0.0
+    sync_cost: Annotated[float, _cost(help="Gradient sync of one worker's parameters.")] = 0.0
+    bandwidth: Annotated[
+        float, _cost(parser=_bandwidth, metavar="SIZE", help="Bytes per second of a link: 25GB; with --costs.")
+    ] = float("inf")
+    duplex: Annotated[Duplex, _cost("--duplex", help="Do the two directions of a link share it?")] = Duplex.FULL
+    overlap: Annotated[float, _cost(min=0, max=1, help="How much of the shorter action a cell hides.")] = 0.0
+    file: Costs = None
+    cluster_file: Annotated[Path | None, _cost("--cluster", help="JSON with the links between workers, instead of --send.")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         """A file stands instead of these flags; what would have no effect is refused."""
+        if self.old_recompute is not None:
+            if self.recompute:
+                raise MeshwrightError("--recompute is the old name of --recompute-cost", fix="--recompute-cost alone")
+            sys.stderr.write("note: --recompute is now --recompute-cost here\n")
+            object.__setattr__(self, "recompute", self.old_recompute)
         self._refuse_beside("--costs", self.file, ("forward", "backward", "split", "recompute", "sync_cost"))
         self._refuse_beside("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
 
@@ -199,16 +181,6 @@ class CostFlags:
 def _flag(field: str) -> str:
     """What a cost is called on the command line."""
     return "--recompute-cost" if field == "recompute" else f"--{field.replace('_', '-')}"
-
-
-def recompute_cost(given: float, old: float | None) -> float:
-    """--recompute-cost, or its old name --recompute, which is a mode in `verify`."""
-    if old is None:
-        return given
-    if given:
-        raise MeshwrightError("--recompute is the old name of --recompute-cost", fix="--recompute-cost alone")
-    sys.stderr.write("note: --recompute is now --recompute-cost here\n")
-    return old
 
 
 def batch_function(name: str | None, old: str | None) -> str | None:

@@ -10,9 +10,10 @@ import typer
 from meshwright.cli import _emulate as emulation
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster, Duplex
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.plan import refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
@@ -22,25 +23,16 @@ from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate as predict
 
 
+@with_groups
 def simulate(
     name: inputs.Name,
+    *,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 4,
     steps: inputs.Steps = None,
     option: inputs.Option = None,
     sync: Annotated[Sync, typer.Option(help="When gradients are added up.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
-    forward: inputs.Forward = 1.0,
-    backward: inputs.Backward = 2.0,
-    split: inputs.Split = "1:1",
-    recompute: inputs.RecomputeTime = 0.0,
-    old_recompute: inputs.OldRecompute = None,
-    send: inputs.Send = 0.0,
-    sync_cost: inputs.SyncCost = 0.0,
-    bandwidth: inputs.Bandwidth = float("inf"),
-    duplex: inputs.DuplexChoice = Duplex.FULL,
-    overlap: inputs.Overlap = 0.0,
-    costs: inputs.Costs = None,
-    cluster: inputs.ClusterFile = None,
+    flags: inputs.CostFlags,
     emulate: emulation.Emulate = None,
     repeat: emulation.Repeat = None,
     transport: emulation.Transport = None,
@@ -53,8 +45,6 @@ def simulate(
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     outputs.refuse_binary(format, output)
     wish = emulation.wished(emulate, repeat=repeat, transport=transport, limit=limit, trace=trace)
-    recompute = inputs.recompute_cost(recompute, old_recompute)
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
     if wish is not None:
         refuse_crowd(schedule.workers)
@@ -65,8 +55,8 @@ def simulate(
         )
     rows, links = flags.stages(schedule), flags.cluster or Cluster()
     lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish is not None else schedule
-    timeline = predict(lowered, rows, links, sync=sync, overlap=overlap)
-    measured = wish.run(lowered, rows, links, overlap, timeline) if wish is not None else None
+    timeline = predict(lowered, rows, links, sync=sync, overlap=flags.overlap)
+    measured = wish.run(lowered, rows, links, flags.overlap, timeline) if wish is not None else None
     if as_json:
         more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
         outputs.give(json.dumps({**summary(schedule, timeline), **more}), output)
