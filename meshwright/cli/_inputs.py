@@ -43,9 +43,10 @@ def _bandwidth(text: str | float) -> float:
         raise MeshwrightError(f"--bandwidth is a number or a size, got {text!r}", fix="--bandwidth 25GB") from None
 
 
-_size = partial(typer.Option, rich_help_panel=SIZES)
-_cost = partial(typer.Option, rich_help_panel=TIMES)
-_output = partial(typer.Option, rich_help_panel=OUTPUT)
+size_option = partial(typer.Option, rich_help_panel=SIZES)
+cost_option = partial(typer.Option, rich_help_panel=TIMES)
+output_option = partial(typer.Option, rich_help_panel=OUTPUT)
+"""Options of the three panels that `--help` shows."""
 
 Name = Annotated[
     str,
@@ -53,55 +54,59 @@ Name = Annotated[
 ]
 ScheduleChoice = Annotated[
     str | None,
-    _size(
+    size_option(
         "--schedule",
         metavar="NAME|FILE",
         show_default="onef1b",
         help="A schedule by name, a file with one (.json, .csv), or package.module:function.",
     ),
 ]
-Workers = Annotated[int, _size("--workers", "-w", help="Workers of one pipeline.")]
-Microbatches = Annotated[int, _size("--microbatches", "-n", help="Microbatches per step.")]
-PipelineWorkers = Annotated[int | None, _size("--pp", help="Workers of one pipeline.")]
-PipelineCopies = Annotated[int | None, _size("--dp", help="Copies of the pipeline.")]
-StepMicrobatches = Annotated[int | None, _size("--microbatches", help="Microbatches per step.")]
-Steps = Annotated[int | None, _size(help="Steps to run: 1, or 4 for schedules without a flush.")]
-Option = Annotated[list[str] | None, _size("--option", metavar="KEY=VALUE", help="An option of the schedule.")]
-Costs = Annotated[Path | None, _cost("--costs", help="JSON with one row of costs per stage.")]
+Workers = Annotated[int, size_option("--workers", "-w", help="Workers of one pipeline.")]
+Microbatches = Annotated[int, size_option("--microbatches", "-n", help="Microbatches per step.")]
+PipelineWorkers = Annotated[int | None, size_option("--pp", help="Workers of one pipeline.")]
+PipelineCopies = Annotated[int | None, size_option("--dp", help="Copies of the pipeline.")]
+StepMicrobatches = Annotated[int | None, size_option("--microbatches", help="Microbatches per step.")]
+Steps = Annotated[int | None, size_option(help="Steps to run: 1, or 4 for schedules without a flush.")]
+Option = Annotated[list[str] | None, size_option("--option", metavar="KEY=VALUE", help="An option of the schedule.")]
+Costs = Annotated[Path | None, cost_option("--costs", help="JSON with one row of costs per stage.")]
 BatchFunction = Annotated[
     str | None, typer.Option("--batch-function", metavar="package.module:function", help="batch(step), with an own model.")
 ]
 OldBatch = Annotated[str | None, typer.Option("--batch", hidden=True)]
-Plan = Annotated[str | None, _size("--plan", "--parallel", metavar="PLAN", help="A plan file (.json, .toml), or JSON text.")]
-Json = Annotated[bool, _output("--json", help="Print the numbers as one JSON object.")]
+Plan = Annotated[
+    str | None, size_option("--plan", "--parallel", metavar="PLAN", help="A plan file (.json, .toml), or JSON text.")
+]
+Json = Annotated[bool, output_option("--json", help="Print the numbers as one JSON object.")]
 
 
 FormatChoice = Annotated[
-    Format, _output("--format", help="text, a file of JSON or CSV, a Perfetto trace, or a picture (svg; png needs -o).")
+    Format, output_option("--format", help="text, a file of JSON or CSV, a Perfetto trace, or a picture (svg; png needs -o).")
 ]
-Output = Annotated[Path | None, _output("--output", "-o", help="Write to a file.")]
+Output = Annotated[Path | None, output_option("--output", "-o", help="Write to a file.")]
 
 
 @dataclass(frozen=True)
 class CostFlags:
     """Costs as given on the command line, a group of flags."""
 
-    forward: Annotated[float, _cost(help="One worker's forward per microbatch.")] = 1.0
-    backward: Annotated[float, _cost(help="One worker's backward per microbatch.")] = 2.0
-    split: Annotated[str, _cost(metavar="I:W", help="How a backward splits into its halves.")] = "1:1"
-    recompute: Annotated[float, _cost("--recompute-cost", help="Recompute per microbatch; above 0 every stage recomputes.")] = 0.0
+    forward: Annotated[float, cost_option(help="One worker's forward per microbatch.")] = 1.0
+    backward: Annotated[float, cost_option(help="One worker's backward per microbatch.")] = 2.0
+    split: Annotated[str, cost_option(metavar="I:W", help="How a backward splits into its halves.")] = "1:1"
+    recompute: Annotated[
+        float, cost_option("--recompute-cost", help="Recompute per microbatch; above 0 every stage recomputes.")
+    ] = 0.0
     old_recompute: Annotated[float | None, typer.Option("--recompute", hidden=True)] = None
-    send: Annotated[float, _cost(help="Latency of a message between two workers.")] = 0.0
-    sync_cost: Annotated[float, _cost(help="Gradient sync of one worker's parameters.")] = 0.0
+    send: Annotated[float, cost_option(help="Latency of a message between two workers.")] = 0.0
+    sync_cost: Annotated[float, cost_option(help="Gradient sync of one worker's parameters.")] = 0.0
     bandwidth: Annotated[
-        float, _cost(parser=_bandwidth, metavar="SIZE", help="Bytes per second of a link: 25GB; with --costs.")
+        float, cost_option(parser=_bandwidth, metavar="SIZE", help="Bytes per second of a link: 25GB; with --costs.")
     ] = float("inf")
-    duplex: Annotated[Duplex, _cost("--duplex", help="Do the two directions of a link share it?")] = Duplex.FULL
-    overlap: Annotated[float, _cost(min=0, max=1, help="How much of the shorter action a cell hides.")] = 0.0
+    duplex: Annotated[Duplex, cost_option("--duplex", help="Do the two directions of a link share it?")] = Duplex.FULL
+    overlap: Annotated[float, cost_option(min=0, max=1, help="How much of the shorter action a cell hides.")] = 0.0
     file: Costs = None
-    cluster_file: Annotated[Path | None, _cost("--cluster", help="JSON with the links between workers, instead of --send.")] = (
-        None
-    )
+    cluster_file: Annotated[
+        Path | None, cost_option("--cluster", help="JSON with the links between workers, instead of --send.")
+    ] = None
 
     def __post_init__(self) -> None:
         """A file stands instead of these flags; what would have no effect is refused."""

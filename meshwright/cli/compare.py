@@ -56,10 +56,8 @@ def compare(
     flags: inputs.CostFlags,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="M|80GB",
-            help="What a worker may hold: activations of one microbatch each; with --costs, bytes.",
-            rich_help_panel=inputs.SIZES,
+        inputs.size_option(
+            metavar="M|80GB", help="What a worker may hold: activations of one microbatch each; with --costs, bytes."
         ),
     ] = None,
     format: inputs.FormatChoice = Format.TEXT,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-import typer
-
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
 from meshwright.cli._flag_groups import with_groups
@@ -30,9 +28,7 @@ def show(
     option: inputs.Option = None,
     flags: inputs.CostFlags,
     format: inputs.FormatChoice = Format.TEXT,
-    lowered: Annotated[
-        bool, typer.Option("--lowered", help="With syncs, updates, sends and receives.", rich_help_panel=inputs.OUTPUT)
-    ] = False,
+    lowered: Annotated[bool, inputs.output_option("--lowered", help="With syncs, updates, sends and receives.")] = False,
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:

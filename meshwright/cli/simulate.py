@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import typer
-
 from meshwright.cli import _emulate as emulation
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
@@ -31,22 +29,17 @@ def simulate(
     microbatches: inputs.Microbatches = 4,
     steps: inputs.Steps = None,
     option: inputs.Option = None,
-    sync: Annotated[Sync, typer.Option(help="When gradients are added up.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
+    sync: Annotated[Sync, inputs.size_option(help="When gradients are added up.")] = Sync.EAGER,
     flags: inputs.CostFlags,
-    emulate: emulation.Emulate = None,
-    repeat: emulation.Repeat = None,
-    transport: emulation.Transport = None,
-    limit: emulation.Limit = None,
-    trace: emulation.TraceFile = None,
+    wish: emulation.Emulation,
     format: inputs.FormatChoice = Format.TEXT,
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     outputs.refuse_binary(format, output)
-    wish = emulation.wished(emulate, repeat=repeat, transport=transport, limit=limit, trace=trace)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
-    if wish is not None:
+    if wish.emulate is not None:
         refuse_crowd(schedule.workers)
     flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
@@ -54,15 +47,15 @@ def simulate(
             f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute-cost"
         )
     rows, links = flags.stages(schedule), flags.cluster or Cluster()
-    lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish is not None else schedule
+    lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish.emulate is not None else schedule
     timeline = predict(lowered, rows, links, sync=sync, overlap=flags.overlap)
-    measured = wish.run(lowered, rows, links, flags.overlap, timeline) if wish is not None else None
+    measured = wish.run(lowered, rows, links, flags.overlap, timeline) if wish.emulate is not None else None
     if as_json:
-        more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
+        more = emulation.summary(wish, measured, timeline) if measured is not None else {}
         outputs.give(json.dumps({**summary(schedule, timeline), **more}), output)
         return
     found = _form(schedule, timeline, format, colour=output is None and outputs.coloured())
-    if wish is not None and measured is not None and isinstance(found, str) and format is Format.TEXT:
+    if measured is not None and isinstance(found, str) and format is Format.TEXT:
         found += "\n" + emulation.text(wish, measured, timeline)
     outputs.give(found, output)
 

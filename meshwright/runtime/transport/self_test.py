@@ -55,12 +55,7 @@ def _all_at_once(transport: Timed, mine: list[Channel], rank: int, timeout_s: fl
 
 
 def _in_one_order(
-    transport: Timed,
-    channels: Sequence[Channel],
-    mine: list[Channel],
-    rank: int,
-    timeout_s: float,
-    device: torch.device | None,
+    transport: Timed, channels: Sequence[Channel], mine: list[Channel], rank: int, timeout_s: float, device: torch.device | None
 ) -> None:
     """Both ends come to a channel at its place in the list, so the first open one always has both ends there."""
     place = {channel: i for i, channel in enumerate(channels)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from meshwright.runtime.watchdog.failure import Doing, Failure
 
@@ -20,6 +20,9 @@ _TRIES = 20
 _MARK = 64
 
 _log = logging.getLogger(__name__)
+
+
+Entry = TypeVar("Entry", Doing, Failure)
 
 
 class Keys(Protocol):
@@ -96,22 +99,19 @@ class Board:
             time.sleep(_PAUSE_S)
 
     def _failure(self, entry: bytes) -> Failure | None:
-        try:
-            found = Failure.from_json(self._opened(_FAILURE, entry))
-            if not 0 <= found.rank < self.world:
-                raise ValueError(f"there is no rank {found.rank}")
-        except ValueError as error:
-            self._name(_FAILURE, error)
-            return None
-        return found
+        return self._read(_FAILURE, entry, Failure, range(self.world))
 
     def _doing(self, rank: int, entry: bytes) -> Doing | None:
+        return self._read(_key(rank), entry, Doing, range(rank, rank + 1))
+
+    def _read(self, key: str, entry: bytes, kind: type[Entry], ranks: range) -> Entry | None:
+        """An entry about one of these ranks; None for anything else."""
         try:
-            found = Doing.from_json(self._opened(_key(rank), entry))
-            if found.rank != rank:
-                raise ValueError(f"it is of rank {found.rank}")
+            found = kind.from_json(self._opened(key, entry))
+            if found.rank not in ranks:
+                raise ValueError(f"it is about rank {found.rank}")
         except ValueError as error:
-            self._name(_key(rank), error)
+            self._name(key, error)
             return None
         return found
 
