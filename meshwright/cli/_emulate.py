@@ -49,11 +49,6 @@ class Emulation:
                 raise MeshwrightError(f"--{name} {given} is for an emulation", fix="--emulate wall")
 
     @property
-    def timing(self) -> Timing:
-        """When an emulated action starts."""
-        return self.emulate or Timing.WALL
-
-    @property
     def runs(self) -> int:
         """How often it is run."""
         return self.repeat or 5
@@ -77,7 +72,9 @@ class Emulation:
             from meshwright.runtime.emulate.emulate import EmulationJob, emulate
         except ImportError as error:
             raise MeshwrightError("emulated devices need torch", fix="pip install 'meshwright[torch]'") from error
-        job = EmulationJob(schedule, costs, cluster, overlap, self.timing, self.carrier, trace=self.trace is not None)
+        job = EmulationJob(
+            schedule, costs, cluster, overlap, self.emulate or Timing.WALL, self.carrier, trace=self.trace is not None
+        )
         [measured] = emulate([job], repeat=self.runs)
         if self.trace is not None:
             from meshwright.report.perfetto import both_to_perfetto
@@ -89,11 +86,11 @@ class Emulation:
 
 def summary(wish: Emulation, measured: Measured, predicted: Timeline) -> dict[str, Any]:
     """What `--json` adds; `modelled_makespan_s` is what the stamps in the messages add up to."""
-    stamped = wish.timing is Timing.STAMPED
+    stamped = wish.emulate is Timing.STAMPED
     return {
         "measured_makespan_s": measured.makespan_s,
         "measured": {
-            "timing": wish.timing.value,
+            "timing": wish.emulate,
             "transport": wish.carrier,
             "runs": [run.makespan_s for run in measured.runs],
             "ratio_to_predicted": ratio(measured, predicted),
@@ -115,7 +112,7 @@ def text(wish: Emulation, measured: Measured, predicted: Timeline) -> str:
     share = ratio(measured, predicted)
     times = sorted(run.makespan_s for run in measured.runs)
     head = (
-        f"emulated ({wish.timing.value}, {wish.runs} runs): predicted {predicted.makespan_s:.6g} s   measured"
+        f"emulated ({wish.emulate}, {wish.runs} runs): predicted {predicted.makespan_s:.6g} s   measured"
         f" {measured.makespan_s:.6g} s" + (f"   ratio {share:.4f}" if share is not None else "") + f"   runs {times[0]:.6g} to"
         f" {times[-1]:.6g} s   undisturbed {len(measured.quiet)} of {wish.runs}"
     )

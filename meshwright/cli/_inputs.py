@@ -213,18 +213,13 @@ def load(
     if path.suffix in (".json", ".csv") or os.path.isfile(path):
         if option or steps is not None:
             raise MeshwrightError(f"{name} is a schedule file: --option and --steps are for schedules by name")
-        return load_file(path)
+        return schedules.read(path)
     chosen = pairs(option)
     if steps is None:
         steps = ENDLESS_STEPS if "steps" in schedules.parameters(name) else 1
     sizes = {"workers": workers, "microbatches": microbatches, "steps": steps}
     costs = flags.spread if spread else flags.stages
     return schedules.shaped(name, costs=costs, cluster=flags.cluster, **sizes, **chosen)
-
-
-def load_file(path: Path) -> Schedule:
-    """A schedule from a JSON or CSV file."""
-    return schedules.read(path)
 
 
 def read_costs(path: Path | None) -> tuple[StageCost, ...] | None:

@@ -9,12 +9,11 @@ from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
 from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
-from meshwright.cli.simulate import summary
+from meshwright.cli.simulate import predicted, summary
 from meshwright.ir.files.schedule_csv import to_csv
 from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.lower import lower
-from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate
 
 
@@ -59,6 +58,4 @@ def _form(schedule: Schedule, flags: inputs.CostFlags, form: Format, *, colour: 
     if form is Format.CSV:
         return to_csv(schedule)
     timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=flags.overlap)
-    if form is Format.TEXT:
-        return timeline_text(schedule, timeline, colour=colour, width=outputs.width())
-    return outputs.drawn(timeline, form)
+    return predicted(schedule, timeline, form, colour=colour)

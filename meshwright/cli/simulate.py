@@ -54,13 +54,13 @@ def simulate(
         more = emulation.summary(wish, measured, timeline) if measured is not None else {}
         outputs.give(json.dumps({**summary(schedule, timeline), **more}), output)
         return
-    found = _form(schedule, timeline, format, colour=output is None and outputs.coloured())
+    found = predicted(schedule, timeline, format, colour=output is None and outputs.coloured())
     if measured is not None and isinstance(found, str) and format is Format.TEXT:
         found += "\n" + emulation.text(wish, measured, timeline)
     outputs.give(found, output)
 
 
-def _form(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str | bytes:
+def predicted(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str | bytes:
     """A prediction in one of the forms."""
     match form:
         case Format.JSON:

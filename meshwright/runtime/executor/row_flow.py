@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
 
 from meshwright.ir.action import COMPUTE, Kind, Value
 from meshwright.ir.analysis.carried_values import Load, carried
@@ -13,14 +12,6 @@ from meshwright.runtime.executor.row_slices import Pieces, by_range, cut, size_o
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.stage import Bundle
-
-
-class MicrobatchPlace(NamedTuple):
-    """A microbatch of a walk: its training step, the batch of that step, and its number in that batch."""
-
-    step: int
-    batch: Batch
-    number: int
 
 
 class RowFlow:
@@ -35,11 +26,11 @@ class RowFlow:
         computed = [i.action.mb for i in program.instructions if i.channel is None and i.action.op in COMPUTE]
         self._ahead = sorted({mb // microbatches for mb in computed})
 
-    def place(self, mb: int) -> MicrobatchPlace:
-        """Where a microbatch of the schedule is in the data of this walk."""
+    def place(self, mb: int) -> tuple[int, Batch, int]:
+        """Where a microbatch of the schedule is in the data: its training step, the batch of that step, its number in there."""
         ahead, number = divmod(mb, self.microbatches)
         step = self.first_step + ahead
-        return MicrobatchPlace(step, self.batches[step], number)
+        return step, self.batches[step], number
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""

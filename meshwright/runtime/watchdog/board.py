@@ -10,7 +10,9 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from typing import Protocol, TypeVar
+from typing import TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshwright.runtime.watchdog.failure import Doing, Failure
 
@@ -25,29 +27,10 @@ _log = logging.getLogger(__name__)
 Entry = TypeVar("Entry", Doing, Failure)
 
 
-class Keys(Protocol):
-    """What a board needs of a store."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there; does not wait."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """The values of keys that are there."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the key has the expected one (empty: is not there); what is there then."""
-
-
 class Board:
     """One job's board; a connection of its own, because others wait inside theirs. `secret` marks entries of this job."""
 
-    def __init__(self, store: Keys, world: int, *, secret: bytes = b"") -> None:
+    def __init__(self, store: Store, world: int, *, secret: bytes = b"") -> None:
         self.store, self.world, self.secret = store, world, secret
         self._named: set[str] = set()
 
