@@ -133,15 +133,15 @@ class Trace:
         return found
 
 
-def gather(trace: Trace, schedule: Schedule, mesh: Mesh, *, start_s: float | None = None) -> Timeline | None:
+def gather(trace: Trace, schedule: Schedule, mesh: Mesh) -> Timeline | None:
     """All ranks' spans as one timeline on rank 0, None elsewhere; all ranks call this together, after the run.
 
-    Time 0 is `start_s`, or the first begin of all. Worker w of copy j is worker w + workers * j of the timeline.
+    Time 0 is the first begin of all. Worker w of copy j is worker w + workers * j of the timeline.
     """
     world = mesh.workers * mesh.copies
     heard: list[list[Span]] | None = [[] for _ in range(world)] if mesh.rank == 0 else None
     dist.gather_object(trace.spans(schedule, mesh), heard)
-    return None if heard is None else assemble(heard, schedule, start_s=start_s)
+    return None if heard is None else assemble(heard, schedule)
 
 
 def assemble(heard: Sequence[Sequence[Span]], schedule: Schedule, *, start_s: float | None = None) -> Timeline:

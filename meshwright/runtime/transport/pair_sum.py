@@ -24,6 +24,7 @@ from meshwright.runtime.transport.faults import PeerLost, label
 from meshwright.runtime.transport.handshake import give, meet, take
 from meshwright.runtime.transport.shared_memory import SharedTransport, let_go_in_children
 
+MEET_TIMEOUT_S = 60.0
 _BYTE = b"!"
 _ALIGNED = 64
 
@@ -31,10 +32,10 @@ _ALIGNED = 64
 class PairSum:
     """One end of a pair that adds up tensors like these again and again; both ends make it and use it in the same order."""
 
-    def __init__(self, like: Sequence[Tensor], rank: int, peer: int, run_id: str, *, meet_timeout_s: float = 60.0) -> None:
+    def __init__(self, like: Sequence[Tensor], rank: int, peer: int, run_id: str) -> None:
         self._heard, self._told = Channel(peer, rank, Kind.SUM), Channel(rank, peer, Kind.SUM)
         memory, (reads, theirs) = os.memfd_create(label(self._told)), os.pipe()
-        lines = meet(run_id, rank, {peer}, meet_timeout_s)
+        lines = meet(run_id, rank, {peer}, MEET_TIMEOUT_S)
         with lines[peer] as line:
             size = sum(map(_room, like))
             os.ftruncate(memory, size)
