@@ -38,13 +38,10 @@ def measure(
     dataset: Annotated[str | None, typer.Option(help="The data set, as in train.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     steps: Annotated[int | None, typer.Option(show_default="3", help="Number of steps to average.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write prediction and measurement as one Perfetto file.", rich_help_panel=inputs.OUTPUT)
-    ] = None,
+    trace: Annotated[Path | None, inputs.output_option(help="Write prediction and measurement as one Perfetto file.")] = None,
     as_json: inputs.Json = False,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the costs, for --costs of simulate.", rich_help_panel=inputs.OUTPUT),
+        Path | None, inputs.output_option("--output", "-o", help="Write the costs, for --costs of simulate.")
     ] = None,
 ) -> None:
     """Measure a plan: predicted against measured, the bottleneck, and costs in seconds and bytes.

@@ -29,8 +29,7 @@ from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.runtime.stage.stage import Stage
 from meshwright.runtime.tracing.clock_offset import common_clock
 from meshwright.runtime.tracing.trace import Trace, gather
-from meshwright.runtime.transport.pair_sum import PairSum
-from meshwright.runtime.transport.shared_memory import SharedTransport
+from meshwright.runtime.transport.pair_sum import pair_for
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Engine:
     def close(self) -> None:
         """Release shared memory, channels and process groups."""
         for unit in self.units.values():
-            if isinstance(unit.adder, PairSum):
+            if unit.adder is not None:
                 unit.adder.close()
         self.runtime.close()
 
@@ -154,10 +153,7 @@ class Engine:
 
     def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
         """What adds up a unit's gradients: for two that can see each other's memory no collective is needed."""
-        if len(ranks) == 2 and isinstance(self.transport, SharedTransport) and _one_sum_at_a_time(self.schedule, unit):
-            (peer,) = set(ranks) - {self.mesh.rank}
-            return PairSum(flats, self.mesh.rank, peer, f"{self.transport.run_id}-{unit}")
-        return Collective(self.groups[ranks])
+        return pair_for(flats, self.transport, ranks, self.mesh.rank, self.schedule, unit) or Collective(self.groups[ranks])
 
     def _largest(self, count: int) -> float:
         """The largest of all ranks' numbers; all ranks ask together."""
@@ -230,15 +226,3 @@ def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> N
                 f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
                 fix="the same model, example batch, plan, settings and versions of torch on all ranks",
             )
-
-
-def _one_sum_at_a_time(schedule: Schedule, unit: int) -> bool:
-    """Does every worker take up the sum of a unit's gradients before it starts the next one? A pair has room for one."""
-    for actions in schedule.lists if schedule.flush else ():
-        under_way = False
-        for action in walk(actions):
-            if action.stage == unit and action.op is Op.S and under_way:
-                return False
-            if action.stage == unit and action.op in (Op.S, Op.N, Op.U):
-                under_way = action.op is Op.S
-    return schedule.flush
