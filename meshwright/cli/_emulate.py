@@ -1,4 +1,4 @@
-"""What `simulate --emulate` adds: run the schedule on emulated devices, and say how far that is from its prediction."""
+"""`simulate --emulate`: runs the schedule on emulated devices and compares the result with the prediction."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PANEL = "Emulation"
 
 Emulate = Annotated[
     Timing | None,
-    typer.Option(help="Run it too, with timed waits as compute and real messages between processes.", rich_help_panel=PANEL),
+    typer.Option(help="Also run it, with timed waits as compute and real messages between processes.", rich_help_panel=PANEL),
 ]
 Repeat = Annotated[int | None, typer.Option(min=1, show_default="5", help="Runs; the median counts.", rich_help_panel=PANEL)]
 Transport = Annotated[
     str | None,
-    typer.Option(metavar="auto|torch|shared|strict", show_default="auto", help="What carries messages.", rich_help_panel=PANEL),
+    typer.Option(metavar="auto|torch|shared|strict", show_default="auto", help="Transport of messages.", rich_help_panel=PANEL),
 ]
 Limit = Annotated[
     float | None, typer.Option(show_default="60", help="Refuse to run for more seconds than this.", rich_help_panel=PANEL)
@@ -76,20 +76,20 @@ class Wish:
 def wished(
     timing: Timing | None, *, repeat: int | None, transport: str | None, limit: float | None, trace: Path | None
 ) -> Wish | None:
-    """The emulation that the flags ask for, if any; flags of one that is not asked for are refused."""
+    """Returns the emulation that the flags ask for, or None. Raises if its flags are given without --emulate."""
     if timing is not None:
         outputs.refuse_output(trace)
         return Wish(timing, repeat or 5, "auto" if transport is None else transport, 60.0 if limit is None else limit, trace)
     if trace is not None:
-        raise MeshwrightError("--trace is what an emulation measured", fix="--emulate wall")
+        raise MeshwrightError("--trace writes the measurement of an emulation", fix="--emulate wall")
     for flag, given in (("--repeat", repeat), ("--transport", transport), ("--limit", limit)):
         if given is not None:
-            raise MeshwrightError(f"{flag} {given} is for an emulation", fix="--emulate wall")
+            raise MeshwrightError(f"{flag} {given} needs an emulation", fix="--emulate wall")
     return None
 
 
 def summary(wish: Wish, measured: Measured, predicted: Timeline) -> dict[str, Any]:
-    """What `--json` adds; `modelled_makespan_s` is what the stamps in the messages add up to."""
+    """Returns what `--json` adds; `modelled_makespan_s` is computed from the time stamps in the messages."""
     stamped = wish.timing is Timing.STAMPED
     return {
         "measured_makespan_s": measured.makespan_s,
@@ -107,12 +107,12 @@ def summary(wish: Wish, measured: Measured, predicted: Timeline) -> dict[str, An
 
 
 def ratio(measured: Measured, predicted: Timeline) -> float | None:
-    """Measured over predicted; None where nothing was predicted to take time."""
+    """Returns measured over predicted makespan; None if the prediction is zero."""
     return measured.makespan_s / predicted.makespan_s if predicted.makespan_s else None
 
 
 def text(wish: Wish, measured: Measured, predicted: Timeline) -> str:
-    """Predicted against measured, for the terminal; op by op where the run was traced."""
+    """Returns predicted against measured for the terminal; by op if the run was traced."""
     share = ratio(measured, predicted)
     times = sorted(run.makespan_s for run in measured.runs)
     head = (

@@ -1,4 +1,4 @@
-"""`meshwright check`: prove a schedule file before anything runs."""
+"""`meshwright check`: proves a schedule file before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A schedule file (.json, .csv), lowered or not.")],
     as_json: inputs.Json = False,
 ) -> None:
-    """Prove that a schedule is complete, in order and free of deadlock; else show the shortest counter-example.
+    """Prove that a schedule is complete, in order and free of deadlocks; otherwise show the shortest counter-example.
 
     Exit code 0: every law holds. 2: the file cannot be read. 3: a law is broken.
     """

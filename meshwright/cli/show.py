@@ -40,14 +40,14 @@ def show(
     cluster: inputs.ClusterFile = None,
     format: inputs.FormatChoice = Format.TEXT,
     lowered: Annotated[
-        bool, typer.Option("--lowered", help="With syncs, updates, sends and receives.", rich_help_panel=inputs.OUTPUT)
+        bool, typer.Option("--lowered", help="Include syncs, updates, sends and receives.", rich_help_panel=inputs.OUTPUT)
     ] = False,
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:
-    """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file.
+    """Draw a schedule: what every worker does when, the bubble, the peaks. Or write it to a file.
 
-    A file with a timeline (`simulate --format json`) is drawn as it is, as a picture or a trace.
+    A file with a timeline (`simulate --format json`) is drawn as a picture or a trace.
     """
     outputs.refuse_output(output)
     outputs.refuse_binary(format, output)
@@ -68,7 +68,7 @@ def show(
 
 
 def _form(schedule: Schedule, flags: inputs.CostFlags, overlap: float, form: Format, *, colour: bool) -> str | bytes:
-    """A schedule in one of the forms; times are simulated for those that have any."""
+    """Returns a schedule in one of the formats; simulates it for formats that show times."""
     if form is Format.JSON:
         return schedule_to_json(schedule)
     if form is Format.CSV:

@@ -1,4 +1,4 @@
-"""`meshwright simulate`: when everything happens under given costs, and what each worker holds."""
+"""`meshwright simulate`: predicts when everything runs under given costs, and what each worker holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def simulate(
     microbatches: inputs.Microbatches = 4,
     steps: inputs.Steps = None,
     option: inputs.Option = None,
-    sync: Annotated[Sync, typer.Option(help="When gradients are added up.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
+    sync: Annotated[Sync, typer.Option(help="When gradients are summed.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
     forward: inputs.Forward = 1.0,
     backward: inputs.Backward = 2.0,
     split: inputs.Split = "1:1",
@@ -61,7 +61,7 @@ def simulate(
     flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(
-            f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute-cost"
+            f"{name} was lowered without recompute", fix="lower it with its costs, or simulate it without --recompute-cost"
         )
     rows, links = flags.stages(schedule), flags.cluster or Cluster()
     lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish is not None else schedule
@@ -78,7 +78,7 @@ def simulate(
 
 
 def _form(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str | bytes:
-    """A prediction in one of the forms."""
+    """Returns a prediction in one of the formats."""
     match form:
         case Format.JSON:
             return timeline.to_json()
@@ -92,7 +92,7 @@ def _form(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool)
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """The numbers of a prediction, as `--json` prints them."""
+    """Returns the numbers of a prediction, as `--json` prints them."""
     return {
         "schedule": schedule.name,
         "options": dict(schedule.options),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ from meshwright.ir.files.measurement import Measurement
 from meshwright.runtime.tracing.trace import Trace
 from meshwright.train.data.batches import Position
 from meshwright.train.loop.on_rank import session_for
+from meshwright.train.loop.rank_job import RankJob
 from meshwright.train.loop.traced_steps import WARM_UP, Tracing
 from meshwright.train.loop.training_loop import Course
 
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def measure(trainer: Trainer, *, steps: int = 3) -> Measurement:
-    """Measure a trainer's job on this machine: `steps` traced steps for the costs, and one more to compare with.
+    """Measure a trainer's job on this machine.
 
     Args:
         trainer: A trainer that could train now. It is not changed, and nothing is written.
-        steps: How many steps the costs are the mean of. Two steps before them warm up.
+        steps: How many steps the costs are the mean of. Two steps before them warm up, one after them is compared with.
 
     Returns:
         The schedule, the costs of its stages in seconds and bytes, and the timeline of the last step.
@@ -40,9 +41,11 @@ def measure(trainer: Trainer, *, steps: int = 3) -> Measurement:
     Raises:
         MeshwrightError: The data set is too short, or this is not rank 0 of a job that torchrun has started.
 
-    Example:
+    Examples:
+        ```python
         found = meshwright.measure(trainer)
         Path("costs.json").write_text(meshwright.costs_to_json(found.costs))
+        ```
     """
     found = measured(trainer, steps)
     if found is None:
@@ -54,19 +57,19 @@ def measured(trainer: Trainer, steps: int) -> Measurement | None:
     """The same; None on ranks that do not speak for all."""
     if type(steps) is not int or steps < 1:
         raise MeshwrightError(f"at least 1 step is measured, got steps={steps!r}", fix="steps=3")
-    trainer.capture(trainer.train_dataset)
-    found: list[Measurement | None] = trainer.everywhere(_measure_on_rank, steps)
+    job = trainer.job(trainer.train_dataset)
+    found: list[Measurement | None] = trainer.everywhere(_measure_on_rank, job, trainer.train_dataset, steps)
     return found[0]
 
 
-def _measure_on_rank(trainer: Trainer, steps: int) -> Measurement | None:
+def _measure_on_rank(job: RankJob, dataset: Any, steps: int) -> Measurement | None:
     if dist.get_world_size() == 1:
-        trainer = deepcopy(trainer)
-    source, trace = trainer.source(trainer.train_dataset), Trace()
-    course = Course.of(trainer.args, source)
-    session = session_for(trainer, source.example(trainer.example_rows), course.max_steps, trace)
+        job = deepcopy(job)
+    source, trace = job.reader.source(dataset), Trace()
+    course = Course.of(job.args, source)
+    session = session_for(job, course.max_steps, trace)
     wanted = WARM_UP + steps + 1
-    batches = list(islice(course.batches(session.reads(source), trainer.args, Position(0, 0)), wanted))
+    batches = list(islice(course.batches(session.reads(source), job.args, Position(0, 0)), wanted))
     if len(batches) < WARM_UP + 2:
         raise MeshwrightError(
             f"an epoch of {len(batches)} steps is too short to measure", fix=f"at least {WARM_UP + 2} steps of data"

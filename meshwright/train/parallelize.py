@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.capture.trace.export import flatten
-from meshwright.capture.trace.graph import Flat
 from meshwright.capture.weights.sketch import Skeleton
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_file import asked
 from meshwright.runtime.launch.workers import attach
+from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.stage.batch import Given
-from meshwright.runtime.stage.objective import Loss, LossKind, Objective
+from meshwright.runtime.stage.objective import Loss, LossKind
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.data.collate import tensors
-from meshwright.train.data.vocabulary import refuse_ids, vocabularies
 from meshwright.train.optimizer.shared_rates import Rates, Recipe
-from meshwright.train.session.session import Session, SessionSettings
-from meshwright.train.setup.build_schedule import stages_of
-from meshwright.train.setup.captured_layers import is_captured, layers_for
-from meshwright.train.setup.check_capture import Evaluation, Start, check_start
+from meshwright.train.prepared import RunRequest, prepare
+from meshwright.train.session.session import Session
 from meshwright.train.setup.eval_submodules import stay_in_evaluation
 from meshwright.train.setup.gradient_hooks import refuse_lost
-from meshwright.train.setup.own_weights import ground, materialise
-from meshwright.train.setup.saved_bytes import kept_for
+from meshwright.train.setup.own_weights import materialise
 from meshwright.train.setup.settled_plan import settled
 from meshwright.train.setup.user_arguments import refuse_arguments
 from meshwright.train.setup.where import device_for, launched, one_process, refuse_world
@@ -64,13 +58,40 @@ def parallelize(
     loss_kind: str = "mean",
     check_capture: bool = True,
 ) -> Session:
-    """Cut a model into the stages of a plan and join the other ranks; close the session when done.
+    """Cut a model into the stages of a plan and join the other ranks, for your own training loop.
 
-    `optimizer` is one of the model's parameters, or what makes one; `scheduler` one of that optimizer, or what makes one.
-    Of a model without weights (`meshwright.sketch`) each rank fills its own stages: as its seed says, or from `weights`, a
-    safetensors file or folder, here or in the sketch. `loss_kind="sum"` says that the loss is a sum over rows or labels;
-    `check_capture=False` leaves out the comparison of captured layers with the model. Submodules that are in evaluation while
-    the model is in training stay there until the session is closed.
+    Submodules that are in evaluation while the model is in training stay there until the session is closed.
+
+    Args:
+        model: A module, a list of layers, or a sketch (`meshwright.sketch`), of which each rank fills its own stages.
+        example_batch: A batch like those that `step` will get.
+        plan: A `Parallel`, a mapping, or a plan file; None is one process.
+        optimizer: An optimizer of the model's parameters, or a function that makes one.
+        scheduler: A learning-rate schedule of that optimizer, or a function that makes one.
+        loss: A loss of your own, `f(output, target)`; None uses the model's.
+        clip: The largest norm of a gradient; None does not clip.
+        seed: Where dropout starts.
+        precision: `fp32`, `bf16` or `fp16`: what layers compute in.
+        weights: A safetensors file or folder that a sketch is filled from.
+        device: `cpu` to train without the GPU; None takes what is there.
+        loss_kind: `mean` if the loss is a mean over rows or labels, `sum` if it is a sum.
+        check_capture: False leaves out the comparison of the captured layers with the model.
+
+    Returns:
+        The session of this rank. Close it when done, or use it in a `with` block.
+
+    Raises:
+        MeshwrightError: The plan needs other ranks than there are, or the model cannot be captured.
+
+    Examples:
+        >>> import torch
+        >>> import meshwright as mw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        >>> batch = (torch.ones(4, 4), torch.zeros(4, 4))
+        >>> with mw.parallelize(model, batch, dict(pp=1, microbatches=2)) as session:
+        ...     losses = [session.step(batch).loss for _ in range(3)]
+        >>> losses[2] < losses[0]
+        True
     """
     parallel = settled(Parallel.of(asked(plan)))
     refuse_world(parallel)
@@ -81,28 +102,28 @@ def parallelize(
         raise MeshwrightError("weights are read into a model that has none", fix="parallelize(meshwright.sketch(build), ...)")
     rates = _rates(model, optimizer, scheduler)
     kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
+    request = RunRequest(
+        skeleton or model,
+        example,
+        parallel,
+        loss=loss,
+        loss_kind=kind,
+        precision=chosen,
+        weights=weights,
+        check_capture=check_capture,
+    )
     if skeleton is not None:
         refuse_lost(model, parallel.processes, sketched=True)
-        ground(skeleton, weights)
     with ExitStack() as closing:
         closing.callback(stay_in_evaluation(model))
-        flat, evaluation = _captured(model, example, loss), Evaluation()
-        if flat is not None and check_capture:  # by every rank for itself, before it talks to others
-            start = Start(skeleton or model, flat, example, stages_of(parallel), parallel.stages or None, loss, None, kind)
-            cuts = parallel.microbatches * parallel.dp
-            evaluation = check_start(replace(start, microbatches=cuts, precision=chosen, weights=weights))
+        run = prepare(request)  # by every rank for itself, before it talks to others
         if not dist.is_initialized():
             closing.enter_context(attach(device=device) if launched() else one_process())
-        where = device_for(device == "cpu")
-        settings = SessionSettings(clip, loss, None, kind, seed=seed, precision=chosen, device=where)
-        count, cut, graph = stages_of(parallel), parallel.stages or None, evaluation.graph
-        layers = layers_for(model, example, count, cuts=cut, flat=flat, own_loss=loss is not None, evaluated=graph)
-        objective = Objective(loss, weigh=layers.weigh, kind=kind)
-        kept = kept_for(parallel, layers, example, objective=objective, precision=chosen)
+        rules, where = Rules(clip=clip or float("inf")), device_for(device == "cpu")
+        settings = run.settings(optimizer=rates.optimizer, rules=rules, seed=seed, device=where)
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-        fill = None if skeleton is None else partial(materialise, skeleton, layers, weights)
-        session = Session(layers, parallel, rates, settings, model=module, kept=kept, fill=fill)
-        session.evaluation, session.vocabularies = evaluation, vocabularies(flat)
+        fill = None if skeleton is None else partial(materialise, skeleton, weights)
+        session = Session(run, module, rates, settings, fill=fill)
         if skeleton is not None:
             skeleton.forget()
         session.closing = closing.pop_all()
@@ -116,15 +137,6 @@ def _refuse_alone(ranks: int) -> None:
             f"the plan needs {ranks} ranks and this is one process",
             fix=f"torchrun --nproc-per-node {ranks} script.py, or meshwright.Trainer, which starts workers by itself",
         )
-
-
-def _captured(model: Any, example: Given, loss: Loss | None) -> Flat | None:
-    """The graph of a model; None for a list of layers, which is taken as it is."""
-    if not is_captured(model):
-        return None
-    flat = flatten(model, example, own_loss=loss is not None)
-    refuse_ids(vocabularies(flat), example, flat.columns)
-    return flat
 
 
 def _rates(model: Any, optimizer: Any, scheduler: Any) -> Rates:

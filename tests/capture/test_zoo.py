@@ -15,7 +15,7 @@ from transformers import default_data_collator
 from meshwright import Parallel
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.verify.verify import momentum, rank_trace
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 from tests.conftest import Pool
 from tests.support.trainers import ours, reference, series
 from tests.zoo.compare import Result, difference, plain, run
@@ -92,8 +92,8 @@ def test_families_train_on_workers_as_the_model_does_by_itself(pool: Pool, name:
     dtype = "float32" if FAMILIES[name].kind == "experts" or FAMILIES[name].dtype is torch.float32 else "float64"
     parallel = Parallel.of({"microbatches": 2, **plan})
     case = Case(partial(still, name, dtype), partial(step, name), parallel, 1, dtype, 0, None, momentum)
-    case, _, schedule = prepare(case)
-    traces = pool.run(rank_trace, case, schedule, ranks=parallel.processes)
+    case, _, run = prepare_case(case)
+    traces = pool.run(rank_trace, case, run, ranks=parallel.processes)
     mine = Result()
     for trace in traces:
         mine.gradients |= trace.gradients[0]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from meshwright import Parallel
-from meshwright.ir.schedule import Schedule
 from meshwright.runtime.parameters.unit import Unit
+from meshwright.train.prepared import PreparedRun
 from meshwright.train.verify.certificate import RankTrace, certify, digest
 from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 from tests.conftest import Pool
 from tests.runtime.test_parity_edges import same_bits, traces
 from tests.support.parity import batch, built, model
@@ -77,7 +77,7 @@ def test_twenty_steps(pool: Pool, options: dict[str, object], pp: int, dp: int, 
     assert found.passed, (found.max_relative_error, found.worst, found.problems)
 
 
-def perturbed(case: Case, schedule: Schedule, rank: int, update: int, bit: float, back: bool) -> RankTrace:
+def perturbed(case: Case, run: PreparedRun, rank: int, update: int, bit: float, back: bool) -> RankTrace:
     """A run in which one rank's copy is changed by the smallest step there is, before one of its updates."""
     plain, seen = Unit.update, [0]
 
@@ -91,7 +91,7 @@ def perturbed(case: Case, schedule: Schedule, rank: int, update: int, bit: float
 
     Unit.update = update_with_fault  # type: ignore[method-assign]
     try:
-        return rank_trace(case, schedule)
+        return rank_trace(case, run)
     finally:
         Unit.update = plain  # type: ignore[method-assign]
 
@@ -101,11 +101,11 @@ def perturbed(case: Case, schedule: Schedule, rank: int, update: int, bit: float
 def test_one_bit_on_one_replica_is_found(pool: Pool, rank: int, update: int) -> None:
     plan = Parallel(pp=4, microbatches=4, schedule="chimera")
     case = Case(partial(model, "mlp", 4, 0.0), partial(batch, "mlp", 9), plan, 3, "float64", 0, None, momentum)
-    _, layers, schedule = prepare(case)
-    (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
-    sound = pool.run(perturbed, case, schedule, rank, update, 1.0, True, ranks=4)
-    assert certify(case, layers, schedule, reference, sound).passed
-    found = certify(case, layers, schedule, reference, pool.run(perturbed, case, schedule, rank, update, 1.0, False, ranks=4))
+    _, layers, run = prepare_case(case)
+    (reference,) = pool.run(serial_trace, case, run, ranks=1)
+    sound = pool.run(perturbed, case, run, rank, update, 1.0, True, ranks=4)
+    assert certify(case, layers, run.schedule, reference, sound).passed
+    found = certify(case, layers, run.schedule, reference, pool.run(perturbed, case, run, rank, update, 1.0, False, ranks=4))
     assert found.max_relative_error < 1e-9, "so small that only bits tell"
     assert not found.replicas_equal and not found.passed
     assert any(f"version {update // 2}" in problem for problem in found.problems), found.problems

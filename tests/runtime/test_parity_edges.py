@@ -13,7 +13,7 @@ from meshwright import schedules
 from meshwright.train.models import small_models as models
 from meshwright.train.verify.certificate import RankTrace
 from meshwright.train.verify.verify import momentum, rank_trace
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 from tests.conftest import Pool
 from tests.support.parity import ASYNCHRONOUS, batch, model
 from tests.support.thin import thinned
@@ -29,8 +29,8 @@ def traces(pool: Pool, build: Any, data: Any, steps: int = 2, **plan: Any) -> li
     from meshwright import Parallel
 
     case = Case(build, data, Parallel.of(plan), steps, "float64", 0, None, momentum)
-    _, _, schedule = prepare(case)
-    return pool.run(rank_trace, case, schedule, ranks=case.parallel.processes)
+    _, _, run = prepare_case(case)
+    return pool.run(rank_trace, case, run, ranks=case.parallel.processes)
 
 
 def same_bits(a: list[RankTrace], b: list[RankTrace]) -> bool:

@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from meshwright import Certificate, MeshwrightError, Parallel
 from meshwright.ir.placement import Rows
-from meshwright.ir.schedule import Schedule
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.parameters import unit as units
 from meshwright.runtime.parameters.parameters import Parameters
 from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.stage import Bundle, Stage
 from meshwright.runtime.transport.edges import Outgoing
+from meshwright.train.prepared import PreparedRun
 from meshwright.train.verify.certificate import RankTrace, certify
 from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 from tests.conftest import Pool
 from tests.support.parity import batch, model
 
@@ -141,21 +141,21 @@ def unequal_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "_start_equal", start)
 
 
-def broken(case: Case, schedule: Schedule, fault: Patch) -> RankTrace:
+def broken(case: Case, run: PreparedRun, fault: Patch) -> RankTrace:
     """A rank's run with a fault in it."""
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        return rank_trace(case, schedule)
+        return rank_trace(case, run)
 
 
 def judged(pool: Pool, fault: Patch, **plan: Any) -> Certificate:
     """The verdict on a run with a fault."""
     chosen = Parallel.of({"pp": 2, "microbatches": 4, **plan})
     case = Case(partial(model, "mlp", 2, 0.0), partial(batch, "mlp", 17), chosen, 4, "float64", 0, None, momentum)
-    _, layers, schedule = prepare(case)
-    (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
-    traces = pool.run(broken, case, schedule, fault, ranks=chosen.processes)
-    return certify(case, layers, schedule, reference, traces)
+    _, layers, run = prepare_case(case)
+    (reference,) = pool.run(serial_trace, case, run, ranks=1)
+    traces = pool.run(broken, case, run, fault, ranks=chosen.processes)
+    return certify(case, layers, run.schedule, reference, traces)
 
 
 FAULTS: list[tuple[Patch, dict[str, Any]]] = [

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from meshwright import Parallel
 from meshwright.ir.schedule import Schedule
+from meshwright.train.prepared import PreparedRun
 from meshwright.train.verify.verify import momentum, rank_trace
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 from tests.conftest import Pool
 from tests.support.parity import batch
 
@@ -40,10 +41,10 @@ def counted(layers: int) -> list[nn.Module]:
     return [Counted(number) for number in range(layers)]
 
 
-def calls_of(case: Case, schedule: Schedule) -> dict[tuple[int, int], int]:
+def calls_of(case: Case, run: PreparedRun) -> dict[tuple[int, int], int]:
     """How often this rank called which layer on which microbatch."""
     CALLS.clear()
-    rank_trace(case, schedule)
+    rank_trace(case, run)
     return dict(CALLS)
 
 
@@ -51,14 +52,14 @@ def count(pool: Pool, layers: int, **plan: Any) -> tuple[Schedule, dict[int, lis
     """For each layer how often it ran for each microbatch of one step."""
     build, data = partial(counted, layers), partial(batch, "mlp", 17)
     case = Case(build, data, Parallel.of(plan), 1, "float64", 0, None, momentum)
-    _, _, schedule = prepare(case)
+    _, _, run = prepare_case(case)
     total: Counter[tuple[int, int]] = Counter()
-    for calls in pool.run(calls_of, case, schedule, ranks=case.parallel.processes):
+    for calls in pool.run(calls_of, case, run, ranks=case.parallel.processes):
         total.update(calls)
     found: dict[int, list[int]] = {}
     for (layer, _), times in sorted(total.items()):
         found.setdefault(layer, []).append(times)
-    return schedule, found
+    return run.schedule, found
 
 
 SPLIT = [("zero_bubble", {}), ("zbv", {}), ("dualpipe", {}), ("dualpipev", {}), ("chimera", {"split": True})]

@@ -20,6 +20,7 @@ from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.models import small_models as models
+from meshwright.train.prepared import PreparedRun
 from meshwright.train.setup.build_schedule import lists_for
 from meshwright.train.verify.certificate import Certificate, certify
 from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
@@ -37,9 +38,10 @@ def trained(pool: Pool, schedule: Schedule, *, steps: int = 2, rows: int = 12, t
     plan = Parallel(pp=schedule.workers, microbatches=schedule.microbatches * rounds, transport=transport)
     batch = partial(models.mlp_batch, rows=rows, width=6)
     case = Case(BUILD, batch, plan, steps, "float64", 0, None, momentum, Precision())
-    (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
-    traces = pool.run(rank_trace, case, schedule, ranks=schedule.workers)
-    return certify(case, case.layers(schedule.stages), schedule, reference, traces)
+    run = PreparedRun(plan, schedule, None, None)
+    (reference,) = pool.run(serial_trace, case, run, ranks=1)
+    traces = pool.run(rank_trace, case, run, ranks=schedule.workers)
+    return certify(case, run.open(case.model()), schedule, reference, traces)
 
 
 CROSSED = low(

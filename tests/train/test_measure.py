@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from meshwright import Lane, MeshwrightError, Timeline, costs_from_json, measure, measurement_from_json, measurement_to_json
 from meshwright.cli.main import app
 from meshwright.runtime.launch.workers import Workers
-from meshwright.train.loop.on_rank import cut
 from meshwright.train.loop.traced_steps import Traced
 from meshwright.train.setup.captured_layers import through
 from tests.support.trainers import Plain, gpt2, ours, text, vectors
@@ -52,7 +51,8 @@ def test_bytes_of_a_captured_model_are_what_its_graph_holds(tmp_path: Path) -> N
     """Against a walk through the autograd graph, which knows nothing of hooks."""
     trainer = ours(gpt2(), tmp_path, text(), parallel={"microbatches": 2})
     [cost] = measure(trainer, steps=1).costs
-    layers, _ = cut(trainer, example := trainer.source(trainer.train_dataset).example(4))
+    assert trainer.run is not None
+    layers, example = trainer.run.open(trainer.module), trainer.reader.source(trainer.train_dataset).example(4)
     assert isinstance(example, dict)
     loss, *_ = through(layers, example)
     weights = [*trainer.module.parameters(), *trainer.module.buffers(), *example.values()]
@@ -121,7 +121,7 @@ def test_a_measurement_comes_back_from_its_file(tmp_path: Path) -> None:
     data = json.loads(text_)
     for change, reason in [
         ({"costs": {"stages": data["costs"]["stages"] * 2}}, "has costs for 2 stages"),
-        ({"steps": [4, 3]}, "steps 4 to 3 are none"),
+        ({"steps": [4, 3]}, "steps 4 to 3 are an empty range"),
         ({"timeline": 5}, "'timeline' of a measurement"),
         ({"schema": 9}, "this version reads up to 1"),
         ({"more": 1}, "unknown keys: more"),
@@ -176,7 +176,7 @@ def test_the_verb_runs_a_model_with_the_flags_of_train(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["."], "no run that was traced"),
+        (["."], "not a run with --trace"),
         ([".", "--pp", "2"], "--pp would have no effect"),
         ([".", "--max-steps", "2"], "--max-steps would have no effect"),
         (

@@ -33,7 +33,7 @@ JOB = [
     "--logging-steps",
     "1",
 ]
-PHASES = ["capture", "check", "cut", "start workers", "set up ranks", "first step"]
+PHASES = ["capture", "cut", "check", "schedule", "start workers", "set up ranks", "first step"]
 
 
 def test_outside_a_terminal_phases_and_logs_come_while_it_runs(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_callbacks_are_told_of_phases(tmp_path: Path) -> None:
 
     listener = Listener()
     ours(Plain(), tmp_path, vectors(), max_steps=1, callbacks=[listener]).train()
-    assert listener.heard == ["capture", "check", "set up ranks", "first step"]
+    assert listener.heard == ["capture", "cut", "check", "schedule", "set up ranks", "first step"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_tracker_that_is_not_installed_names_its_package(name: str, package: s
     trainer = ours(Plain(), tmp_path, vectors(), report_to=[name])
     with pytest.raises(MeshwrightError, match=f"needs the package {package}, which is not installed") as caught:
         trainer.train()
-    assert caught.value.fix == f"pip install {package}, or report_to='none'" and trainer.flat is None
+    assert caught.value.fix == f"pip install {package}, or report_to='none'" and trainer.run is None
 
 
 def test_every_tracker_that_transformers_knows_has_a_package(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.checkpoint.save_pretrained import ONE
 from meshwright.train.loop.on_rank import session_for
+from meshwright.train.loop.rank_job import RankJob
 from tests.conftest import Pool
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.trainers import Notes, arguments, ours, series, text
@@ -114,10 +115,10 @@ def test_one_process_has_all_weights_and_those_of_files(whole: mw.Trainer, tmp_p
 # -- what ranks hold
 
 
-def held_on_rank(trainer: mw.Trainer) -> tuple[int, int, int]:
+def held_on_rank(job: RankJob) -> tuple[int, int, int]:
     """Bytes of tensors that have values, of those of this rank's stages, and of the model."""
-    session = session_for(trainer, trainer.source(trainer.train_dataset).example(trainer.example_rows), 1)
-    every = {id(t): t for _, t in tensors_of(trainer.model)}.values()
+    session = session_for(job)
+    every = {id(t): t for _, t in tensors_of(job.model)}.values()
     held = sum(t.untyped_storage().nbytes() for t in every if not t.is_meta)
     stages = [layer for stage in session.engine.stages.values() for layer in stage.layers]
     mine = sum(t.nbytes for t in {id(t): t for _, t in tensors_of(stages)}.values())
@@ -128,8 +129,7 @@ def held_on_rank(trainer: mw.Trainer) -> tuple[int, int, int]:
 @pytest.mark.parametrize("made", [gpt2, partial(mw.sketch, gpt2)], ids=["model", "sketch"])
 def test_a_rank_holds_its_own_stages_and_no_more(made: Callable[[], Any], tmp_path: Path, workers: Workers) -> None:
     trainer = ours(made(), tmp_path, text(), workers, parallel={"pp": 4})
-    trainer.capture(trainer.train_dataset)
-    ranks = trainer.everywhere(held_on_rank)
+    ranks = trainer.everywhere(held_on_rank, trainer.job(trainer.train_dataset))
     tied = trainer.model.transformer.wte.weight.nbytes
     assert [held for held, _, _ in ranks] == [mine for _, mine, _ in ranks]
     assert sum(held for held, _, _ in ranks) == ranks[0][2] + tied, "the tied table is on the first and on the last"
@@ -214,5 +214,5 @@ def test_refusals(tmp_path: Path) -> None:
     args = arguments(mw.TrainingArguments, tmp_path)
     with pytest.raises(MeshwrightError, match="model_init is called without arguments"):
         mw.Trainer(model_init=lambda trial: trial, args=args)  # type: ignore[misc, arg-type]
-    with pytest.raises(MeshwrightError, match="building the model gave NoneType"):
+    with pytest.raises(MeshwrightError, match="building the model returned NoneType"):
         mw.Trainer(model_init=lambda: None, args=args)

@@ -21,7 +21,7 @@ from meshwright.train.models import small_models as models
 from meshwright.train.verify import verify as module
 from meshwright.train.verify.certificate import RankTrace, certify, digest
 from meshwright.train.verify.serial_reference import SerialTrace
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
 
@@ -82,12 +82,12 @@ def test_shares_are_between_0_and_1(recompute: Any) -> None:
 
 @pytest.mark.parametrize("width", [3, (2, 1.0), (True, 1), "21", {2: 1}])
 def test_a_width_that_is_none(width: Any) -> None:
-    refused("width names workers per stage", {"pp": 2, "width": width})
+    refused("width must list the workers of each stage", {"pp": 2, "width": width})
 
 
 @pytest.mark.parametrize("options", [3, "chunks=2", {1: 2}, ["chunks"]])
 def test_options_that_are_none(options: Any) -> None:
-    refused("options are a mapping", {"pp": 2, "options": options})
+    refused("options must be a mapping", {"pp": 2, "options": options})
 
 
 def test_none_is_the_default() -> None:
@@ -97,7 +97,7 @@ def test_none_is_the_default() -> None:
 
 @pytest.mark.parametrize("parallel", [3, "pp=2", ["pp"]])
 def test_a_plan_that_is_none(parallel: Any) -> None:
-    refused("parallel is a Parallel or a mapping", parallel)
+    refused("parallel must be a Parallel or a mapping", parallel)
 
 
 def test_names_that_a_plan_has_not() -> None:
@@ -160,9 +160,9 @@ def test_functions_that_raise(more: dict[str, Any], what: str) -> None:
 
 def test_a_batch_function_that_raises_later_says_the_same() -> None:
     case = Case(BUILD, partial(broken, good=1), Parallel(pp=2), 3, "float64", 0, None, module.momentum)
-    _, _, schedule = prepare(case)
+    _, _, run = prepare_case(case)
     with pytest.raises(MeshwrightError, match=r"batch\(1\) raised ValueError: no such file(.|\n)*in broken"):
-        module.serial_trace(case, schedule)
+        module.serial_trace(case, run)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_a_batch_function_that_raises_later_says_the_same() -> None:
 )
 def test_layers_that_return_no_tensors(output: Any, kind: str) -> None:
     case = Case(partial(returning, output), DATA, Parallel(pp=2), 1, "float64", 0, None, module.momentum)
-    _, _, schedule = prepare(case)
+    _, _, run = prepare_case(case)
     with pytest.raises(MeshwrightError, match=f"layer 1 returned {kind}; what crosses stages is a tensor"):
-        module.serial_trace(case, schedule)
+        module.serial_trace(case, run)
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_optimizers_that_cannot_step(optimizer: Any, text: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop])
 def test_optimizers_that_can(optimizer: Any) -> None:
-    prepare(Case(BUILD, DATA, Parallel(pp=2), 1, "float64", 0, None, optimizer))
+    prepare_case(Case(BUILD, DATA, Parallel(pp=2), 1, "float64", 0, None, optimizer))
 
 
 def test_a_certificate_is_strict_json() -> None:
     case = Case(BUILD, DATA, Parallel(pp=2), 2, "float64", 0, None, module.momentum)
-    _, layers, schedule = prepare(case)
-    found = certify(case, layers, schedule, SerialTrace(losses=[inf, -inf]), [RankTrace(), RankTrace()])
+    _, layers, run = prepare_case(case)
+    found = certify(case, layers, run.schedule, SerialTrace(losses=[inf, -inf]), [RankTrace(), RankTrace()])
     text = replace(found, worst="NaN").to_json()
     written = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert written["losses"] == ["NaN", "NaN"] and written["reference_losses"] == ["Infinity", "-Infinity"]
@@ -215,13 +215,13 @@ def test_flags_of_an_emulation_that_is_not_asked_for(flag: dict[str, Any]) -> No
 @pytest.mark.parametrize("plan", [{"pp": 2, "dp": 9999}, {"pp": 1, "dp": 257}, {"pp": 2, "width": (250, 7)}], ids=str)
 def test_more_workers_than_one_host_takes(plan: dict[str, Any]) -> None:
     ranks = Parallel.of(plan).processes
-    refused(f"{ranks} workers are more than the 256(.|\\n)*torchrun on more hosts", plan)
+    refused(f"{ranks} workers exceed the limit of 256(.|\\n)*torchrun on more hosts", plan)
 
 
 def test_the_verbs_count_workers_first() -> None:
-    with pytest.raises(MeshwrightError, match="19998 workers are more than the 256"):
+    with pytest.raises(MeshwrightError, match="19998 workers exceed the limit of 256"):
         verb.verify("mlp", dp=9999)
-    with pytest.raises(MeshwrightError, match="300 workers are more than the 256"):
+    with pytest.raises(MeshwrightError, match="300 workers exceed the limit of 256"):
         simulate("onef1b", workers=300, microbatches=4, emulate=Timing.WALL)
 
 
@@ -238,7 +238,7 @@ def without_numbers(step: int) -> dict[str, Tensor]:
 
 def test_a_batch_that_is_another_each_time() -> None:
     refused("batch\\(0\\) gives other tensors when it is called again(.|\\n)*manual_seed", batch=unseeded)
-    prepare(Case(BUILD, without_numbers, Parallel(pp=2), 1, "float64", 0, None, module.momentum))
+    prepare_case(Case(BUILD, without_numbers, Parallel(pp=2), 1, "float64", 0, None, module.momentum))
 
 
 @pytest.mark.parametrize(
@@ -261,21 +261,21 @@ def test_no_microbatches_on_the_command_line() -> None:
 
 def test_what_is_no_number_equals_itself_bit_by_bit() -> None:
     case = Case(BUILD, DATA, Parallel(pp=1, dp=2), 1, "float64", 0, None, module.momentum)
-    _, layers, schedule = prepare(case)
+    _, layers, run = prepare_case(case)
     one, other = ({name: torch.full_like(p, nan) for p, name in layers.names.items()} for _ in range(2))
-    same = certify(case, layers, schedule, SerialTrace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
+    same = certify(case, layers, run.schedule, SerialTrace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
     assert same.replicas_equal and not same.passed
     other["0.0.bias"] = -other["0.0.bias"]
-    unlike = certify(case, layers, schedule, SerialTrace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
+    unlike = certify(case, layers, run.schedule, SerialTrace([0.0], [], one), [RankTrace(weights=one), RankTrace(weights=other)])
     assert not unlike.replicas_equal
 
 
 def test_weights_that_are_others_on_each_worker_are_named() -> None:
     case = Case(BUILD, DATA, Parallel(pp=1), 1, "float64", 0, None, module.momentum)
-    _, layers, schedule = prepare(case)
+    _, layers, run = prepare_case(case)
     built = {name: digest(p) for p, name in layers.names.items()}
     for digests, told in ((built, False), ({**built, "1.0.weight": 1}, True)):
-        found = certify(case, layers, schedule, SerialTrace([0.0]), [RankTrace(digests={0: digests})])
+        found = certify(case, layers, run.schedule, SerialTrace([0.0]), [RankTrace(digests={0: digests})])
         assert any("rank 0 starts with another 1.0.weight" in problem for problem in found.problems) is told
 
 

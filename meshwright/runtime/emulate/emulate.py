@@ -27,15 +27,11 @@ from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Span, Timeline
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.emulate.wait_actions import WaitActions
-from meshwright.runtime.executor.executor import Executor
+from meshwright.runtime.engine.rank_runtime import RankRuntime
 from meshwright.runtime.launch.workers import Workers
-from meshwright.runtime.mesh import Mesh, sync_groups
-from meshwright.runtime.program import channels, program
 from meshwright.runtime.tracing.clock import Clock, Timing, busy_s, fine_timers
 from meshwright.runtime.tracing.clock_offset import common_clock
 from meshwright.runtime.tracing.trace import Trace, assemble
-from meshwright.runtime.transport.choose import open_transport
-from meshwright.runtime.transport.edges import Edges
 from meshwright.runtime.transport.self_test import Timed
 
 LEAD_S = 0.1
@@ -139,28 +135,18 @@ def serve(jobs: Sequence[EmulationJob], repeat: int) -> list[list[Report]]:
 
 
 class EmulationSession:
-    """One rank of a job: groups, transport, program, emulated hands, executor."""
+    """One rank of a job: a runtime whose actions wait instead of computing."""
 
     def __init__(self, job: EmulationJob, clock: Clock) -> None:
-        schedule = job.schedule
         self.job, self.clock = job, clock
-        self.mesh = Mesh(schedule.workers, 1, dist.get_rank())
-        self.groups = sync_groups(self.mesh, schedule)
-        self.transport = open_transport(job.transport, channels(schedule, 1), self.mesh.rank)
-        self.transport.timeout_s = job.timeout_s
-        carrier = self.transport if job.wrap is None else job.wrap(self.transport)
+        self.runtime = RankRuntime(job.schedule, transport=job.transport, timeout_s=job.timeout_s, wrap=job.wrap)
         self.trace = Trace() if job.trace else None
         if self.trace is not None:
             self.trace.clock = clock
-        steps = program(schedule, self.mesh.worker, self.mesh.rank_of)
-        price = Price(schedule, job.costs, job.cluster, overlap=job.overlap)
-        self.actions = WaitActions(steps, price, self.groups, job.timing, clock, self.trace)
-        self.executor = Executor(
-            steps,
-            Edges(carrier, torch.device("cpu"), None if self.trace is None else self.trace.arrived),
-            self.actions,
-            self.trace,
-        )
+        walked = self.runtime.program(job.schedule)
+        price = Price(job.schedule, job.costs, job.cluster, overlap=job.overlap)
+        self.actions = WaitActions(walked, price, self.runtime.groups, job.timing, clock, self.trace)
+        self.executor = self.runtime.executor(walked, self.actions, self.trace)
 
     def run(self) -> Report:
         """Agree on a start, wait for it, walk."""
@@ -179,14 +165,12 @@ class EmulationSession:
         # Workers often end at one moment: what comes after it must not take the cores from those who still have to wake.
         self.clock.sleep_until(self.actions.ended_s + REST_S)
         spent, busy = process_time() - cpu, busy_s() - busy
-        spans = () if self.trace is None else tuple(self.trace.spans(self.job.schedule, self.mesh))
+        spans = () if self.trace is None else tuple(self.trace.spans(self.job.schedule, self.runtime.mesh))
         return Report(start, begun, self.actions.ended_s, self.actions.free_s, spent, busy, spans)
 
     def close(self) -> None:
-        """Give back channels and groups."""
-        self.transport.close()
-        for group in self.groups.values():
-            dist.destroy_process_group(group)
+        """Release channels and process groups."""
+        self.runtime.close()
 
 
 def _measured(job: EmulationJob, reports: Sequence[Sequence[Report]]) -> Measured:

@@ -1,4 +1,4 @@
-"""Everything a rank needs to run a lowered schedule, put together: mesh, groups, transport, stages, units, executor."""
+"""One rank of a training run: its stages and units on a `RankRuntime`, and what is compared before the first collective."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from meshwright.ir.action import Op, walk
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved
-from meshwright.runtime.executor.executor import Executor
+from meshwright.runtime.engine.rank_runtime import RankRuntime
 from meshwright.runtime.executor.train_actions import TrainActions
 from meshwright.runtime.json_exchange import all_gather_json
-from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.parameters.parameters import Parameters, Rules, refuse_rules
 from meshwright.runtime.parameters.unit import Adder, Collective, Optimizer, Scheduler, Unit
-from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage.batch import Batch, Batches, Given, Own
 from meshwright.runtime.stage.cpu_formats import require
 from meshwright.runtime.stage.graphs_by_size import Graphs
@@ -31,8 +29,6 @@ from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.runtime.stage.stage import Stage
 from meshwright.runtime.tracing.clock_offset import common_clock
 from meshwright.runtime.tracing.trace import Trace, gather
-from meshwright.runtime.transport.choose import open_transport
-from meshwright.runtime.transport.edges import Edges
 from meshwright.runtime.transport.pair_sum import PairSum
 from meshwright.runtime.transport.shared_memory import SharedTransport
 
@@ -70,11 +66,9 @@ class Engine:
         self.schedule, self.layers, self.settings = schedule, layers, settings
         self.objective = Objective(settings.loss, weigh=layers.weigh, count=settings.count, kind=settings.loss_kind)
         self.scaler = settings.precision.scaler()
-        self.mesh = Mesh(schedule.workers, settings.copies, dist.get_rank())
-        self.groups = sync_groups(self.mesh, schedule)
-        lines = channels(schedule, settings.copies)
-        self.transport = open_transport(settings.transport, lines, self.mesh.rank, device=settings.device)
-        self.program = program(schedule, self.mesh.worker, self.mesh.rank_of)
+        self.runtime = RankRuntime(schedule, copies=settings.copies, transport=settings.transport, device=settings.device)
+        self.mesh, self.groups, self.transport = self.runtime.mesh, self.runtime.groups, self.runtime.transport
+        self.program = self.runtime.program(schedule)
         self.stages = {stage: self._stage(stage) for stage in self.program.stages}
         self.graphs = Graphs(layers, self.stages, settings.device, versioned=not schedule.flush)
         self._start_equal()
@@ -86,9 +80,7 @@ class Engine:
             self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
         )
         self.actions = TrainActions(self.program, self.stages, self.parameters, settings.microbatches, self.graphs)
-        self.executor = Executor(
-            self.program, Edges(self.transport, settings.device, None if trace is None else trace.arrived), self.actions, trace
-        )
+        self.executor = self.runtime.executor(self.program, self.actions, trace)
         if trace is not None:
             self._watch(trace)
 
@@ -106,15 +98,7 @@ class Engine:
 
     def _cut(self, given: Given | Own) -> Batch:
         """A step's batch, cut for this copy."""
-        settings = self.settings
-        found = Batch(
-            given,
-            microbatches=settings.microbatches,
-            copy=self.mesh.copy,
-            copies=settings.copies,
-            device=settings.device,
-            names=self.layers.columns,
-        )
+        found = self.runtime.batch(given, microbatches=self.settings.microbatches, names=self.layers.columns)
         self.actions.flow.pieces.refuse_rows(found.cuts)
         self.graphs.choose(found)
         return found
@@ -134,13 +118,11 @@ class Engine:
                 unit.landed = partial(trace.landed, number)
 
     def close(self) -> None:
-        """Give back channels and groups."""
-        self.transport.close()
+        """Release shared memory, channels and process groups."""
         for unit in self.units.values():
             if isinstance(unit.adder, PairSum):
                 unit.adder.close()
-        for group in self.groups.values():
-            dist.destroy_process_group(group)
+        self.runtime.close()
 
     def _stage(self, stage: int) -> Stage:
         schedule, layers = self.schedule, self.layers.of_stage(stage)

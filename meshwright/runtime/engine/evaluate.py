@@ -22,17 +22,14 @@ from meshwright.passes.check import prove
 from meshwright.passes.forward_only import forward_only
 from meshwright.passes.lower import lower
 from meshwright.runtime.engine.engine import Engine
-from meshwright.runtime.executor.executor import Executor
 from meshwright.runtime.executor.train_actions import TrainActions
 from meshwright.runtime.json_exchange import all_gather_json, dtype_name, dtype_named
 from meshwright.runtime.parameters.parameters import Parameters, Rules
-from meshwright.runtime.program import channels, program
 from meshwright.runtime.stage.batch import Batch, Given, Own
 from meshwright.runtime.stage.graphs_by_size import Graphs
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import LossKind, Objective, Tally
 from meshwright.runtime.stage.stage import Stage
-from meshwright.runtime.transport.edges import Edges
 
 Reduce = Callable[[Rows, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """What is done to the outputs of some rows where they arise, before they are sent anywhere; a row stays a row."""
@@ -81,21 +78,24 @@ class _Piece:
 
 
 class Forward:
-    """Evaluates batches on an engine. `layers`: others than the engine trains, with the same parameters on each stage."""
+    """Evaluates batches on an engine.
 
-    def __init__(self, engine: Engine, layers: Layers | None = None) -> None:
+    `layers` are others than the engine trains, with the same parameters on each stage. `schedule` is the forward schedule of
+    the engine's own, where it has been made before.
+    """
+
+    def __init__(self, engine: Engine, layers: Layers | None = None, *, schedule: Schedule | None = None) -> None:
         self.engine, self.layers = engine, layers or engine.layers.evaluation or engine.layers
-        self.schedule = _forwards(engine.schedule)
-        assert set(channels(self.schedule, engine.settings.copies)) <= set(channels(engine.schedule, engine.settings.copies))
-        mesh, settings = engine.mesh, engine.settings
-        self.program = program(self.schedule, mesh.worker, mesh.rank_of)
+        self.schedule = schedule or forward_schedule(engine.schedule)
+        mesh, device = engine.mesh, engine.runtime.device
+        self.program = engine.runtime.program(self.schedule)
         self.stages = {stage: self._stage(stage, engine.stages[stage]) for stage in self.program.stages}
-        self.graphs = Graphs(self.layers, self.stages, settings.device)
+        self.graphs = Graphs(self.layers, self.stages, device)
         layers_here = {stage: at.layers for stage, at in self.stages.items()}
         units = {unit: engine.units[unit] for unit in self.program.units}
-        parameters = Parameters(self.program, mesh, units, layers_here, Rules(), settings.device)
+        parameters = Parameters(self.program, mesh, units, layers_here, Rules(), device)
         self.actions = TrainActions(self.program, self.stages, parameters, self.schedule.microbatches, self.graphs)
-        self.executor = Executor(self.program, Edges(engine.transport, settings.device), self.actions)
+        self.executor = engine.runtime.executor(self.program, self.actions)
         self._found: list[tuple[Rows, tuple[Tensor, ...]]] = []
         self._reduce: Reduce | None = None
 
@@ -122,15 +122,7 @@ class Forward:
         return replace(trained, layers=layers, first_layer=self.layers.starts[number], share=0.0, splits=False)
 
     def _cut(self, given: Given | Own) -> Batch:
-        settings = self.engine.settings
-        found = Batch(
-            given,
-            microbatches=self.schedule.microbatches,
-            copy=self.engine.mesh.copy,
-            copies=settings.copies,
-            device=settings.device,
-            names=self.layers.columns,
-        )
+        found = self.engine.runtime.batch(given, microbatches=self.schedule.microbatches, names=self.layers.columns)
         self.graphs.choose(found)
         return found
 
@@ -187,8 +179,8 @@ def outputs_of(output: Any) -> tuple[Tensor, ...]:
     return tuple(t.detach().contiguous() for t in (found[1:] if loss_first else found))
 
 
-def _forwards(schedule: Schedule) -> Schedule:
-    """One step of evaluation, lowered and proved."""
+def forward_schedule(schedule: Schedule) -> Schedule:
+    """One step of evaluation under a schedule: its forwards alone, lowered and proved."""
     return prove(lower(forward_only(schedule).repeated(1)))
 
 

@@ -43,6 +43,8 @@ class Layers:
     """The layers of another graph for evaluation, where the model does something else there."""
     costs: tuple[StageCost, ...] | None = None
     """What stages cost against each other, by the operations of a captured model; None where nothing says so."""
+    graph: str = ""
+    """The digest of a captured model's graph."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:
@@ -84,7 +86,7 @@ class Layers:
     def digest(self) -> str:
         """Equal on all ranks that cut equal models in the same way."""
         shapes = [(name, tuple(p.shape), str(p.dtype), self.users[p]) for p, name in self.names.items()]
-        return sha256(repr((self.starts, shapes, self.columns)).encode()).hexdigest()[:16]
+        return sha256(repr((self.starts, shapes, self.columns, self.graph)).encode()).hexdigest()[:16]
 
     def columns_of(self, stage: int) -> tuple[str, ...]:
         """The batch columns that a stage reads by name."""

@@ -5,12 +5,12 @@ Weights go on by themselves. Learning rates start anew, unless the schedule is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from meshwright.errors import MeshwrightError
@@ -19,10 +19,6 @@ from meshwright.train.checkpoint.run_state import parameters, shared_out
 from meshwright.train.optimizer.optimizer_facts import entries, facts, merged, put_back
 from meshwright.train.session.session import Session
 from meshwright.train.setup.where import keeps_own_objects
-
-if TYPE_CHECKING:
-    from meshwright.train.loop.training_loop import Outcome
-    from meshwright.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -75,15 +71,12 @@ def go_on(session: Session, kept: Carried) -> None:
     session.rescale(kept.scale)
 
 
-def bring_back(trainer: Trainer, found: Sequence[Outcome]) -> None:
-    """Let weights, state and what callbacks have noted come back from ranks that are other processes."""
-    trainer.state, trainer.peak_bytes = found[0].state, found[0].peaks
-    take_notes(trainer.callbacks, found[0].callbacks)
-    module = trainer.module
+def bring_back(module: nn.Module, weights: Iterable[Mapping[str, Tensor]]) -> None:
+    """Let trained weights come back from ranks that are other processes."""
     held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     with torch.no_grad():
-        for outcome in found:
-            for name, tensor in outcome.weights.items():
+        for part in weights:
+            for name, tensor in part.items():
                 held[name].copy_(tensor)
 
 

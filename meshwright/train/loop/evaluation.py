@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers.trainer_pt_utils import EvalLoopContainer
@@ -19,19 +19,17 @@ from meshwright.runtime.stage.batch import Given, Own
 from meshwright.train.data.batches import Position, Source, numbered_steps, streamed_steps
 from meshwright.train.data.sampler import Sampler
 from meshwright.train.data.step_rows import StepRows
+from meshwright.train.loop.rank_job import RankJob
 from meshwright.train.session.session import Session
 
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
 
-
-def predict_on(trainer: Trainer, session: Session, dataset: Any, prefix: str, *, loss_only: bool) -> PredictionOutput:
+def predict_on(job: RankJob, session: Session, dataset: Any, prefix: str, *, loss_only: bool) -> PredictionOutput:
     """Losses, predictions and metrics of a data set, the same on every rank; all ranks call this together."""
-    begun, args = time.time(), trainer.args
-    found = _Found(trainer, loss_only)
-    for batch in _batches(trainer, session, dataset, whole=not loss_only):
+    begun, args = time.time(), job.args
+    found = _Found(job, loss_only)
+    for batch in _batches(job, session, dataset, whole=not loss_only):
         tensors = batch.tensors
-        labels = _labels(tensors, trainer)
+        labels = _labels(tensors, job)
         outputs = Outputs.NOBODY if loss_only else Outputs.EVERYBODY
         given = batch if loss_only else tensors
         result = session.forward(given, outputs=outputs, loss=labels is not None)
@@ -45,10 +43,10 @@ def predict_on(trainer: Trainer, session: Session, dataset: Any, prefix: str, *,
 class _Found:
     """What has been evaluated so far."""
 
-    def __init__(self, trainer: Trainer, loss_only: bool) -> None:
-        self.trainer, self.loss_only = trainer, loss_only
+    def __init__(self, job: RankJob, loss_only: bool) -> None:
+        self.job, self.loss_only = job, loss_only
         self.total, self.counted, self.rows = 0.0, 0, 0
-        concat = trainer.args.eval_do_concat_batches
+        concat = job.args.eval_do_concat_batches
         self.predictions, self.labels, self.inputs = (EvalLoopContainer(concat, padding_index=-100) for _ in range(3))
 
     def add(self, loss: float | None, rows: int, outputs: tuple[Tensor, ...], labels: Any, tensors: Given) -> None:
@@ -59,21 +57,21 @@ class _Found:
         if self.loss_only:
             return
         logits: Any = outputs[0] if len(outputs) == 1 else outputs
-        if self.trainer.preprocess_logits_for_metrics is not None:
-            logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
+        if self.job.preprocess_logits_for_metrics is not None:
+            logits = self.job.preprocess_logits_for_metrics(logits, labels)
         self.predictions.add(logits)
         if labels is not None:
             self.labels.add(labels)
-        if "inputs" in self.trainer.args.include_for_metrics and isinstance(tensors, Mapping):
-            self.inputs.add(tensors[getattr(self.trainer.model, "main_input_name", "input_ids")])
+        if "inputs" in self.job.args.include_for_metrics and isinstance(tensors, Mapping):
+            self.inputs.add(tensors[getattr(self.job.model, "main_input_name", "input_ids")])
 
     def finish(self, prefix: str, begun: float, args: Any) -> PredictionOutput:
         """Metrics over everything."""
         predictions, labels = self.predictions.get_arrays(), self.labels.get_arrays()
         metrics: dict[str, Any] = {}
-        if self.trainer.compute_metrics is not None and predictions is not None and labels is not None:
+        if self.job.compute_metrics is not None and predictions is not None and labels is not None:
             more = {"inputs": self.inputs.get_arrays()} if "inputs" in args.include_for_metrics else {}
-            metrics = dict(self.trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **more)))
+            metrics = dict(self.job.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **more)))
         metrics = denumpify_detensorize(metrics)
         if self.counted:
             metrics["loss"] = self.total / self.counted
@@ -83,24 +81,24 @@ class _Found:
         return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
 
 
-def _batches(trainer: Trainer, session: Session, dataset: Any, *, whole: bool) -> Iterator[Own]:
+def _batches(job: RankJob, session: Session, dataset: Any, *, whole: bool) -> Iterator[Own]:
     """Batches in order: of this copy's rows, or of all rows where labels are to be compared on every rank."""
     mesh = session.engine.mesh
-    source: Source = trainer.source(dataset)
-    rows = StepRows(trainer.args.per_device_eval_batch_size, 1, mesh.copies)
+    source: Source = job.reader.source(dataset)
+    rows = StepRows(job.args.per_device_eval_batch_size, 1, mesh.copies)
     if not whole:
         source = session.reads(source)
     if source.size is None:
         return streamed_steps(source, rows, Position(0, 0))
-    sampler = Sampler(source.size, rows, source.seed, shuffle=False, drop_last=trainer.args.dataloader_drop_last)
+    sampler = Sampler(source.size, rows, source.seed, shuffle=False, drop_last=job.args.dataloader_drop_last)
     return numbered_steps(source, sampler, Position(0, 0))
 
 
-def _labels(tensors: Given, trainer: Trainer) -> Any:
+def _labels(tensors: Given, job: RankJob) -> Any:
     """What predictions are compared with; None where the batch has no labels."""
     if not isinstance(tensors, Mapping):
         return tensors[-1] if len(tensors) > 1 else None
-    names = trainer.args.label_names or find_labels(type(trainer.model)) or [n for n in TARGETS if n in tensors][:1]
+    names = job.args.label_names or find_labels(type(job.model)) or [n for n in TARGETS if n in tensors][:1]
     found = [tensors[name] for name in names if name in tensors]
     if not found or len(found) < len(names):
         return None

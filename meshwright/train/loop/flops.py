@@ -6,10 +6,10 @@ neither is what frozen parameters save. A list of layers is run once without val
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,20 +19,17 @@ from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.runtime.stage.batch import Given
 from meshwright.train.session.speed import TOKENS, Amount, Speed, amount
 
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
-
 PASSES = 3
 """A forward, and a backward that counts as two."""
 
 
-def speed_of(trainer: Trainer, example: Given) -> Speed:
-    """The clock of a run, with the operations of one row and of one token."""
-    if trainer.flat is not None:
-        line = line_of(trainer.module, trainer.flat)
-        forward, size = sum(flops(line, node) for node in line.work), _size(trainer.flat)
+def speed_of(model: nn.Module, flat: Flat | None, example: Given) -> Speed:
+    """The clock of a run, with the operations of one row and of one token; without a graph, `model` is a list of layers."""
+    if flat is not None:
+        line = line_of(model, flat)
+        forward, size = sum(flops(line, node) for node in line.work), _size(flat)
     else:
-        forward, size = _run(list(trainer.model), example), amount(example)
+        forward, size = _run(list(cast(Any, model)), example), amount(example)
     work = PASSES * forward
     return Speed(work / size.rows if size.rows else 0.0, work / size.tokens if size.tokens else 0.0)
 

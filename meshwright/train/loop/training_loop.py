@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import ceil, isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
@@ -22,14 +22,12 @@ from meshwright.train.data.sampler import Sampler
 from meshwright.train.loop.between_trainings import Carried
 from meshwright.train.loop.callbacks import Watchers
 from meshwright.train.loop.evaluation import predict_on
+from meshwright.train.loop.rank_job import RankJob
 from meshwright.train.loop.traced_steps import Tracing
 from meshwright.train.session.session import Session, StepResult
 from meshwright.train.session.speed import Speed
 from meshwright.train.setup.all_ranks import peaks
 from meshwright.train.setup.start_phases import phase
-
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -131,12 +129,13 @@ class _Losses:
 class Loop:
     """One rank while it trains."""
 
-    trainer: Trainer
+    job: RankJob
     session: Session
     source: Source
     course: Course
     watchers: Watchers
     state: TrainerState
+    eval_dataset: Any = None
     checkpoints: Checkpoints | None = None
     start: Position = field(default_factory=lambda: Position(0, 0))
     losses: _Losses = field(default_factory=_Losses)
@@ -146,7 +145,7 @@ class Loop:
 
     def run(self) -> TrainOutput:
         """Train to the end."""
-        args, state, begun, first = self.trainer.args, self.state, time.time(), self.state.global_step
+        args, state, begun, first = self.job.args, self.state, time.time(), self.state.global_step
         self.losses.logged_at, self.position = first, self.start
         self._tell("on_train_begin")
         if args.eval_on_start:
@@ -179,7 +178,7 @@ class Loop:
         self._tell("on_epoch_begin")
         begin = self.start.step if epoch == self.start.epoch else 0
         step = begin - 1
-        for step, batch in enumerate(self.course.batches(self.source, self.trainer.args, Position(epoch, begin)), begin):
+        for step, batch in enumerate(self.course.batches(self.source, self.job.args, Position(epoch, begin)), begin):
             self._step(Position(epoch, step), batch)
             control = self.watchers.control
             if control.should_epoch_stop or control.should_training_stop:
@@ -191,7 +190,7 @@ class Loop:
         return True
 
     def _step(self, at: Position, batch: Own) -> None:
-        args, state = self.trainer.args, self.state
+        args, state = self.job.args, self.state
         self._tell("on_step_begin")
         result = self._train_on(batch)
         state.total_flos += self.speed.add(result.rows, result.tokens)
@@ -211,7 +210,7 @@ class Loop:
         step = self.session.step if self.tracing is None else self.tracing.step
         if self.speed.steps:
             return step(batch)
-        with phase(self.trainer, "first step"):
+        with phase(self.job.heard, "first step"):
             return step(batch)
 
     def _act(self) -> None:
@@ -228,8 +227,8 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Evaluate, tell, and note whether it was the best so far."""
-        metrics = self.evaluate(self.trainer.eval_dataset, "eval")
-        wanted = self.trainer.args.metric_for_best_model
+        metrics = self.evaluate(self.eval_dataset, "eval")
+        wanted = self.job.args.metric_for_best_model
         if wanted is None:
             return
         value = metrics.get(name := wanted if wanted.startswith("eval_") else f"eval_{wanted}")
@@ -238,11 +237,11 @@ class Loop:
                 f"metric_for_best_model={wanted!r} is not among {', '.join(metrics)}", fix="a metric by its name"
             )
         self.session.rates.step(value)
-        best, sign = self.state.best_metric, 1 if self.trainer.args.greater_is_better else -1
+        best, sign = self.state.best_metric, 1 if self.job.args.greater_is_better else -1
         better = best is None or sign * value > sign * best
         if better:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-        if self.trainer.args.save_strategy == "best":
+        if self.job.args.save_strategy == "best":
             self.watchers.control.should_save = better
         assert name
 
@@ -253,8 +252,8 @@ class Loop:
         if isinstance(datasets, dict):
             parts = [self.evaluate(dataset, f"{prefix}_{name}") for name, dataset in datasets.items()]
             return {name: value for part in parts for name, value in part.items()}
-        loss_only = self.trainer.compute_metrics is None
-        metrics = predict_on(self.trainer, self.session, datasets, prefix, loss_only=loss_only).metrics
+        loss_only = self.job.compute_metrics is None
+        metrics = predict_on(self.job, self.session, datasets, prefix, loss_only=loss_only).metrics
         assert metrics is not None
         self.log(metrics)
         self._tell("on_evaluate", metrics=metrics)
@@ -263,17 +262,17 @@ class Loop:
     def _save(self) -> None:
         """A checkpoint of this step; the best one is kept."""
         assert self.checkpoints is not None
-        state, path = self.state, self.trainer.folder
+        state, path = self.state, self.job.folder
         if state.best_global_step:
             state.best_model_checkpoint = str(path / f"checkpoint-{state.best_global_step}")
         keep = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
-        rows = self.trainer.args.rows.step * self.position.step
+        rows = self.job.args.rows.step * self.position.step
         data = {"epoch": self.position.epoch, "rows": rows}
         self.checkpoints.save(state.global_step, data=data, extra=self.saved(), keep=keep)
 
     def _load_best(self) -> None:
         best = self.state.best_model_checkpoint
-        if self.trainer.args.load_best_model_at_end and best is not None:
+        if self.job.args.load_best_model_at_end and best is not None:
             assert self.checkpoints is not None
             self.checkpoints.resume(best)
 
@@ -284,7 +283,7 @@ class Loop:
         self._tell("on_log", logs=logs)
 
     def _tell(self, event: str, **more: Any) -> None:
-        self.watchers(event, self.trainer.args, self.state, **more)
+        self.watchers(event, self.job.args, self.state, **more)
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps beside tensors."""

@@ -1,4 +1,4 @@
-"""What one rank has while it trains: a model cut into stages, a proved schedule, an engine, and where it stands.
+"""One rank while it trains: a prepared run, opened, and the step that it has reached.
 
 with meshwright.parallelize(model, example, dict(pp=2)) as session:
     for batch in batches:
@@ -8,9 +8,9 @@ with meshwright.parallelize(model, example, dict(pp=2)) as session:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.ir.column_names import TARGETS
-from meshwright.ir.plan.plan import Parallel
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
 from meshwright.runtime.json_exchange import all_gather_state
-from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.runtime.stage.layers import Layers
-from meshwright.runtime.stage.objective import Count, Loss, LossKind, Tally
-from meshwright.runtime.stage.precision import Precision
+from meshwright.runtime.stage.objective import LossKind, Tally
 from meshwright.runtime.tracing.trace import Trace
 from meshwright.train.checkpoint.run_state import put_whole, snapshot
 from meshwright.train.checkpoint.save_pretrained import SHARD_BYTES, export
 from meshwright.train.data.batches import Source
 from meshwright.train.data.collate import tensors
-from meshwright.train.data.vocabulary import Vocabulary, refuse_ids
+from meshwright.train.data.vocabulary import refuse_ids
 from meshwright.train.optimizer.coupled_parameters import refuse_coupled
 from meshwright.train.optimizer.optimizer_facts import facts, merged
 from meshwright.train.optimizer.shared_rates import Rates
+from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.generate import configured, generate, refuse_options
 from meshwright.train.session.model_changes import Unchanged
 from meshwright.train.session.speed import Amount, amount
-from meshwright.train.setup.build_schedule import lists_for, refuse_early, refuse_endless
-from meshwright.train.setup.check_capture import Evaluation
-from meshwright.train.setup.saved_bytes import Kept
 
 log = logging.getLogger(__name__)
 
@@ -61,72 +56,55 @@ class StepResult:
     tokens: int = 0
 
 
-@dataclass(frozen=True)
-class SessionSettings:
-    """How a session trains, beside its plan."""
-
-    clip: float | None = None
-    loss: Loss | None = None
-    count: Count | None = None
-    loss_kind: LossKind = LossKind.MEAN
-    seed: int = 0
-    precision: Precision = field(default_factory=Precision)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
 class Session:
-    """One rank of a training run; all ranks call its methods together."""
+    """One rank of a training run with your own loop. `meshwright.parallelize` makes one.
+
+    All ranks call the methods together, with the same batch.
+
+    Attributes:
+        model: The model that is trained.
+        parallel: The plan.
+        steps: How many steps were made.
+        rank: The rank of this process.
+
+    Examples:
+        ```python
+        with meshwright.parallelize(model, example_batch, dict(pp=2)) as session:
+            for batch in batches:
+                result = session.step(batch)
+                print(result.step, result.loss, result.grad_norm)
+            session.export("out/model")
+        ```
+    """
 
     def __init__(
         self,
-        layers: Layers,
-        parallel: Parallel,
+        run: PreparedRun,
+        model: nn.Module,
         rates: Rates,
-        settings: SessionSettings,
+        settings: Settings,
         *,
-        model: Any = None,
         trace: Trace | None = None,
-        kept: Sequence[Kept] | None = None,
-        fill: Callable[[Iterable[nn.Module]], None] | None = None,
+        fill: Callable[[Layers, Iterable[nn.Module]], None] | None = None,
     ) -> None:
-        """`fill` gives values to layers of a model that has none; it is called with those of this rank."""
-        refuse_early(parallel)
-        schedule = lists_for(parallel, ties=layers.ties, kept=kept, costs=layers.costs)
-        refuse_endless(parallel, flush=schedule.flush)
+        """Open a prepared run on this rank; `fill(layers, mine)` gives values to the layers of this rank, where it has none."""
+        schedule, layers = run.schedule, run.open(model)
         refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
         if fill is not None:
             held = sorted({stage for _, stage in schedule.placement.held[dist.get_rank() % schedule.workers]})
-            fill(layer for stage in held for layer in layers.of_stage(stage))
-        if layers.moved and (copies := parallel.dp * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
+            fill(layers, [layer for stage in held for layer in layers.of_stage(stage)])
+        if layers.moved and (copies := run.parallel.dp * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
             log.warning(
                 "forward changes the buffer %s, and each of %d copies of the model changes its own by its own rows: "
                 "what depends on it differs from one process",
                 layers.moved[0], copies,
             )  # fmt: skip
-        self.layers, self.parallel, self.rates, self.settings, self.model = layers, parallel, rates, settings, model
-        self.engine = Engine(
-            schedule,
-            layers,
-            Settings(
-                optimizer=rates.optimizer,
-                microbatches=parallel.microbatches,
-                copies=parallel.dp,
-                loss=settings.loss,
-                count=settings.count,
-                loss_kind=settings.loss_kind,
-                rules=Rules(clip=settings.clip or float("inf")),
-                transport=parallel.transport,
-                seed=settings.seed,
-                precision=settings.precision,
-                device=settings.device,
-            ),
-            trace,
-        )
+        self.run, self.parallel, self.vocabularies = run, run.parallel, run.vocabularies
+        self.layers, self.rates, self.settings, self.model = layers, rates, settings, model
+        self.engine = Engine(schedule, layers, settings, trace)
         self.rank, self.steps = self.engine.mesh.rank, 0
         self.closing = ExitStack()
-        self.vocabularies: tuple[Vocabulary, ...] = ()
         self._forward: Forward | None = None
-        self.evaluation = Evaluation()
         self.unchanged = Unchanged(model if layers.columns is not None else None)
 
     def __enter__(self) -> Session:
@@ -166,9 +144,9 @@ class Session:
     @property
     def forward(self) -> Forward:
         """Walks without backward on the same stages, made when they are first asked for."""
-        self.evaluation.refuse()
+        self.run.evaluation.refuse()
         if self._forward is None:
-            self._forward = Forward(self.engine)
+            self._forward = Forward(self.engine, schedule=self.run.forwards)
         return self._forward
 
     def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from meshwright.capture.split import Split, split, split_like
+from meshwright.capture.split import ChosenCuts, Split, choose_cuts, cuts_like, open_cuts, open_like, split_like
 from meshwright.capture.trace.batch_columns import Columns, columns_of
 from meshwright.capture.trace.export import flatten, results, trace
 from meshwright.capture.trace.graph import Flat, refs
@@ -55,25 +55,69 @@ def layers_for(
     `evaluated` is the model's graph in evaluation, where that is another one.
     """
     if not is_captured(built):
-        if cuts:
-            raise MeshwrightError("stages name modules of a captured model, this is a list of layers", fix="stages=()")
-        found = Layers.of(built, stages)
-        require_ready(found.modules)
-        return found
+        return listed_layers(built, stages, cuts)
     flat = flat or flatten(built, example_batch, own_loss=own_loss)
-    cut = split(built, example_batch, stages, cuts=cuts, flat=flat, device=device)
-    if example_batch is None:  # from a graph alone: nothing says how the model would be called again
-        return engine_layers(cut, None)
-    again = Again(built, columns_of(built, example_batch, own_loss=own_loss), cut, device)
-    found = again.layers(cut)
-    return found if evaluated is None else replace(found, evaluation=again.layers(split_like(cut, built, evaluated, device)))
+    return cut_graph(built, example_batch, flat, stages, at=cuts, own_loss=own_loss, evaluated=evaluated).open(built, device)
+
+
+def listed_layers(built: Any, stages: int, cuts: Sequence[str | int] | None = None) -> Layers:
+    """A list of layers, cut into even runs."""
+    if cuts:
+        raise MeshwrightError("stages name modules of a captured model, this is a list of layers", fix="stages=()")
+    found = Layers.of(built, stages)
+    require_ready(found.modules)
+    return found
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """The graph of a captured model and where it is cut: data that every rank opens for its own copy of the model."""
+
+    flat: Flat
+    cuts: ChosenCuts
+    columns: Columns | None
+    """How the model is called, so that it can be captured again for other sizes; None where nothing says so."""
+    evaluated: Flat | None = None
+    """The model's graph in evaluation, where that is another one."""
+    evaluated_cuts: ChosenCuts | None = None
+
+    def open(self, model: nn.Module, device: torch.device | None = None) -> Layers:
+        """The layers of an equal model, with its own parameters."""
+        found = open_cuts(model, self.flat, self.cuts, device)
+        if self.columns is None:
+            return engine_layers(found, None)
+        again = Again(model, self.columns, found, device)
+        if self.evaluated is None or self.evaluated_cuts is None:
+            return again.layers(found)
+        other = open_like(found, model, self.evaluated, self.evaluated_cuts, device)
+        return replace(again.layers(found), evaluation=again.layers(other))
+
+    def with_evaluation(self, model: nn.Module, evaluated: Flat | None) -> CutGraph:
+        """With another graph for evaluation, cut at the same modules."""
+        cuts = None if evaluated is None else cuts_like(self.cuts, model, evaluated)
+        return replace(self, evaluated=evaluated, evaluated_cuts=cuts)
+
+
+def cut_graph(
+    model: nn.Module,
+    example_batch: Any,
+    flat: Flat,
+    stages: int,
+    *,
+    at: Sequence[str | int] | None = None,
+    own_loss: bool = False,
+    evaluated: Flat | None = None,
+) -> CutGraph:
+    """Choose where a captured model is cut. Without an example nothing says how the model would be called again."""
+    columns = None if example_batch is None else columns_of(model, example_batch, own_loss=own_loss)
+    return CutGraph(flat, choose_cuts(model, flat, stages, at=at), columns).with_evaluation(model, evaluated)
 
 
 def engine_layers(cut: Split, again: Again | None) -> Layers:
     """A cut model as an engine takes it."""
     flat = cut.flat
     found = Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, again, flat.dtypes, flat.moved)
-    return replace(found, costs=relative_costs(cut.flops))
+    return replace(found, costs=relative_costs(cut.cuts.flops), graph=flat.digest)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.stage.batch import Given
 from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective
 from meshwright.runtime.stage.precision import Precision
-from meshwright.train.setup.captured_layers import layers_for
+from meshwright.train.setup.captured_layers import CutGraph, cut_graph
 from meshwright.train.setup.loss_additivity import batch_norms, whole_loss
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class Start:
     """An example with more rows, for the loss."""
     precision: Precision | None = None
     weights: str | Path | None = None
+    graph: CutGraph | None = None
+    """Where the graph is cut, if that has been chosen already."""
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,24 @@ def verdict_of(start: Start) -> tuple[Verdict, Flat | None] | None:
     if isinstance(start.model, Skeleton):
         model = filled(start.model, start.weights)
     own_loss = start.loss is not None
-    cut = layers_for(model, start.example, start.stages, cuts=start.cuts, flat=start.flat, own_loss=own_loss)
+    graph = start.graph or cut_graph(model, start.example, start.flat, start.stages, at=start.cuts, own_loss=own_loss)
+    cut = graph.open(model)
     dtype = start.precision.dtype if start.precision is not None else None
     budget = BUDGET_S if count <= LARGE else 0.0
     verdict = compare(model, cut.modules, cut.starts, start.flat, start.example, own_loss=own_loss, dtype=dtype, budget_s=budget)
     if verdict.refused is None and verdict.training is None and start.microbatches > 1:
         _look_at_loss(start, model, Objective(start.loss, weigh=cut.weigh, count=start.count, kind=start.loss_kind))
-    return verdict, _evaluated(start, model, verdict)
+    return verdict, _evaluated(start, model, graph, verdict)
 
 
-def _evaluated(start: Start, model: nn.Module, verdict: Verdict) -> Flat | None:
+def _evaluated(start: Start, model: nn.Module, cut_as: CutGraph, verdict: Verdict) -> Flat | None:
     """The graph of a model in evaluation, where its training graph is wrong there and this one is right."""
     if verdict.evaluation is None or verdict.training is not None or verdict.refused is not None:
         return None
     own_loss = start.loss is not None
     try:
         graph = flatten(model, start.example, own_loss=own_loss, training=False)
-        cut = layers_for(
-            model, start.example, start.stages, cuts=start.cuts, flat=start.flat, own_loss=own_loss, evaluated=graph
-        ).evaluation
+        cut = cut_as.with_evaluation(model, graph).open(model).evaluation
     except MeshwrightError as error:
         verdict.notes.append(f"in evaluation the model cannot be captured: {error.what}")
         return None

@@ -1,7 +1,7 @@
 """A rank's own part of a model: its stages have values, and nothing else does.
 
     ground(skeleton)                              before the cut: small buffers, which may say how a loss is weighed
-    materialise(skeleton, layers, weights, mine)  behind it: the layers of this rank
+    materialise(skeleton, weights, layers, mine)  behind it: the layers of this rank
     drop_others(model, layers, mine)              the same for a model that came with its values
 
 Values come from the seed of the sketch or from safetensors files; a trained sketch has its values in such files.
@@ -33,7 +33,7 @@ def ground(skeleton: Skeleton, weights: Where = None) -> None:
     skeleton.give(small, weights)
 
 
-def materialise(skeleton: Skeleton, layers: Layers, weights: Where, mine: Iterable[nn.Module]) -> None:
+def materialise(skeleton: Skeleton, weights: Where, layers: Layers, mine: Iterable[nn.Module]) -> None:
     """Fill these layers, and no others."""
     skeleton.give(_kept(skeleton, layers, mine), weights)
 

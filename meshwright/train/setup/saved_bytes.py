@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.ir.plan.plan import Parallel
-from meshwright.runtime.stage.batch import Batch, Cut, Given
+from meshwright.runtime.stage.batch import Batch, Cut
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Objective
 from meshwright.runtime.stage.precision import Precision
@@ -63,16 +62,6 @@ def saved_bytes(
     return tuple(
         _kept(found[a:b], first=a == 0, inplace=changes_in_place(layers.modules[a:b])) for a, b in pairwise(layers.starts)
     )
-
-
-def kept_for(
-    parallel: Parallel, layers: Layers, batch: Given, *, objective: Objective | None = None, precision: Precision | None = None
-) -> tuple[Kept, ...] | None:
-    """What stages keep of a microbatch of a whole batch; None where the plan has no budget to choose recompute by."""
-    if parallel.budget_bytes is None:
-        return None
-    cut = Batch(batch, microbatches=parallel.microbatches, copies=parallel.dp, names=layers.columns)
-    return saved_bytes(layers, cut, objective=objective, precision=precision)
 
 
 def _kept(layers: list[_Saved], *, first: bool, inplace: bool) -> Kept:

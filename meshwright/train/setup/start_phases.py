@@ -1,4 +1,4 @@
-"""The phases of a start: capture, check, cut, start workers, set up ranks, first step.
+"""The phases of a start: capture, cut, check, schedule, start workers, set up ranks, first step.
 
 A callback that has `on_phase_begin(name)` and `on_phase_end(name, seconds)` is told of them, on the rank that speaks for all;
 `seconds` is None where a phase has failed.
@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
 
 
 @contextmanager
-def phase(trainer: Trainer, name: str) -> Iterator[None]:
-    """Tell the callbacks of a trainer that a phase begins, and how long it took."""
-    heard = trainer.callbacks if trainer.is_world_process_zero() else []
+def phase(callbacks: Iterable[object], name: str) -> Iterator[None]:
+    """Tell callbacks that a phase begins, and how long it took."""
+    heard = list(callbacks)
     _tell(heard, "on_phase_begin", name)
     begun = monotonic()
     try:

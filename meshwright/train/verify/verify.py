@@ -15,8 +15,7 @@ from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.schedule import Schedule
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.parameters.unit import Optimizer, Scheduler
@@ -24,10 +23,11 @@ from meshwright.runtime.stage.batch import Given
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Loss, LossKind, Tally
 from meshwright.runtime.stage.precision import Precision
+from meshwright.train.prepared import PreparedRun
 from meshwright.train.setup.captured_layers import Uncut
 from meshwright.train.verify.certificate import Certificate, RankTrace, certify, digest
 from meshwright.train.verify.serial_reference import Serial, SerialTrace
-from meshwright.train.verify.verify_case import Case, prepare
+from meshwright.train.verify.verify_case import Case, prepare_case
 
 
 def momentum(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -51,11 +51,39 @@ def verify(
     workers: Workers | None = None,
     loss_kind: str = "mean",
 ) -> Certificate:
-    """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name.
+    """Train a few steps on local workers and in one process, and compare losses, gradients and weights.
 
-    A captured model is first compared with its layers, as at the start of training. `loss_kind="sum"`: the loss is a sum.
-    `scheduler(optimizer)` makes a learning-rate schedule that goes on by one with each update. `clip` is the largest norm of
-    a gradient: of all of it, or of each unit's where the schedule has no flush.
+    A captured model is first compared with its layers, as at the start of training.
+
+    Args:
+        build: A function that builds the model. Workers import it by name.
+        batch: A function of the step that makes the batch. Workers import it by name.
+        parallel: The plan: a `Parallel` or a mapping.
+        steps: How many steps to train.
+        dtype: `float64` or `float32`; both runs compute in it.
+        seed: Where weights and dropout start.
+        loss: A loss of your own, `f(output, target)`; None uses the model's.
+        optimizer: A function that makes an optimizer for a list of parameters.
+        scheduler: A function that makes a learning-rate schedule for an optimizer.
+        clip: The largest norm of a gradient: of all of it, or of each unit's where the schedule has no flush.
+        precision: `fp32`, `bf16` or `fp16`: what layers compute in.
+        workers: A pool of workers that is running already; None starts one.
+        loss_kind: `mean` if the loss is a mean over rows or labels, `sum` if it is a sum.
+
+    Returns:
+        The certificate. A difference does not raise: `passed` is False.
+
+    Raises:
+        MeshwrightError: The model, the batches or the plan cannot be used.
+
+    Examples:
+        ```python
+        from meshwright import verify
+        from meshwright.train.models.small_models import mlp, mlp_batch
+
+        certificate = verify(mlp, mlp_batch, parallel=dict(pp=2, schedule="zbv", microbatches=4), steps=2)
+        assert certificate.passed
+        ```
     """
     case = Case(
         build,
@@ -73,21 +101,21 @@ def verify(
     )
     if workers is not None and not callable(getattr(workers, "run", None)):
         raise MeshwrightError(f"workers are a pool that was started, got {workers!r}", fix="workers=None starts its own")
-    case, layers, schedule = prepare(case)
+    case, layers, run = prepare_case(case)
     pool = workers or Workers(case.parallel.processes)
     try:
-        (reference,) = pool.run(serial_trace, case, schedule, ranks=1)
-        traces = pool.run(rank_trace, case, schedule, ranks=case.parallel.processes)
+        (reference,) = pool.run(serial_trace, case, run, ranks=1)
+        traces = pool.run(rank_trace, case, run, ranks=case.parallel.processes)
     finally:
         if workers is None:
             pool.close()
-    return certify(case, layers, schedule, reference, traces)
+    return certify(case, layers, run.schedule, reference, traces)
 
 
-def serial_trace(case: Case, schedule: Schedule) -> SerialTrace:
+def serial_trace(case: Case, run: PreparedRun) -> SerialTrace:
     """What one process does with all layers."""
-    built, parallel = case.model(), case.parallel
-    layers = case.layers(schedule.stages, built)
+    built, parallel, schedule = case.model(), case.parallel, run.schedule
+    layers = run.open(built)
     one = Serial(
         schedule,
         layers,
@@ -107,22 +135,11 @@ def serial_trace(case: Case, schedule: Schedule) -> SerialTrace:
     return one.run(case.data, case.steps)
 
 
-def rank_trace(case: Case, schedule: Schedule) -> RankTrace:
+def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
     """What this rank of a parallel run does; called on all ranks together."""
-    layers = case.layers(schedule.stages)
-    settings = Settings(
-        optimizer=case.optimizer,
-        microbatches=case.parallel.microbatches,
-        copies=case.parallel.dp,
-        scheduler=case.scheduler,
-        rules=case.rules,
-        loss=case.loss,
-        loss_kind=case.loss_kind,
-        transport=case.parallel.transport,
-        seed=case.seed,
-        precision=case.precision,
-    )
-    engine = Engine(schedule, layers, settings)
+    layers, schedule = run.open(case.model()), run.schedule
+    how = run.settings(optimizer=case.optimizer, scheduler=case.scheduler, rules=case.rules, seed=case.seed)
+    engine = Engine(schedule, layers, how)
     trace, tallies = RankTrace(), dict[int, Tally]()
     updates = 0
     for first in range(case.steps) if schedule.flush else [0]:

@@ -11,25 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel, refuse_crowd
-from meshwright.ir.schedule import Schedule
 from meshwright.runtime.parameters.parameters import Rules, refuse_rules
 from meshwright.runtime.parameters.unit import Optimizer, Scheduler
 from meshwright.runtime.stage.batch import Batch, Given
 from meshwright.runtime.stage.cpu_formats import require
 from meshwright.runtime.stage.layers import Layers, require_layers
-from meshwright.runtime.stage.objective import Loss, LossKind, Objective
+from meshwright.runtime.stage.objective import Loss, LossKind
 from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.train.data.vocabulary import refuse_ids, vocabularies
 from meshwright.train.optimizer.coupled_parameters import refuse_closure, refuse_coupled, wants_more
-from meshwright.train.setup.build_schedule import lists_for, stages_of
-from meshwright.train.setup.captured_layers import LISTS, Uncut, is_captured, layers_for
-from meshwright.train.setup.check_capture import Start, check_start
+from meshwright.train.prepared import PreparedRun, RunRequest, captured, prepare
+from meshwright.train.setup.build_schedule import stages_of
+from meshwright.train.setup.captured_layers import LISTS, Uncut
 from meshwright.train.setup.eval_submodules import stay_in_evaluation
-from meshwright.train.setup.saved_bytes import kept_for
 from meshwright.train.setup.settled_plan import settled
 from meshwright.train.setup.user_arguments import refuse_loss, refuse_seed
 
@@ -72,12 +69,6 @@ class Case:
         if isinstance(built, nn.Module):
             stay_in_evaluation(built)
         return built
-
-    def layers(self, stages: int, built: Any = None) -> Layers:
-        """The model cut into stages."""
-        built = self.model() if built is None else built
-        cuts = self.parallel.stages or None
-        return layers_for(built, self.data(0), stages, cuts=cuts, flat=self.flat, own_loss=self.loss is not None)
 
     def data(self, step: int) -> Given:
         """A batch in the dtype; ids that the model does not know are refused."""
@@ -130,8 +121,8 @@ def _no_tensor(what: str, given: object) -> MeshwrightError:
     return MeshwrightError(what, fix="torch.from_numpy" if array else "a tuple or a mapping of tensors")
 
 
-def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
-    """The case with its captured graph, the model cut into stages, the proved lists; what a user can mend is said here."""
+def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
+    """The case with its captured graph, the layers of this process, and the prepared run; what a user can mend is said here."""
     if not isinstance(case.dtype, str) or case.dtype not in TOLERANCE:
         raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
     if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
@@ -141,37 +132,36 @@ def prepare(case: Case) -> tuple[Case, Layers, Schedule]:
     case = replace(case, parallel=settled(case.parallel))
     refuse_crowd(case.parallel.processes)
     _refuse_local(case)
-    stages = stages_of(case.parallel)
+    stages_of(case.parallel)
     built = case.model()
-    if is_captured(built):
-        case = replace(case, flat=flatten(built, case.data(0), own_loss=case.loss is not None))
-    layers = case.layers(stages, built)
-    if not any(p.requires_grad for p in layers.names):
-        raise MeshwrightError(
-            "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
-        )
-    _refuse_optimizer(case, [p for p in layers.names if p.requires_grad])
-    _refuse_rows(case, layers)
+    kind, precision = case.loss_kind, case.precision
+    request = RunRequest(built, case.data(0), case.parallel, case.loss, loss_kind=kind, precision=precision, steps=case.steps)
+    case = replace(case, flat=captured(request))
+    _refuse_frozen(case, built)
+    _refuse_rows(case)
     _refuse_dtype(case, built)
-    _refuse_capture(case, built, stages)
-    objective = Objective(case.loss, weigh=layers.weigh, kind=case.loss_kind)
-    kept = kept_for(case.parallel, layers, case.data(0), objective=objective, precision=case.precision)
-    schedule = lists_for(case.parallel, ties=layers.ties, steps=case.steps, kept=kept, costs=layers.costs)
+    run = prepare(request, case.flat)
+    layers, schedule = run.open(built), run.schedule
     refuse_coupled(lambda pair, _: case.optimizer(pair), [layers.unit(u) for u in range(schedule.units)])
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     refuse_rules(case.rules, schedule)
     require(case.precision.dtype, torch.device("cpu"))
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
-    return case, layers, schedule
+    return case, layers, run
 
 
-def _refuse_capture(case: Case, built: Any, stages: int) -> None:
-    """Captured layers that are not the model would agree with themselves under any plan."""
-    if case.flat is not None:
-        plan = case.parallel
-        start = Start(built, case.flat, case.data(0), stages, plan.stages or None, case.loss, None, case.loss_kind)
-        check_start(replace(start, microbatches=plan.microbatches * plan.dp, precision=case.precision))
+def _refuse_frozen(case: Case, built: Any) -> None:
+    """There is something to compare, and an optimizer that can train it."""
+    modules = list(built) if isinstance(built, LISTS) else [built]
+    if not all(isinstance(module, nn.Module) for module in modules):
+        return  # refused where it is cut
+    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise MeshwrightError(
+            "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
+        )
+    _refuse_optimizer(case, list(dict.fromkeys(trained)))
 
 
 def _refuse_local(case: Case) -> None:
@@ -210,7 +200,7 @@ def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
         )
 
 
-def _refuse_rows(case: Case, layers: Layers) -> None:
+def _refuse_rows(case: Case) -> None:
     """Every microbatch of the first batch has a row; later batches may be shorter."""
     parallel = case.parallel
     cuts = parallel.microbatches * parallel.dp
@@ -220,7 +210,8 @@ def _refuse_rows(case: Case, layers: Layers) -> None:
             "batch(0) gives other tensors when it is called again, and every worker calls it",
             fix="draw from torch.Generator().manual_seed(step)",
         )
-    batch = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp, names=layers.columns)
+    names = None if case.flat is None else case.flat.columns
+    batch = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp, names=names)
     rows = batch.size
     if rows < cuts:
         copies = f" on each of {parallel.dp} copies" if parallel.dp > 1 else ""

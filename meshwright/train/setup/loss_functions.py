@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from meshwright.capture.trace.graph import Flat
+
 IGNORED = -100
 
 
@@ -54,6 +56,12 @@ class NamedOutputs(dict[str, Tensor]):
 
     def __getitem__(self, key: Any) -> Tensor:
         return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+def output_name(flat: Flat) -> str | None:
+    """What a model calls its first output; None where it returns a bare tensor."""
+    name = next(iter(flat.outputs), "output")
+    return None if name == "output" else name
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""One rank's place in a run: who it is, whom it adds up gradients with, how it sends, and the list that it walks.
+
+Training, evaluation and emulation differ in their schedules and in what an action does. Everything else is opened here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from meshwright.ir.schedule import Schedule
+from meshwright.runtime.executor.executor import Actions, Executor
+from meshwright.runtime.mesh import Mesh, sync_groups
+from meshwright.runtime.program import Program, channels, program
+from meshwright.runtime.stage.batch import Batch, Given, Own
+from meshwright.runtime.tracing.trace import Trace
+from meshwright.runtime.transport.choose import open_transport
+from meshwright.runtime.transport.edges import Edges
+from meshwright.runtime.transport.self_test import Timed
+
+CPU = torch.device("cpu")
+
+
+class RankRuntime:
+    """Mesh, groups and transport of one rank. Every rank opens it with equal arguments, inside an initialised process group."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        copies: int = 1,
+        transport: str = "auto",
+        device: torch.device = CPU,
+        timeout_s: float | None = None,
+        wrap: Callable[[Timed], Timed] | None = None,
+    ) -> None:
+        """`timeout_s` limits every wait for a message; `wrap` may put another transport around the one that was opened."""
+        self.mesh = Mesh(schedule.workers, copies, dist.get_rank())
+        self.device = device
+        self.groups = sync_groups(self.mesh, schedule)
+        self.channels = channels(schedule, copies)
+        self._opened = open_transport(transport, self.channels, self.mesh.rank, device=device, timeout_s=timeout_s)
+        self.transport = self._opened if wrap is None else wrap(self._opened)
+
+    def program(self, schedule: Schedule) -> Program:
+        """This rank's list of a schedule, compiled: the schedule of this runtime, or one that uses no other channels."""
+        assert set(channels(schedule, self.mesh.copies)) <= set(self.channels), "a message without a channel"
+        return program(schedule, self.mesh.worker, self.mesh.rank_of)
+
+    def executor(self, walked: Program, actions: Actions, trace: Trace | None = None) -> Executor:
+        """What walks a program over this rank's transport."""
+        arrived = None if trace is None else trace.arrived
+        return Executor(walked, Edges(self.transport, self.device, arrived), actions, trace)
+
+    def batch(self, given: Given | Own, *, microbatches: int, names: tuple[str, ...] | None) -> Batch:
+        """A step's batch, cut into the microbatches of this rank's data-parallel copy."""
+        mesh = self.mesh
+        return Batch(given, microbatches=microbatches, copy=mesh.copy, copies=mesh.copies, device=self.device, names=names)
+
+    def close(self) -> None:
+        """Release channels and process groups."""
+        self._opened.close()
+        for group in self.groups.values():
+            dist.destroy_process_group(group)

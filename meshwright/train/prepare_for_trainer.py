@@ -1,0 +1,100 @@
+"""The prepared run of a Trainer: what its arguments ask for as a `RunRequest`, and the data that it refuses to train on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.capture.trace.graph import Flat
+from meshwright.capture.trace.packed_sequences import flattened_note
+from meshwright.capture.weights.sketch import Skeleton
+from meshwright.runtime.stage.batch import Given
+from meshwright.runtime.stage.objective import LossKind
+from meshwright.train.arguments import TrainingArguments
+from meshwright.train.checkpoint import folder_lock
+from meshwright.train.data.batches import Source
+from meshwright.train.data.step_rows import refuse_small_cuts
+from meshwright.train.loop.rank_job import output_folder
+from meshwright.train.loop.report_to import refuse_reporters
+from meshwright.train.optimizer.make_optimizer import rates_for
+from meshwright.train.prepared import Phase, PreparedRun, RunRequest, captured, prepare
+from meshwright.train.setup.build_schedule import refuse_early
+from meshwright.train.setup.captured_layers import refuse_lossless
+from meshwright.train.setup.loss_additivity import ROWS
+from meshwright.train.setup.loss_functions import OwnLoss, count_for, items, output_name
+from meshwright.train.setup.usable_arguments import refuse_folder
+from meshwright.train.setup.where import launched
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerInputs:
+    """What a Trainer was given that decides how its model runs."""
+
+    args: TrainingArguments
+    model: Any
+    """A module, a list of layers, or a sketch."""
+    weights: Path | None
+    compute_loss_func: Callable[..., Any] | None
+    check_capture: bool
+
+
+def prepare_for_trainer(
+    inputs: TrainerInputs, source: Source, example: Given, *, trains: bool, phase: Phase | None = None
+) -> PreparedRun:
+    """Prepare a run for data like this example, which is one microbatch."""
+    args, own = inputs.args, inputs.compute_loss_func
+    model = inputs.model.model if isinstance(inputs.model, Skeleton) else inputs.model
+    count = count_for(model, own_loss=own is not None)
+    request = RunRequest(
+        inputs.model,
+        example,
+        args.plan,
+        loss=None if own is None else OwnLoss(own, None, count or items),
+        count=count,
+        loss_kind=LossKind.of(args.loss_kind),
+        precision=args.precision,
+        weights=inputs.weights,
+        one_microbatch=True,
+        check_capture=inputs.check_capture,
+    )
+    refuse_early(args.plan)
+    flat = captured(request, phase=phase)
+    if trains:
+        refuse_rows(args, flat, source, example, own_loss=own is not None)
+    if isinstance(request.loss, OwnLoss) and flat is not None:
+        request = replace(request, loss=replace(request.loss, name=output_name(flat)))
+    if flat is not None and inputs.check_capture:
+        request = replace(request, more_rows=source.example(max(args.example_rows, ROWS)))
+    return prepare(request, flat, phase=phase)
+
+
+def refuse_rows(args: TrainingArguments, flat: Flat | None, source: Source, example: Given, *, own_loss: bool) -> None:
+    """Refuse data that the model cannot train on, and warn about rows that are packed into one."""
+    plan, rows = args.plan, args.rows
+    if flat is not None:
+        refuse_lossless(flat, example, own_loss=own_loss)
+        last = (source.size or 0) % rows.step if not args.dataloader_drop_last else 0
+        refuse_small_cuts(flat.refusal, example, {rows.step, last} - {0}, plan.microbatches * plan.dp)
+    if isinstance(example, Mapping):
+        samples = rows.device * rows.accumulation
+        if note := flattened_note(example, min(samples, source.size or samples), plan.microbatches):
+            log.warning(note)
+
+
+def refuse_unusable(args: TrainingArguments, model: nn.Module, optimizers: tuple[Any, Any], chosen: Any) -> None:
+    """Before anything is captured or started: make once what arguments ask for, and the folder that is written to."""
+    folder = output_folder(args)
+    if args.process_index == 0:
+        refuse_folder("output_dir", folder)
+        if not launched():  # there all ranks are told, once they have met
+            folder_lock.refuse_held(folder)
+    refuse_reporters(args.report_to)
+    if optimizers[0] is None:
+        rates_for(model, args, optimizers, chosen, steps=max(1, args.max_steps))

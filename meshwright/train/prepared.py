@@ -1,0 +1,214 @@
+"""A prepared run: everything that is decided before ranks start, decided once.
+
+    run = prepare(RunRequest(model, example, plan))     captures, checks, cuts, measures, builds, lowers and proves
+    layers = run.open(model)                            on every rank: the stages of its own copy of the model
+
+`Trainer`, `parallelize`, `verify` and the command line all prepare a run this way. A `PreparedRun` holds no weights and can be
+pickled: local workers are sent it. Under torchrun every rank prepares it from equal inputs, and the engine compares digests of
+the schedule, the graph and the cuts before the first message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat
+from meshwright.capture.weights.sketch import Skeleton
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.schedule import Schedule
+from meshwright.runtime.engine.engine import Settings
+from meshwright.runtime.engine.evaluate import forward_schedule
+from meshwright.runtime.parameters.parameters import Rules
+from meshwright.runtime.parameters.unit import Optimizer, Scheduler
+from meshwright.runtime.stage.batch import Batch, Given
+from meshwright.runtime.stage.layers import Layers
+from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective
+from meshwright.runtime.stage.precision import Precision
+from meshwright.train.data.vocabulary import Vocabulary, refuse_ids, vocabularies
+from meshwright.train.setup.build_schedule import lists_for, refuse_early, refuse_endless, stages_of
+from meshwright.train.setup.captured_layers import CutGraph, cut_graph, is_captured, listed_layers
+from meshwright.train.setup.check_capture import Evaluation, Start, check_start
+from meshwright.train.setup.own_weights import ground
+from meshwright.train.setup.saved_bytes import Kept, saved_bytes
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""Told when a phase of the preparation begins and ends: capture, cut, check, schedule."""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What is to run."""
+
+    model: Any
+    """A module, a list of layers, or a sketch."""
+    example: Given
+    parallel: Parallel
+    loss: Loss | None = None
+    """A loss function beside the model."""
+    count: Count | None = None
+    loss_kind: LossKind = LossKind.MEAN
+    precision: Precision = field(default_factory=Precision)
+    weights: str | Path | None = None
+    """Files with the weights of a sketch."""
+    steps: int | None = None
+    """How many steps the schedule holds; None: one that is repeated, which needs a flush."""
+    one_microbatch: bool = False
+    """Is the example one microbatch, not a whole batch?"""
+    more_rows: Given | None = None
+    """An example with more rows, to look at the loss."""
+    check_capture: bool = True
+
+    @property
+    def module(self) -> Any:
+        """The model itself; of a sketch the one without weights."""
+        return self.model.model if isinstance(self.model, Skeleton) else self.model
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A plan, its proved schedule, the traced graph with its cuts, and what stages keep in memory."""
+
+    parallel: Parallel
+    schedule: Schedule
+    """Lowered and proved."""
+    forwards: Schedule | None
+    """The same with forwards alone, for evaluation; None where the schedule has no flush."""
+    graph: CutGraph | None
+    """None for a list of layers, which is run as it is."""
+    kept: tuple[Kept, ...] | None = None
+    """The bytes that each stage keeps of a microbatch, where recompute is chosen by a budget."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    loss: Loss | None = None
+    count: Count | None = None
+    loss_kind: LossKind = LossKind.MEAN
+    precision: Precision = field(default_factory=Precision)
+
+    @property
+    def flat(self) -> Flat | None:
+        """The traced graph of a captured model."""
+        return None if self.graph is None else self.graph.flat
+
+    @property
+    def vocabularies(self) -> tuple[Vocabulary, ...]:
+        """The ids that the embeddings of a captured model take."""
+        return vocabularies(self.flat)
+
+    def open(self, model: Any) -> Layers:
+        """The stages of a rank's own copy of the model. Nothing is chosen here, so all ranks get the same."""
+        return listed_layers(model, self.schedule.stages) if self.graph is None else self.graph.open(model)
+
+    def settings(
+        self,
+        *,
+        optimizer: Optimizer,
+        scheduler: Scheduler | None = None,
+        rules: Rules | None = None,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> Settings:
+        """How an engine trains this run."""
+        plan = self.parallel
+        return Settings(
+            optimizer=optimizer,
+            microbatches=plan.microbatches,
+            copies=plan.dp,
+            scheduler=scheduler,
+            loss=self.loss,
+            count=self.count,
+            loss_kind=self.loss_kind,
+            rules=rules or Rules(),
+            transport=plan.transport,
+            seed=seed,
+            precision=self.precision,
+            device=device or torch.device("cpu"),
+        )
+
+
+def captured(request: RunRequest, *, phase: Phase | None = None) -> Flat | None:
+    """Capture the graph of a model; None for a list of layers. Ids outside a vocabulary are refused."""
+    if not is_captured(request.module):
+        return None
+    with (phase or _silent)("capture"):
+        flat = flatten(request.module, request.example, own_loss=request.loss is not None)
+    refuse_ids(vocabularies(flat), request.example, flat.columns)
+    return flat
+
+
+def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | None = None) -> PreparedRun:
+    """Prepare a run in this process alone; raises MeshwrightError for whatever cannot run.
+
+    Args:
+        request: What is to run.
+        flat: The graph of the model, where `captured` has made it already.
+        phase: Told of the phases as they begin and end.
+    """
+    phase, plan = phase or _silent, request.parallel
+    if request.steps is None:
+        refuse_early(plan)
+    if isinstance(request.model, Skeleton):
+        ground(request.model, request.weights)
+    flat = flat or captured(request, phase=phase)
+    graph, evaluation = None, Evaluation()
+    if flat is not None:
+        with phase("cut"):
+            graph = _cut(request, flat)
+        if request.check_capture:
+            with phase("check"):
+                evaluation = check_start(_start(request, graph))
+                graph = graph.with_evaluation(request.module, evaluation.graph)
+    with phase("schedule"):
+        cuts = plan.stages or None
+        layers = graph.open(request.module) if graph else listed_layers(request.module, stages_of(plan), cuts)
+        schedule, kept = _lists(request, layers)
+        forwards = forward_schedule(schedule) if schedule.flush else None
+    how = (request.loss, request.count, request.loss_kind, request.precision)
+    return PreparedRun(plan, schedule, forwards, graph, kept, evaluation, *how)
+
+
+def _cut(request: RunRequest, flat: Flat) -> CutGraph:
+    plan, own_loss = request.parallel, request.loss is not None
+    return cut_graph(request.module, request.example, flat, stages_of(plan), at=plan.stages or None, own_loss=own_loss)
+
+
+def _start(request: RunRequest, graph: CutGraph) -> Start:
+    """What the start check compares."""
+    plan = request.parallel
+    return Start(
+        request.model,
+        graph.flat,
+        request.example,
+        loss=request.loss,
+        count=None if request.loss is None else request.count,  # the model's own loss knows what it is a mean over
+        loss_kind=request.loss_kind,
+        microbatches=plan.microbatches * plan.dp,
+        more=request.more_rows,
+        precision=request.precision,
+        weights=request.weights,
+        graph=graph,
+    )
+
+
+def _lists(request: RunRequest, layers: Layers) -> tuple[Schedule, tuple[Kept, ...] | None]:
+    """The proved schedule of the plan for these layers, and what stages keep where a budget chooses recompute."""
+    plan = request.parallel
+    objective = Objective(request.loss, weigh=layers.weigh, count=request.count, kind=request.loss_kind)
+    kept = None
+    if plan.budget_bytes is not None:
+        cuts, copies = (1, 1) if request.one_microbatch else (plan.microbatches, plan.dp)
+        batch = Batch(request.example, microbatches=cuts, copies=copies, names=layers.columns)
+        kept = saved_bytes(layers, batch, objective=objective, precision=request.precision)
+    schedule = lists_for(plan, ties=layers.ties, steps=request.steps or 1, kept=kept, costs=layers.costs)
+    if request.steps is None:
+        refuse_endless(plan, flush=schedule.flush)
+    return schedule, kept
+
+
+def _silent(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
