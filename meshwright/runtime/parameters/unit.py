@@ -182,7 +182,10 @@ class Unit:
         return found
 
     def aim(self, version: int, round_: int) -> None:
-        """Makes the gradients of a version accumulate in the buffer of a round. With one version, these are the parameters' own."""
+        """Makes the gradients of a version's leaves accumulate in the buffer of a round.
+
+        With one version, the leaves are the parameters.
+        """
         for at, view in zip(self.at(version), self.buffer(round_).views, strict=True):
             at.grad = view
 
