@@ -74,7 +74,7 @@ def test_a_pool_that_is_closed_leaves_no_process() -> None:
 
 def test_errors_of_a_pool_say_what_to_do() -> None:
     with Workers(1) as pool:
-        with pytest.raises(MeshwrightError, match="there are 1 local workers, 2 are needed"):
+        with pytest.raises(MeshwrightError, match="there are 1 local workers, but 2 are needed"):
             pool.run(trouble.pid, ranks=2)
         with pytest.raises(MeshwrightError, match="this job cannot be sent to workers"):
             pool.run(lambda: None)

@@ -214,7 +214,7 @@ def _refuse_microbatches(schedule: Schedule, found: int) -> None:
     if type(found) is not int or found < 1 or found % count or count * rounds % found:
         fits = [count * k for k in range(1, rounds + 1) if not rounds % k]
         raise MeshwrightError(
-            f"{schedule.name} has {rounds} rounds of {count} microbatches, a step of data has {found!r}: a step must contain "
+            f"{schedule.name} has {rounds} rounds of {count} microbatches, but a step of data has {found!r}: a step must contain "
             f"whole rounds, and the lists must contain whole steps",
             fix=" or ".join(f"microbatches={fit}" for fit in sorted({fits[0], fits[-1]})),
         )

@@ -68,7 +68,7 @@ class Workers:
         """Calls `function(*args)` on the first `ranks` workers, each inside the process group. Raises the first error."""
         world = self.count if ranks is None else ranks
         if world > self.count:
-            raise MeshwrightError(f"there are {self.count} local workers, {world} are needed", fix=f"Workers({world})")
+            raise MeshwrightError(f"there are {self.count} local workers, but {world} are needed", fix=f"Workers({world})")
         with Lending() as lending:
             try:
                 work = lending.pack((function, args))
@@ -241,6 +241,6 @@ def _cause(code: int | None) -> str:
 def _refuse_inside_a_worker() -> None:
     """Raises inside a worker. If a script starts workers on import, the worker exits here and the parent raises the error."""
     if MARK in os.environ:
-        raise MeshwrightError("a local worker cannot start local workers", fix="start them in the first process")
+        raise MeshwrightError("a local worker cannot start local workers", fix="start them in the main process")
     if multiprocessing.current_process().name.startswith(_NAME):
         os._exit(UNGUARDED)

@@ -113,7 +113,10 @@ class Parameters:
             self.units[value.stage].drop(value.version)
 
     def counter(self, instruction: Instruction) -> Callable[[float, Reached], None]:
-        """Notes what an instruction has added to the gradients of a stage's units; a tie counts with its first stage alone."""
+        """Returns a function that adds the weight and the reached parameters of an instruction to the gradients of its round.
+
+        The weight of a tie group counts only on its first stage.
+        """
         units, round_ = self._counted[instruction.action.stage], instruction.round
 
         def count(weight: float, reached: Reached) -> None:

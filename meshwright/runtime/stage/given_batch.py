@@ -60,12 +60,13 @@ def name_columns(
     tensors = (given,) if isinstance(given, Tensor) else tuple(given)
     if len(tensors) < len(names):
         raise MeshwrightError(
-            f"the batch has {len(tensors)} tensors, the model was captured with {len(names)}: {', '.join(names)}",
+            f"the batch has {len(tensors)} tensors, but the model was captured with {len(names)}: {', '.join(names)}",
             fix=f"add {names[len(tensors)]!r} to the batch",
         )
     if len(tensors) > len(names) + 1:
         raise MeshwrightError(
-            f"the batch has {len(tensors)} tensors, the model was captured with {len(names)}, {', '.join(names)}, and a target",
+            f"the batch has {len(tensors)} tensors, but the model was captured with {len(names)}, {', '.join(names)}, "
+            "and a target",
             fix="put the same number of tensors into every batch",
         )
     target = tensors[len(names)] if len(tensors) > len(names) else None

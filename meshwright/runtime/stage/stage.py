@@ -109,7 +109,7 @@ class Stage:
     def forward(self, record: Record) -> Bundle:
         """Runs the layers and saves what the backward needs."""
         if self.recomputed:
-            values = self._forward_again_later(record)
+            values = self._forward_to_recompute(record)
         else:
             record.outputs = values = self._layers(self._all, record, record.inputs)
             record.flags = tuple(map(_takes_gradient, values))
@@ -117,7 +117,7 @@ class Stage:
             return Bundle(self.moving.apart(values, graph=self.recomputed < len(self.layers)), record.flags)
         return Bundle(tuple(map(Tensor.contiguous, map(Tensor.detach, values))), record.flags)
 
-    def _forward_again_later(self, record: Record) -> tuple[Tensor, ...]:
+    def _forward_to_recompute(self, record: Record) -> tuple[Tensor, ...]:
         """Runs the first layers without a graph and the others with one."""
         count = self.recomputed
         before = self.moving.copied()
@@ -128,9 +128,9 @@ class Stage:
             raise changed_late(self.first_layer)
         record.moved = self.moving.moved(before)
         if count == len(self.layers):
-            record.flags = tuple(map(_learns, values))
+            record.flags = tuple(map(_differentiable, values))
         else:
-            record.middle = leaves(values, map(_learns, values))
+            record.middle = leaves(values, map(_differentiable, values))
             record.outputs = values = self._layers(range(count, len(self.layers)), record, record.middle)
             record.flags = tuple(map(_takes_gradient, values))
         return values
@@ -158,9 +158,9 @@ class Stage:
         return found
 
     def _backward(self, record: Record, gradients: Sequence[Tensor | None], weights: bool) -> tuple[Tensor, ...]:
-        putting_off = None if weights else self.deferred
-        if putting_off is not None:
-            putting_off.begin()
+        deferred = None if weights else self.deferred
+        if deferred is not None:
+            deferred.begin()
         outputs = tuple(compress(record.outputs, record.flags))
         if self.is_last:
             gradients = [self._start(t, record.times) for t in outputs]
@@ -169,13 +169,13 @@ class Stage:
             _backward(tuple(compress(record.head, map(_takes_gradient, record.middle))), _gradients(record.middle))
         elif outputs:
             run_backward(outputs, gradients)
-        if putting_off is not None:
-            record.rest = putting_off.end()
+        if deferred is not None:
+            record.rest = deferred.end()
         record.outputs = record.middle = record.head = ()
         return _gradients(record.inputs)
 
     def finish(self, record: Record, first: Leaves | None = None) -> None:
-        """Computes the weight gradients that a split backward has deferred. Its W reaches what its I has reached, and more."""
+        """Computes the weight gradients that a split backward has deferred. `reached` of W includes what its I has reached."""
         if first is not None and Op.I in self.reached:
             _, late = noting(first, partial(run, record.rest or []))
             self.reached[Op.W] = tuple(map(or_, self.reached[Op.I], late))
@@ -261,6 +261,6 @@ def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _learns(tensor: Tensor) -> bool:
+def _differentiable(tensor: Tensor) -> bool:
     """Returns whether a gradient can flow through a tensor."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -46,7 +46,7 @@ class StrictTransport:
         timeout_s: float | None = None,
     ) -> None:
         world = dist.group.WORLD if group is None else group
-        assert world is not None, "init_process_group comes first"
+        assert world is not None, "call init_process_group first"
         self.rank, self.timeout_s = rank, timeout_s
         self._group = world
         self._peers = {c: dist.get_group_rank(world, other(c, rank)) for c in own_channels(channels, rank)}

@@ -66,7 +66,7 @@ class TorchTransport:
         timeout_s: float | None = None,
     ) -> None:
         world = dist.group.WORLD if group is None else group
-        assert world is not None, "init_process_group comes first"
+        assert world is not None, "call init_process_group first"
         where = torch.device("cpu") if device is None else device
         tagged = where.type == "cpu" if tagged is None else tagged
         # NCCL creates a communicator at the first message. Both ends must reach it at the same point of their lists.
