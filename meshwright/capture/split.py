@@ -1,8 +1,8 @@
 """Cuts a model into stages: a chain of modules, the first module of each stage, and what a run needs to know about them.
 
 cuts = choose_cuts(model, flat, 4)      data, chosen once
-found = open_cuts(model, flat, cuts)    modules whose parameters are the model's own
-found.starts                            (0, 5, 9, 13, 18): the first module of each stage, and their number
+found = open_cuts(model, flat, cuts)    the modules use the model's own parameters
+found.starts                            (0, 5, 9, 13, 18): the first module of each stage, then the number of modules
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from meshwright.ir.model import ModelGraph
 
 @dataclass(frozen=True)
 class ChosenCuts:
-    """Where a graph is cut, as data: chosen once, and opened on every rank (`open_cuts`)."""
+    """Where a graph is cut, as data. It is chosen once and opened on every rank (`open_cuts`)."""
 
     places: tuple[int, ...]
-    """The first operation of each layer, and the number of operations."""
+    """The first operation of each layer, then the number of operations."""
     starts: tuple[int, ...]
-    """The first layer of each stage, and the number of layers."""
+    """The first layer of each stage, then the number of layers."""
     graph: ModelGraph
     flops: tuple[float, ...]
-    """Operations of each stage's forward."""
+    """Floating-point operations of the forward of each stage."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Split:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first layer of each stage, and the number of layers."""
+        """The first layer of each stage, then the number of layers."""
         return self.cuts.starts
 
     @property
@@ -70,7 +70,7 @@ def split(
     flat: Flat | None = None,
     device: torch.device | None = None,
 ) -> Split:
-    """Capture a model, choose its cuts and open them; `flat` is a graph that was captured before, of an equal model."""
+    """Capture a model, choose its cuts and open them. `flat` is a graph that was captured before from an equal model."""
     flat = flat or flatten(model, example_batch)
     return open_cuts(model, flat, choose_cuts(model, flat, stages, at=cuts), device)
 
@@ -86,7 +86,7 @@ def choose_cuts(model: nn.Module, flat: Flat, stages: int, *, at: Sequence[str |
 
 
 def open_cuts(model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.device | None = None) -> Split:
-    """Make the modules of a cut graph; their parameters are those of this model."""
+    """Make the modules of a cut graph. They use the parameters of this model."""
     line, states = line_of(model, flat), States(model)
     runs = [cuts.places[a : b + 1] for a, b in itertools.pairwise(cuts.starts)]
     modules = tuple(module for run in runs for module in stage(line, run, states, device))
@@ -96,7 +96,7 @@ def open_cuts(model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.devi
 
 
 def cuts_like(first: ChosenCuts, model: nn.Module, flat: Flat) -> ChosenCuts:
-    """Cut another graph of the same model where the first one is cut: at the same modules."""
+    """Cut another graph of the same model at the same modules as the first one."""
     line = line_of(model, flat)
     graph = graph_of(model, line, LayerChain(line).starts)
     at = [_same_place(first.graph, start, graph) for start in first.starts[1:-1]]
@@ -104,12 +104,12 @@ def cuts_like(first: ChosenCuts, model: nn.Module, flat: Flat) -> ChosenCuts:
 
 
 def split_like(first: Split, model: nn.Module, flat: Flat, device: torch.device | None = None) -> Split:
-    """Cut another graph of the same model where the first one is cut, and open it; every stage keeps its parameters."""
+    """Cut another graph of the same model at the same modules as the first one, and open it. Stages keep their parameters."""
     return open_like(first, model, flat, cuts_like(first.cuts, model, flat), device)
 
 
 def open_like(first: Split, model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.device | None = None) -> Split:
-    """Open another graph of a model that is open already; raises where a parameter is on another stage than in the first."""
+    """Open another graph of a model that is already open. Raises if a parameter is on another stage than in the first graph."""
     found = open_cuts(model, flat, cuts, device)
     ranges = zip(itertools.pairwise(first.starts), itertools.pairwise(found.starts), strict=True)
     for number, ((a, b), (c, d)) in enumerate(ranges):

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,96 +45,84 @@ def _bandwidth(text: str | float) -> float:
         raise MeshwrightError(f"--bandwidth must be a number or a size, got {text!r}", fix="--bandwidth 25GB") from None
 
 
+size_option = partial(typer.Option, rich_help_panel=SIZES)
+cost_option = partial(typer.Option, rich_help_panel=TIMES)
+output_option = partial(typer.Option, rich_help_panel=OUTPUT)
+"""Options of the three panels that `--help` shows."""
+
 Name = Annotated[
     str,
     typer.Argument(metavar="NAME|FILE", help="A schedule by name, a file with one (.json, .csv), or package.module:function."),
 ]
 ScheduleChoice = Annotated[
     str | None,
-    typer.Option(
+    size_option(
         "--schedule",
         metavar="NAME|FILE",
         show_default="onef1b",
         help="A schedule by name, a file with one (.json, .csv), or package.module:function.",
-        rich_help_panel=SIZES,
     ),
 ]
-Workers = Annotated[int, typer.Option("--workers", "-w", help="Workers of one pipeline.", rich_help_panel=SIZES)]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-n", help="Microbatches per step.", rich_help_panel=SIZES)]
-PipelineWorkers = Annotated[int | None, typer.Option("--pp", help="Workers of one pipeline.", rich_help_panel=SIZES)]
-PipelineCopies = Annotated[int | None, typer.Option("--dp", help="Data-parallel copies of the pipeline.", rich_help_panel=SIZES)]
-StepMicrobatches = Annotated[int | None, typer.Option("--microbatches", help="Microbatches per step.", rich_help_panel=SIZES)]
-Steps = Annotated[int | None, typer.Option(help="Steps to run: 1, or 4 for schedules without a flush.", rich_help_panel=SIZES)]
-Option = Annotated[
-    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the schedule.", rich_help_panel=SIZES)
-]
-Forward = Annotated[float, typer.Option(help="One worker's forward per microbatch.", rich_help_panel=TIMES)]
-Backward = Annotated[float, typer.Option(help="One worker's backward per microbatch.", rich_help_panel=TIMES)]
-Split = Annotated[str, typer.Option(metavar="I:W", help="How a backward splits into its halves.", rich_help_panel=TIMES)]
-RecomputeTime = Annotated[
-    float,
-    typer.Option("--recompute-cost", help="Recompute per microbatch; above 0 every stage recomputes.", rich_help_panel=TIMES),
-]
-OldRecompute = Annotated[float | None, typer.Option("--recompute", hidden=True)]
-Send = Annotated[float, typer.Option(help="Latency of a message between two workers.", rich_help_panel=TIMES)]
-Bandwidth = Annotated[
-    float,
-    typer.Option(
-        parser=_bandwidth, metavar="SIZE", help="Bytes per second of a link: 25GB; with --costs.", rich_help_panel=TIMES
-    ),
-]
-DuplexChoice = Annotated[
-    Duplex, typer.Option("--duplex", help="Whether the two directions of a link share its bandwidth.", rich_help_panel=TIMES)
-]
-SyncCost = Annotated[float, typer.Option(help="Gradient sync of one worker's parameters.", rich_help_panel=TIMES)]
-Overlap = Annotated[float, typer.Option(min=0, max=1, help="How much of the shorter action a cell hides.", rich_help_panel=TIMES)]
-Costs = Annotated[Path | None, typer.Option(help="JSON with one row of costs per stage.", rich_help_panel=TIMES)]
-ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="JSON with the links between workers, instead of --send.", rich_help_panel=TIMES)
-]
+Workers = Annotated[int, size_option("--workers", "-w", help="Workers of one pipeline.")]
+Microbatches = Annotated[int, size_option("--microbatches", "-n", help="Microbatches per step.")]
+PipelineWorkers = Annotated[int | None, size_option("--pp", help="Workers of one pipeline.")]
+PipelineCopies = Annotated[int | None, size_option("--dp", help="Data-parallel copies of the pipeline.")]
+StepMicrobatches = Annotated[int | None, size_option("--microbatches", help="Microbatches per step.")]
+Steps = Annotated[int | None, size_option(help="Steps to run: 1, or 4 for schedules without a flush.")]
+Option = Annotated[list[str] | None, size_option("--option", metavar="KEY=VALUE", help="An option of the schedule.")]
+Costs = Annotated[Path | None, cost_option("--costs", help="JSON with one row of costs per stage.")]
 BatchFunction = Annotated[
     str | None, typer.Option("--batch-function", metavar="package.module:function", help="batch(step), for your own model.")
 ]
 OldBatch = Annotated[str | None, typer.Option("--batch", hidden=True)]
 Plan = Annotated[
-    str | None,
-    typer.Option("--plan", "--parallel", metavar="PLAN", help="A plan file (.json, .toml), or JSON text.", rich_help_panel=SIZES),
+    str | None, size_option("--plan", "--parallel", metavar="PLAN", help="A plan file (.json, .toml), or JSON text.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the numbers as one JSON object.", rich_help_panel=OUTPUT)]
+Json = Annotated[bool, output_option("--json", help="Print the numbers as one JSON object.")]
 
 
 FormatChoice = Annotated[
-    Format,
-    typer.Option(
-        "--format",
-        help="text, a file of JSON or CSV, a Perfetto trace, or a picture (svg; png needs -o).",
-        rich_help_panel=OUTPUT,
-    ),
+    Format, output_option("--format", help="text, a file of JSON or CSV, a Perfetto trace, or a picture (svg; png needs -o).")
 ]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.", rich_help_panel=OUTPUT)]
+Output = Annotated[Path | None, output_option("--output", "-o", help="Write to a file.")]
 
 
 @dataclass(frozen=True)
 class CostFlags:
-    """Costs as given on the command line."""
+    """Costs as given on the command line, a group of flags."""
 
-    forward: float = 1.0
-    backward: float = 2.0
-    split: str = "1:1"
-    recompute: float = 0.0
-    send: float = 0.0
-    sync_cost: float = 0.0
-    bandwidth: float = float("inf")
-    duplex: Duplex = Duplex.FULL
-    file: Path | None = None
-    cluster_file: Path | None = None
+    forward: Annotated[float, cost_option(help="One worker's forward per microbatch.")] = 1.0
+    backward: Annotated[float, cost_option(help="One worker's backward per microbatch.")] = 2.0
+    split: Annotated[str, cost_option(metavar="I:W", help="How a backward splits into its halves.")] = "1:1"
+    recompute: Annotated[
+        float, cost_option("--recompute-cost", help="Recompute per microbatch; above 0 every stage recomputes.")
+    ] = 0.0
+    old_recompute: Annotated[float | None, typer.Option("--recompute", hidden=True)] = None
+    send: Annotated[float, cost_option(help="Latency of a message between two workers.")] = 0.0
+    sync_cost: Annotated[float, cost_option(help="Gradient sync of one worker's parameters.")] = 0.0
+    bandwidth: Annotated[
+        float, cost_option(parser=_bandwidth, metavar="SIZE", help="Bytes per second of a link: 25GB; with --costs.")
+    ] = float("inf")
+    duplex: Annotated[Duplex, cost_option("--duplex", help="Whether both directions of a link share its bandwidth.")] = (
+        Duplex.FULL
+    )
+    overlap: Annotated[float, cost_option(min=0, max=1, help="How much of the shorter action a cell hides.")] = 0.0
+    file: Costs = None
+    cluster_file: Annotated[
+        Path | None, cost_option("--cluster", help="JSON with the links between workers, instead of --send.")
+    ] = None
 
     def __post_init__(self) -> None:
         """Raises if a file and flags that it replaces are both given."""
-        self._refuse_beside("--costs", self.file, ("forward", "backward", "split", "recompute", "sync_cost"))
-        self._refuse_beside("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
+        if self.old_recompute is not None:
+            if self.recompute:
+                raise MeshwrightError("--recompute is the old name of --recompute-cost", fix="--recompute-cost alone")
+            sys.stderr.write("note: --recompute is now --recompute-cost here\n")
+            object.__setattr__(self, "recompute", self.old_recompute)
+        self._refuse_replaced("--costs", self.file, ("forward", "backward", "split", "recompute", "sync_cost"))
+        self._refuse_replaced("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
 
-    def _refuse_beside(self, flag: str, file: Path | None, names: Sequence[str]) -> None:
+    def _refuse_replaced(self, flag: str, file: Path | None, names: Sequence[str]) -> None:
         given = [_flag(name) for name in names if getattr(self, name) != getattr(type(self), name)]
         if file is not None and given:
             raise MeshwrightError(f"{flag} {file} replaces {', '.join(given)}", fix="give only one of the two")
@@ -203,16 +192,6 @@ def _flag(field: str) -> str:
     return "--recompute-cost" if field == "recompute" else f"--{field.replace('_', '-')}"
 
 
-def recompute_cost(given: float, old: float | None) -> float:
-    """Returns --recompute-cost, or the value of its old name --recompute (which is a mode in `verify`)."""
-    if old is None:
-        return given
-    if given:
-        raise MeshwrightError("--recompute is the old name of --recompute-cost", fix="--recompute-cost alone")
-    sys.stderr.write("note: --recompute is now --recompute-cost here\n")
-    return old
-
-
 def batch_function(name: str | None, old: str | None) -> str | None:
     """Returns --batch-function. Its old name --batch still works for a function, and will become a size."""
     if old is None:
@@ -238,18 +217,13 @@ def load(
     if path.suffix in (".json", ".csv") or os.path.isfile(path):
         if option or steps is not None:
             raise MeshwrightError(f"{name} is a schedule file: --option and --steps are for schedules by name")
-        return load_file(path)
+        return schedules.read(path)
     chosen = pairs(option)
     if steps is None:
         steps = ENDLESS_STEPS if "steps" in schedules.parameters(name) else 1
     sizes = {"workers": workers, "microbatches": microbatches, "steps": steps}
     costs = flags.spread if spread else flags.stages
     return schedules.shaped(name, costs=costs, cluster=flags.cluster, **sizes, **chosen)
-
-
-def load_file(path: Path) -> Schedule:
-    """Reads a schedule from a JSON or CSV file."""
-    return schedules.read(path)
 
 
 def read_costs(path: Path | None) -> tuple[StageCost, ...] | None:

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 TraceFile = Annotated[
     Path | None,
-    typer.Option(
-        "--trace", help="Write a Perfetto trace of steps 3 to 6, and keep the measurement.", rich_help_panel=inputs.OUTPUT
-    ),
+    inputs.output_option("--trace", help="Write a Perfetto trace of steps 3 to 6, and keep the measurement."),
 ]
 
 

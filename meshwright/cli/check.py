@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright import schedules
 from meshwright.cli import _inputs as inputs
 from meshwright.passes import check as proof
 
@@ -20,7 +21,7 @@ def check(
 
     Exit code 0: every law holds. 2: the file cannot be read. 3: a law is broken.
     """
-    result = proof.check(inputs.load_file(file))
+    result = proof.check(schedules.read(file))
     if as_json:
         keys = ("ok", "law", "worker", "action", "reason")
         shown = {key: getattr(result, key) for key in keys}

@@ -15,10 +15,10 @@ import typer
 from meshwright import schedules
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
-from meshwright.ir.cluster import Duplex
 from meshwright.ir.plan.plan import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json
 from meshwright.ir.schedule import Schedule
@@ -44,31 +44,20 @@ class ComparedSchedule:
     refused: str | None = None
 
 
+@with_groups
 def compare(
     files: Annotated[
         list[str] | None,
         typer.Argument(metavar="[FILE]...", help="Schedule files (.json, .csv) or package.module:function to compare with them."),
     ] = None,
+    *,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 8,
-    forward: inputs.Forward = 1.0,
-    backward: inputs.Backward = 2.0,
-    split: inputs.Split = "1:1",
-    recompute: inputs.RecomputeTime = 0.0,
-    old_recompute: inputs.OldRecompute = None,
-    send: inputs.Send = 0.0,
-    sync_cost: inputs.SyncCost = 0.0,
-    bandwidth: inputs.Bandwidth = float("inf"),
-    duplex: inputs.DuplexChoice = Duplex.FULL,
-    overlap: inputs.Overlap = 0.0,
-    costs: inputs.Costs = None,
-    cluster: inputs.ClusterFile = None,
+    flags: inputs.CostFlags,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="M|80GB",
-            help="What a worker may hold: activations of one microbatch each; with --costs, bytes.",
-            rich_help_panel=inputs.SIZES,
+        inputs.size_option(
+            metavar="M|80GB", help="What a worker may hold: activations of one microbatch each; with --costs, bytes."
         ),
     ] = None,
     format: inputs.FormatChoice = Format.TEXT,
@@ -79,8 +68,6 @@ def compare(
 
     Exit code 3: nothing fits.
     """
-    recompute = inputs.recompute_cost(recompute, old_recompute)
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     if format in (Format.PERFETTO, Format.SVG, Format.PNG):
         raise MeshwrightError(
             f"a comparison is not drawn as {format}", fix="--format text, json or csv; simulate draws one schedule"
@@ -88,7 +75,7 @@ def compare(
     cap = None if memory is None else _cap(memory, flags)
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # raises on sizes and costs that no schedule can take
     flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(outputs.read(flags.file))
-    rows = _rows(files or (), workers, microbatches, Given(flags, overlap, cap))
+    rows = _rows(files or (), Given(flags, workers, microbatches, cap))
     if as_json or format is Format.JSON:
         answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})
         outputs.give(answer, output)
@@ -100,14 +87,14 @@ def compare(
         raise typer.Exit(3)
 
 
-def _rows(files: Sequence[str], workers: int, microbatches: int, given: Given) -> list[ComparedSchedule]:
+def _rows(files: Sequence[str], given: Given) -> list[ComparedSchedule]:
     """Returns every schedule with its options, and those of the files; the fastest that fit come first."""
     flags, cap = given.flags, None if given.flags.file else given.memory
     sets = [(name, options) for name in schedules.names() for options in option_sets(name, cap)]
-    rows = [row(name, options, workers, microbatches, given) for name, options in sets]
-    own = {name: _own(name, workers, microbatches, given) for name in files}
+    rows = [row(name, options, given) for name, options in sets]
+    own = {name: _own(name, given) for name in files}
     rows += [row_of(name, built, given) for name, built in own.items()]
-    _refuse_misfit(rows, flags, workers)
+    _refuse_misfit(rows, flags, given.workers)
     return sorted(rows, key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
 
 
@@ -157,31 +144,27 @@ class Given:
     """The conditions of a comparison."""
 
     flags: inputs.CostFlags
-    overlap: float = 0.0
+    workers: int
+    microbatches: int
     memory: float | None = None
 
+    def load(self, name: str, steps: int | None, option: Sequence[str] | None = None) -> Schedule:
+        """Loads a schedule at these sizes."""
+        workers, microbatches = self.workers, self.microbatches
+        return inputs.load(
+            name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=self.flags, spread=True
+        )
 
-def row(name: str, options: dict[str, object], workers: int, microbatches: int, given: Given) -> ComparedSchedule:
+
+def row(name: str, options: dict[str, object], given: Given) -> ComparedSchedule:
     """Simulates one schedule by name."""
     text = [f"{key}={value}" for key, value in options.items()]
-
-    def built(steps: int | None) -> Schedule:
-        return inputs.load(
-            name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=given.flags, spread=True
-        )
-
-    return row_of(" ".join([name, *text]), built, given)
+    return row_of(" ".join([name, *text]), lambda steps: given.load(name, steps, text), given)
 
 
-def _own(name: str, workers: int, microbatches: int, given: Given) -> Builder:
+def _own(name: str, given: Given) -> Builder:
     """Returns a builder for a schedule from a file or a function. Raises if its sizes differ, because the work must be equal."""
-
-    def loaded(steps: int | None) -> Schedule:
-        return inputs.load(
-            name, workers=workers, microbatches=microbatches, steps=steps, option=None, flags=given.flags, spread=True
-        )
-
-    schedule = loaded(None)
+    schedule, workers, microbatches = given.load(name, None), given.workers, given.microbatches
     found = schedule.microbatches * (schedule.steps if schedule.flush else 1)
     if schedule.workers != workers or microbatches % found or (schedule.flush and microbatches != found):
         sizes = f"-w {schedule.workers} -n {found}"
@@ -203,7 +186,7 @@ def row_of(title: str, built: Builder, given: Given) -> ComparedSchedule:
 
     def run(schedule: Schedule) -> Timeline:
         flags.refuse_ring(schedule.ring)
-        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.cluster, overlap=given.overlap)
+        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.cluster, overlap=flags.overlap)
 
     try:
         schedule = built(None)

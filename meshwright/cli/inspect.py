@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,10 +28,8 @@ def inspect(
         typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}, or a file that --output wrote."),
     ],
     stages: Annotated[int, typer.Option("--stages", "-s", help="How many stages to cut it into.")] = 2,
-    rows: Annotated[
-        int | None, typer.Option(show_default="2", help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)
-    ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens per row of the example.", rich_help_panel=inputs.SIZES)] = None,
+    rows: Annotated[int | None, inputs.size_option(show_default="2", help="Rows of the example batch, a microbatch.")] = None,
+    length: Annotated[int | None, inputs.size_option(help="Tokens per row of the example.")] = None,
     batch: inputs.BatchFunction = None,
     old_batch: inputs.OldBatch = None,
     cut: Annotated[
@@ -38,9 +37,7 @@ def inspect(
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare the captured layers with the model itself.")] = False,
     as_json: inputs.Json = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the captured layers to a file.", rich_help_panel=inputs.OUTPUT)
-    ] = None,
+    output: Annotated[Path | None, inputs.output_option("--output", "-o", help="Write the captured layers to a file.")] = None,
 ) -> None:
     """Capture a model on the meta device, which holds no weights, and show its stages.
 
@@ -134,7 +131,7 @@ def _data(graph: ModelGraph, cuts: Cuts) -> dict[str, Any]:
         "schema": 1,
         "kind": "inspection",
         "model": graph.name,
-        "parameters": sum(_count(weight.shape) for weight in graph.weights),
+        "parameters": sum(prod(weight.shape) for weight in graph.weights),
         "stages": stages,
         "ties": ties,
         "heaviest_over_best": cuts.heaviest / cuts.best if cuts.best else 1.0,
@@ -146,7 +143,7 @@ def _print(graph: ModelGraph, cuts: Cuts) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, width=None if outputs.coloured() else 160)
-    total = sum(_count(weight.shape) for weight in graph.weights)
+    total = sum(prod(weight.shape) for weight in graph.weights)
     console.print(
         f"{graph.name}  {_short(total)} parameters, {len(graph.layers)} layers, {_short(graph.flops)} operations forward"
     )
@@ -181,13 +178,6 @@ def _shown(value: Crossing) -> str:
 
 def _stages(cuts: Cuts, layers: tuple[int, ...]) -> list[int]:
     return sorted({next(s for s, part in enumerate(cuts.parts) if part.first <= layer < part.last) for layer in layers})
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _short(number: float) -> str:

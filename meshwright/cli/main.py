@@ -66,7 +66,9 @@ app.command(
 )(inspect.inspect)
 app.command(
     "verify",
-    epilog=_examples("verify gpt --schedule chimera --pp 4", "verify mine:build --batch-function mine:batch --plan plan.toml"),
+    epilog=_examples(
+        "verify gpt-small --schedule chimera --pp 4", "verify mine:build --batch-function mine:batch --plan plan.toml"
+    ),
 )(verify.verify)
 app.command(
     "train",

@@ -38,13 +38,10 @@ def measure(
     dataset: Annotated[str | None, typer.Option(help="The data set, as in train.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     steps: Annotated[int | None, typer.Option(show_default="3", help="Number of steps to average.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write prediction and measurement as one Perfetto file.", rich_help_panel=inputs.OUTPUT)
-    ] = None,
+    trace: Annotated[Path | None, inputs.output_option(help="Write prediction and measurement as one Perfetto file.")] = None,
     as_json: inputs.Json = False,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the costs, for --costs of simulate.", rich_help_panel=inputs.OUTPUT),
+        Path | None, inputs.output_option("--output", "-o", help="Write the costs, for --costs of simulate.")
     ] = None,
 ) -> None:
     """Measure a plan: predicted against measured, the bottleneck, and costs in seconds and bytes.
@@ -56,8 +53,8 @@ def measure(
     outputs.refuse_output(trace)
     degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
     if Path(model).is_dir():
-        beside = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
-        found: Measurement | None = _kept(Path(model), [f"--{n}" for n, v in beside.items() if v is not None] + context.args)
+        extra = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
+        found: Measurement | None = _kept(Path(model), [f"--{n}" for n, v in extra.items() if v is not None] + context.args)
     else:
         job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": None})
         found = _run(job.trainer(), 3 if steps is None else steps, as_json=as_json)
@@ -68,10 +65,10 @@ def measure(
     _show(found, trace, as_json=as_json)
 
 
-def _kept(folder: Path, beside: list[str]) -> Measurement:
+def _kept(folder: Path, extra: list[str]) -> Measurement:
     """Reads the measurement that a run has written."""
-    if beside:
-        raise MeshwrightError(f"{folder} is a measured run, so {beside[0]} would have no effect", fix="leave it out")
+    if extra:
+        raise MeshwrightError(f"{folder} is a measured run, so {extra[0]} would have no effect", fix="leave it out")
     if not (folder / FILE).exists():
         raise MeshwrightError(
             f"{folder} has no {FILE}: it is not a run with --trace", fix="meshwright train MODEL --trace trace.json"

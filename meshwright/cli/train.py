@@ -93,8 +93,8 @@ def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
 
     path = Path(model)
     if path.suffix == ".toml" and os.path.exists(path) and _is_job(outputs.read(path)):
-        if beside := [f"--{name}" for name, value in given.items() if value] + flags:
-            raise MeshwrightError(f"{model} is a complete job, so {beside[0]} cannot be given", fix=f"write it into {model}")
+        if extra := [f"--{name}" for name, value in given.items() if value] + flags:
+            raise MeshwrightError(f"{model} is a complete job, so {extra[0]} cannot be given", fix=f"write it into {model}")
         return read_job(path)
     assert set(given) <= KEYS
     return Job(model=model, arguments=flags_to_arguments(flags), **given)

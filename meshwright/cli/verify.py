@@ -144,10 +144,10 @@ def _print(certificate: Certificate, path: Path | None) -> None:
 def _model(model: str, batch: str | None, length: int | None, parallel: Parallel) -> tuple[Maker, Maker]:
     """What makes the model, and what makes its batches: two rows for each microbatch, or one for each member of a team."""
     from meshwright.train.models.example_batches import batches_for
-    from meshwright.train.models.model_names import resolve_model
+    from meshwright.train.models.model_names import SMALL, resolve_model
     from meshwright.train.setup.build_schedule import stages_of
 
-    named = resolve_model(model, stages=stages_of(parallel))
+    named = resolve_model(model, stages=stages_of(parallel) if model in SMALL else 1)
     rows = max((2, *parallel.width)) * parallel.microbatches * parallel.dp
     return named.build, batches_for(named, batch, rows=rows, length=length)
 

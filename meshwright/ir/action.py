@@ -29,6 +29,9 @@ NONE = -1
 class Op(StrEnum):
     """What a worker can do. The letter is the one in the text form.
 
+    `F` forward, `B` backward, `I` the half of a backward that gives the gradient of the input, `W` the half that gives
+    the gradient of the weights, `R` recompute, `G` gather parameters, `S` sync gradients, `N` the global norm, `U` update.
+
     Examples:
         >>> from meshwright import Action, Op
         >>> str(Action(Op.F, stage=2, mb=0))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
+from math import prod
 from typing import Any
 
 from meshwright.errors import MeshwrightError
@@ -211,7 +212,7 @@ class ModelGraph:
         layers = self.layers[first:last]
         names = {name for layer in layers for name in layer.parameters}
         mine = [weight for weight in self.weights if weight.name in names]
-        numbers = [_product(weight.shape) for weight in mine]
+        numbers = [prod(weight.shape) for weight in mine]
         boundary = layers[-1].output if last < len(self.layers) else ()
         flops = sum(layer.flops for layer in layers)
         return Part(
@@ -229,7 +230,7 @@ class ModelGraph:
 
 def _why(graph: ModelGraph, last: int, flops: float, best: float, boundary: Sequence[Crossing], *, chosen: bool) -> str:
     """Explains a cut in one sentence."""
-    share = f"{flops / best:.2f} of the lightest possible heaviest stage" if best else "no operations"
+    share = f"{flops / best:.2f} of the optimal heaviest stage" if best else "no operations"
     if last == len(graph.layers):
         return f"ends with the model; {share}"
     skips = [value.name for value in boundary if value.since < last - 1]
@@ -238,13 +239,6 @@ def _why(graph: ModelGraph, last: int, flops: float, best: float, boundary: Sequ
     size = sum(value.bytes for value in boundary)
     bytes_ = "the fewest bytes of any cut" if size == least else f"{size / max(least, 1):.1f} times the fewest bytes of any cut"
     return f"{'asked for; ' if chosen else ''}{share}; {bytes_}{carried}"
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def model_to_json(graph: ModelGraph) -> str:

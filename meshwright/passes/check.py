@@ -285,7 +285,7 @@ def _law(entry: Entry) -> Law:
 
 
 def _crossed(entry: Entry, worker: int, blocked: Blocked, schedule: Schedule) -> str | None:
-    """Returns an error if two workers are at messages between them, one sending and one receiving, but of different values."""
+    """Returns a reason if two workers are at messages to each other, one sending and one receiving, but of different values."""
     if not isinstance(entry, Transfer) or entry.peer not in blocked.at:
         return None
     other = schedule.lists[entry.peer][blocked.at[entry.peer]]

@@ -78,7 +78,7 @@ def group_faults(schedule: Schedule, copies: int, groups: Groups) -> Iterator[st
             found = next((group for group in of_unit if set(group) & set(ranks)), ())
             yield from _unequal(schedule, unit, set(ranks), set(found), {w for w, u, _ in adds if u == unit})
         if more := sorted({rank for group in of_unit for rank in group} - {rank for ranks in needed for rank in ranks}):
-            yield f"rank {more[0]} is in a group of unit {unit}, which it does not hold"
+            yield f"rank {more[0]} is in a group of unit {unit} but does not belong there"
 
 
 def _unequal(schedule: Schedule, unit: int, wanted: set[int], found: set[int], adding: set[int]) -> Iterator[str]:

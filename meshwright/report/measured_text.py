@@ -22,7 +22,7 @@ def measured_text(found: Measurement) -> str:
     """Returns predicted against measured, a line per stage, and the bottleneck."""
     first, last = found.steps
     lines = [
-        f"{found.schedule.name}  {found.schedule.workers} workers, {found.copies} copies, {found.schedule.microbatches} "
+        f"{found.schedule.name}  {found.schedule.workers} workers, dp {found.copies}, {found.schedule.microbatches} "
         f"microbatches; costs from steps {first} to {max(first, last - 1)}, measured: step {last}",
         versus_text(versus(prediction(found), found.timeline, largest=1)),
         "stage  forward ms  backward ms  activations    output  gradient  parameters",

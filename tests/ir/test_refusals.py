@@ -188,5 +188,5 @@ def test_compare_refuses_a_cost_file_that_fits_no_schedule_at_once(tmp_path: Pat
     file = tmp_path / "costs.json"
     file.write_text(json.dumps([{"forward_s": 1.0}] * 3))
     with pytest.raises(MeshwrightError, match="fits no schedule: 4 workers have 4 stages or a multiple, which 3 rows") as found:
-        compare(workers=4, microbatches=8, costs=file)
+        compare(workers=4, microbatches=8, file=file)
     assert found.value.fix == "one row per stage: 4" and "\n" not in found.value.what

@@ -185,7 +185,7 @@ def test_the_names_that_exist_are_listed() -> None:
     [
         (("job.toml",), "job.toml is a training job, not a model"),
         (("own_names:build",), "own_names:build needs data"),
-        (("mlp", "--length", "4"), "mlp comes with its data, --length"),
+        (("mlp", "--length", "4"), "mlp has its own data, --length"),
         (("gpt-tiny", "--length", "65"), "gpt-tiny takes 64 tokens per row, not 65"),
         (("gpt-tiny", "--length", "0"), "at least 1 token"),
         (("vit-small", "--length", "4"), "takes pictures"),
@@ -203,3 +203,21 @@ def test_a_small_model_trains_by_name(folder: Path) -> None:
 
     trainer = Job(model="mlp", arguments={"max_steps": 2, "report_to": "none", "disable_tqdm": True}).trainer()
     assert len(trainer.train_dataset) == 512 and trainer.train().global_step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("mine.toml", "--schedule", "chimera"),
+        ("config.json", "--dp", "2"),
+        ("vit-small", "--schedule", "zero_bubble"),
+        ("own_names:build", "--batch-function", "own_names:batch"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_captured_models_equal_one_process(folder: Path, arguments: tuple[str, ...]) -> None:
+    found = CliRunner().invoke(app, ["verify", *arguments, "-n", "2", "--steps", "2", "--json"])
+    assert found.exit_code == 0, found.output
+    certificate = json.loads(found.stdout)
+    assert certificate["passed"] and certificate["max_relative_error"] <= 1e-9 and certificate["compared"] > 0

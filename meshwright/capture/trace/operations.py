@@ -73,7 +73,7 @@ def name_of(function: Any) -> str:
 
 
 def is_higher_order(function: Any) -> bool:
-    """Is it an operation on whole graphs, such as a region without gradients?"""
+    """True for an operation on whole graphs, such as a region without gradients."""
     return callable(getattr(function, "name", None)) and hasattr(torch.ops.higher_order, function.name())
 
 

@@ -6,7 +6,7 @@ its end. The simulator maps moments to times; the byte budget walks through them
     activations   from F to B or W; R and I convert one form into another at their start, without a second copy
     gradients     one buffer per unit and round, from the first backward to the update; it also holds the sum, and
                   lives until a ring has passed the sum on
-    parameters    a version lives until its last reader; an update is in place if nobody reads the old version later
+    parameters    a version lives until its last reader; an update is in place if the old version is not read later
     messages      on the sender until sent, on the receiver from the start of the message
 """
 

@@ -29,8 +29,7 @@ from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.runtime.stage.stage import Stage
 from meshwright.runtime.tracing.clock_offset import common_clock
 from meshwright.runtime.tracing.trace import Trace, gather
-from meshwright.runtime.transport.pair_sum import PairSum
-from meshwright.runtime.transport.shared_memory import SharedTransport
+from meshwright.runtime.transport.pair_sum import pair_for
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Engine:
     def close(self) -> None:
         """Releases shared memory, channels and process groups."""
         for unit in self.units.values():
-            if isinstance(unit.adder, PairSum):
+            if unit.adder is not None:
                 unit.adder.close()
         self.runtime.close()
 
@@ -154,10 +153,7 @@ class Engine:
 
     def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
         """Returns what sums a unit's gradients. Two ranks that share memory need no collective."""
-        if len(ranks) == 2 and isinstance(self.transport, SharedTransport) and _one_sum_at_a_time(self.schedule, unit):
-            (peer,) = set(ranks) - {self.mesh.rank}
-            return PairSum(flats, self.mesh.rank, peer, f"{self.transport.run_id}-{unit}")
-        return Collective(self.groups[ranks])
+        return pair_for(flats, self.transport, ranks, self.mesh.rank, self.schedule, unit) or Collective(self.groups[ranks])
 
     def _largest(self, count: int) -> float:
         """Returns the maximum of a number over all ranks. All ranks call this together."""
@@ -233,15 +229,3 @@ def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> N
                 f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
                 fix="use the same model, example batch, plan, settings and version of torch on all ranks",
             )
-
-
-def _one_sum_at_a_time(schedule: Schedule, unit: int) -> bool:
-    """Returns whether every worker uses the sum of a unit's gradients before it starts the next one: a pair has room for one."""
-    for actions in schedule.lists if schedule.flush else ():
-        under_way = False
-        for action in walk(actions):
-            if action.stage == unit and action.op is Op.S and under_way:
-                return False
-            if action.stage == unit and action.op in (Op.S, Op.N, Op.U):
-                under_way = action.op is Op.S
-    return schedule.flush

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from meshwright.errors import MeshwrightError
+
 SMALL_BYTES = 1 << 16
 """Smaller tensors are sent inside the pickle."""
 
@@ -48,10 +50,13 @@ class Lending:
             os.close(self.file)
             self.file = None
 
-    def pack(self, given: Any) -> bytes:
-        """Pickles an object, and writes its large tensors to the file."""
+    def pack(self, given: Any, what: str = "this cannot be sent", fix: str | None = None) -> bytes:
+        """Pickles an object, and writes its large tensors to the file. `what` starts the error text if it cannot be pickled."""
         into = io.BytesIO()
-        _Lender(into, self).dump(given)
+        try:
+            _Lender(into, self).dump(given)
+        except Exception as error:  # pickle raises whatever an object's own methods raise
+            raise MeshwrightError(f"{what}: {error}", fix=fix) from error
         return into.getvalue()
 
     def write(self, storage: UntypedStorage) -> tuple[int, int] | None:

@@ -70,13 +70,8 @@ class Workers:
         if world > self.count:
             raise MeshwrightError(f"there are {self.count} local workers, but {world} are needed", fix=f"Workers({world})")
         with Lending() as lending:
-            try:
-                work = lending.pack((function, args))
-            except Exception as error:  # pickle raises whatever an object's own methods raise
-                raise MeshwrightError(
-                    f"this job cannot be sent to workers: {error}",
-                    fix="pass a function that can be imported by name, and plain arguments",
-                ) from error
+            fix = "pass a function that can be imported by name, and plain arguments"
+            work = lending.pack((function, args), "this job cannot be sent to workers", fix)
             return self._run(work, lending.file, world)
 
     def _run(self, work: bytes, file: int | None, world: int) -> list[Any]:

@@ -46,6 +46,9 @@ class Adder(Protocol):
     def start(self, tensors: Sequence[Tensor]) -> Sequence[Sum]:
         """Starts to sum tensors in place, without waiting."""
 
+    def close(self) -> None:
+        """Releases its resources."""
+
 
 class Collective:
     """An all_reduce in buckets."""
@@ -57,6 +60,9 @@ class Collective:
         """Launches the all_reduce of every bucket."""
         buckets = [bucket for t in tensors for bucket in t.split(max(1, BUCKET_BYTES // t.element_size()))]
         return [dist.all_reduce(bucket, group=self.group, async_op=True) for bucket in buckets]
+
+    def close(self) -> None:
+        """Does nothing, because the engine destroys its groups."""
 
 
 @dataclass

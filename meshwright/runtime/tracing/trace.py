@@ -132,11 +132,10 @@ class Trace:
         return found
 
 
-def gather(trace: Trace, schedule: Schedule, mesh: Mesh, *, start_s: float | None = None) -> Timeline | None:
+def gather(trace: Trace, schedule: Schedule, mesh: Mesh) -> Timeline | None:
     """Returns the spans of all ranks as one timeline on rank 0, and None elsewhere. All ranks call this together, after the run.
 
-    Time 0 is `start_s`, or the start of the first span. Worker w of data-parallel copy j is worker w + workers * j of the
-    timeline.
+    Time 0 is the start of the first span. Worker w of data-parallel copy j is worker w + workers * j of the timeline.
     """
     mine = [[s.lane.value, str(s.entry), s.start_s, s.end_s] for s in trace.spans(schedule, mesh)]
     heard = gather_json(mine)
@@ -145,7 +144,7 @@ def gather(trace: Trace, schedule: Schedule, mesh: Mesh, *, start_s: float | Non
     spans = [
         [Span(rank, Lane(lane), parse(entry), start, end) for lane, entry, start, end in one] for rank, one in enumerate(heard)
     ]
-    return assemble(spans, schedule, start_s=start_s)
+    return assemble(spans, schedule)
 
 
 def assemble(heard: Sequence[Sequence[Span]], schedule: Schedule, *, start_s: float | None = None) -> Timeline:

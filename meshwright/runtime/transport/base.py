@@ -32,6 +32,12 @@ class Receipt(Protocol):
 class Transport(Protocol):
     """Sends messages in order on each channel. All ranks create it with the same channels in the same order."""
 
+    timeout_s: float | None
+    """The limit of one wait in seconds; None waits as long as the peer exists."""
+
+    rendezvous: bool
+    """Whether a send may wait for its receive."""
+
     def send(self, channel: Channel, tensor: Tensor) -> None:
         """Starts to send a contiguous tensor. It must not change until `flush`; the transport keeps it alive until then."""
 

@@ -63,7 +63,7 @@ def _write_adapters(folder: Path, weights: Mapping[str, Tensor], model: Any, gro
 
 
 def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Let peft write its adapters."""
+    """Write the adapters with peft."""
     model.save_pretrained(str(folder), state_dict=weights)
 
 

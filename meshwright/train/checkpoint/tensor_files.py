@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint to and from safetensors, by the planners and the storage of `torch.distributed.checkpoint`.
+"""Writes and reads the tensors of a checkpoint as safetensors, with planners and storage of `torch.distributed.checkpoint`.
 
-Its own `save` and `load` let ranks send each other their plans as pickles. Here every rank plans for itself: it writes what it
-is given into a file of its own, and reads what it asks for. No rank needs another; who calls tells all ranks of a failure.
+The `save` and `load` of torch let ranks exchange their plans as pickles. Here every rank makes its own plan: it writes its
+tensors into its own file, and reads only what it needs. No rank depends on another. The caller reports a failure to all ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Write `shard-RANK-...safetensors` (counted from 1), or nothing where there are no tensors."""
+    """Write `shard-RANK-...safetensors` (counted from 1), or nothing if there are no tensors."""
     planner, writer = DefaultSavePlanner(), HuggingFaceStorageWriter(str(folder), save_distributed=True)
     planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     [plan], _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    plan = writer.prepare_global_plan([*(SavePlan([]) for _ in range(rank)), plan])[rank]  # its place is the file's number
+    plan = writer.prepare_global_plan([*(SavePlan([]) for _ in range(rank)), plan])[rank]  # its index is the number of the file
     writer.write_data(planner.finish_plan(plan), planner).wait()
 
 
@@ -37,6 +37,6 @@ def read_tensors(reader: HuggingFaceStorageReader, into: Mapping[str, Tensor]) -
 
 
 def described(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
-    """The tensors in a folder's files, by key: their sizes and dtypes."""
+    """Return the tensors in the files of a folder by key, with sizes and dtypes."""
     found = reader.read_metadata().state_dict_metadata
     return {key: about for key, about in found.items() if isinstance(about, TensorStorageMetadata)}

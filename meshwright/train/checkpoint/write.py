@@ -155,7 +155,7 @@ class Checkpoints:
         group, lead = self._group, dist.get_rank() == 0
         try:
             agree(lambda: job.folder.mkdir() if lead else None, group=group)
-            parts = agree(lambda: json.loads(json.dumps(job.facts)), group=group)  # keys and tuples as the file has them
+            parts = agree(lambda: json.loads(json.dumps(job.facts)), group=group)  # keys and tuples as in the file
             unread = write_weights(job.folder, job.weights, self.model, self.processing, group)
             agree(lambda: _facts_file(job, self.engine, {**merged(parts), "unread": unread}) if lead else None, group=group)
             agree(lambda: write_tensors(job.folder, job.tensors, dist.get_rank()), group=group)

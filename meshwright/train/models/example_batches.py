@@ -1,7 +1,7 @@
-"""Batches for a model that comes without data: random tokens or pictures in the shape that its configuration asks for.
+"""Makes batches for a model without data: random tokens or pictures with the shapes of its configuration.
 
 data = batches_for(resolve_model("gpt-tiny"), None, rows=8)
-data(0), data(1)        other values for each step, the same ones in every process
+data(0), data(1)        different values for each step, the same in every process
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from meshwright.ir.imported_function import function
 from meshwright.train.models.model_names import NamedModel
 
 TOKENS = 64
-"""Tokens per row where nothing else is asked for; fewer where the model has fewer positions."""
+"""The default number of tokens per row; fewer if the model has fewer positions."""
 LARGEST_EXAMPLE = 1 << 27
-"""Elements of the largest column: one gigabyte of tokens."""
+"""The largest number of elements in a column: one gigabyte of tokens."""
 SMALL_ROWS = 32
-"""Rows of a batch of a small model, at least."""
+"""The smallest number of rows in a batch of a small model."""
 
 
 @dataclass(frozen=True)
 class DrawnColumn:
-    """One column of a batch: numbers at random if `below` is None, else whole numbers from `first` to `below` - 1."""
+    """One column of a batch: normal random numbers if `below` is None, else random integers from `first` to `below` - 1."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class DrawnColumn:
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """batch(step) with random values. It is data, so that workers can be sent it."""
+    """A function batch(step) with random values. It is data, so it can be sent to workers."""
 
     columns: tuple[DrawnColumn, ...]
 
     def __call__(self, step: int) -> dict[str, Tensor]:
-        """The batch of a step."""
+        """Return the batch of a step."""
         random = torch.Generator().manual_seed(step)
         return {column.name: _draw(column, random) for column in self.columns}
 
@@ -56,11 +56,11 @@ def _draw(column: DrawnColumn, random: torch.Generator) -> Tensor:
 
 
 def batches_for(model: NamedModel, batch: str | None, *, rows: int, length: int | None = None) -> Callable[[int], Any]:
-    """What makes the batches of a named model: a function of the user, the model's own data, or random values."""
+    """Return the function that makes the batches of a named model: the user's, the model's own data, or random values."""
     if model.batch is not None:
         if batch is not None or length is not None:
             flag = "--length" if batch is None else "--batch-function"
-            raise MeshwrightError(f"{model.name} comes with its data, {flag} is for other models", fix=f"leave {flag} out")
+            raise MeshwrightError(f"{model.name} has its own data, {flag} is for other models", fix=f"leave {flag} out")
         return partial(model.batch, rows=max(SMALL_ROWS, rows))
     if batch is not None:
         if length is not None:
@@ -74,9 +74,9 @@ def batches_for(model: NamedModel, batch: str | None, *, rows: int, length: int 
 
 
 def example_for(name: str, model: Any, *, rows: int, length: int | None = None) -> DrawnBatch:
-    """Batches for a model of transformers, by what it says about its main input and its task."""
+    """Return random batches for a model of transformers, from its main input and its task."""
     if length is not None and length < 1:
-        raise MeshwrightError(f"a row has at least 1 token, got --length {length}", fix=f"--length {TOKENS}")
+        raise MeshwrightError(f"a row needs at least 1 token, got --length {length}", fix=f"--length {TOKENS}")
     length = _length(name, model, length)
     kind = type(model).__name__
     classes = "Classification" in kind
@@ -99,7 +99,7 @@ def example_for(name: str, model: Any, *, rows: int, length: int | None = None) 
 
 
 def _number(model: Any, name: str) -> int:
-    """A number of the configuration, or of its part for text; 1 if there is none, because an id 0 exists everywhere."""
+    """Return a number of the configuration or of its text part; 1 if there is none, because id 0 always exists."""
     found = getattr(model.config, name, None) or getattr(model.config.get_text_config(), name, None)
     return found if isinstance(found, int) and found > 0 else 1
 

@@ -1,10 +1,10 @@
-"""MODEL on the command line, for every verb: a preset, a small model, a TOML file, a config.json, or package.module:function.
+"""Resolves MODEL on the command line: a preset, a small model, a TOML file, a config.json, or package.module:function.
 
 resolve_model("gpt-tiny")               a preset: a TOML file in meshwright/presets/models
 resolve_model("gpt")                    a small model with its data: a list of layers, `mlp` or `gpt`
-resolve_model("mine.toml")              a file in the form of a preset
+resolve_model("mine.toml")              a file in the format of a preset
 resolve_model("config.json")            a configuration of transformers
-resolve_model("package.module:build")   a function of the user's own
+resolve_model("package.module:build")   a function of the user
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ SCHEMA = 1
 CAUSAL = "AutoModelForCausalLM"
 KEYS = frozenset({"schema", "head", "dataset", "config"})
 SMALL = ("mlp", "gpt")
-"""Small models that come with their data; `train/models/small_models.py` has them."""
+"""Small models with their own data, from `train/models/small_models.py`."""
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """What MODEL stands for: how to build it, and what is known about its data. Workers can be sent it."""
+    """A resolved MODEL: how to build it, and what is known about its data. It can be sent to workers."""
 
     name: str
     build: Callable[[], Any]
     dataset: str | None = None
-    """The data set that it trains on unless another is given."""
+    """The default data set."""
     positions: int | None = None
-    """How many tokens a row has at most; None where nothing says so."""
+    """The largest number of tokens per row; None if it is not known."""
     batch: Callable[..., Any] | None = None
-    """batch(step, rows=...), for a model that comes with its data."""
+    """A function batch(step, rows=...), for a model with its own data."""
 
     @property
     def is_own(self) -> bool:
-        """Whether a function of the user builds it, so that nothing is known about its data."""
+        """True if a function of the user builds it, so that nothing is known about its data."""
         return ":" in self.name
 
 
 def resolve_model(name: str, *, stages: int = 1) -> NamedModel:
-    """The model that MODEL names; a small model has at least as many layers as there are `stages`."""
+    """Return the model that MODEL names. A small model has at least as many layers as there are `stages`."""
     if name in SMALL:
         return _small(name, stages)
     if ":" in name:
@@ -131,7 +131,7 @@ def model_file(name: str) -> ModelFile:
     raw = file_text(path, "the model") if path.suffix == ".toml" else (_folder() / f"{name}.toml").read_text()
     data = toml(raw, f"the model {name}")
     if "config" not in data and isinstance(data.get("model"), str):
-        raise MeshwrightError(f"{name} is a training job, not a model", fix=f"its model, {shown(data['model'])}")
+        raise MeshwrightError(f"{name} is a training job, not a model", fix=f"use its model, {shown(data['model'])}")
     read = Reader(data, f"the model {name}", kind=None, schema=SCHEMA, keys=KEYS)
     config = read("config", _table)
     if "model_type" not in config:
@@ -142,7 +142,7 @@ def model_file(name: str) -> ModelFile:
 def _from_config(path: Path) -> ModelFile:
     config = parsed(file_text(path, "the configuration"), f"the configuration {path}")
     if isinstance(config, dict) and config.get("kind") == "model":
-        raise MeshwrightError(f"{path} has the layers of a model, not the model", fix="the model itself")
+        raise MeshwrightError(f"{path} has the layers of a model, not the model", fix="pass the model itself")
     if not isinstance(config, dict) or "model_type" not in config:
         raise MeshwrightError(
             f"{path} is not a configuration of transformers: it has no model_type", fix="pass the config.json of a model"

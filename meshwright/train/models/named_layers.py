@@ -24,7 +24,7 @@ from meshwright.train.setup.check_capture import Start, verdict_of
 def checked(
     name: str, stages: int, *, rows: int = 2, length: int | None = None, batch: str | None = None, cuts: Sequence[str] = ()
 ) -> Verdict | None:
-    """Compare the captured layers of a named model with the model, filled for that; None if it is too large."""
+    """Fill a named model, and compare its captured layers with it; None if it is too large."""
     sketched = sketch(resolve_model(name).build)
     model = sketched.model
     example = function(batch)(0) if batch is not None else example_for(name, model, rows=max(rows, 2), length=length)(0)
@@ -51,7 +51,7 @@ def weightless(name: str, *, rows: int | None = None, length: int | None = None,
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
         raise MeshwrightError(
             f"{name} returns {type(model).__name__}: a list of layers is cut as it is, there is nothing to capture",
-            fix="gpt-tiny, or a function that returns one module",
+            fix="use gpt-tiny, or a function that returns one module",
         )
     example = example_for(name, model, rows=rows, length=length)(0) if given is None else given
     if _rows(example) != 1:

@@ -87,10 +87,10 @@ def text_batch(step: int, *, rows: int = 32, length: int = 16) -> tuple[Tensor, 
 
 
 def mlp_rows() -> list[tuple[Tensor, ...]]:
-    """A data set for `mlp`."""
+    """Return a data set for `mlp`."""
     return list(zip(*(column.float() for column in mlp_batch(0, rows=512)), strict=True))
 
 
 def gpt_rows() -> list[tuple[Tensor, ...]]:
-    """A data set for `gpt`."""
+    """Return a data set for `gpt`."""
     return list(zip(*text_batch(0, rows=512), strict=True))
