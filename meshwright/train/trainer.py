@@ -28,15 +28,20 @@ from meshwright.train.arguments import TrainingArguments
 from meshwright.train.data.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data.row_reader import RowReader
 from meshwright.train.loop import on_rank
-from meshwright.train.loop.between_trainings import Carried, bring_back, gathered, take_notes
+from meshwright.train.loop.between_trainings import (
+    KeptOptimizerState,
+    copy_callback_attributes,
+    copy_trained_weights,
+    merged_optimizer_state,
+)
 from meshwright.train.loop.flops import speed_of
 from meshwright.train.loop.rank_job import RankJob, TrainJob, output_folder, trained_weights
 from meshwright.train.loop.traced_steps import Traced
-from meshwright.train.loop.training_loop import Judged, Outcome
+from meshwright.train.loop.training_loop import EvaluationResult, TrainResult
 from meshwright.train.prepare_for_trainer import TrainerInputs, prepare_for_trainer, refuse_rows, refuse_unusable
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.save_model import save_whole
-from meshwright.train.setup import trainer_inputs as border
+from meshwright.train.setup import trainer_inputs
 from meshwright.train.setup.gradient_hooks import refuse_lost
 from meshwright.train.setup.own_weights import refuse_others, seeded, stamp
 from meshwright.train.setup.start_phases import phase
@@ -74,11 +79,11 @@ class Trainer:
             raise MeshwrightError(
                 f"args is {type(args).__module__}.{type(args).__name__}", fix="meshwright.TrainingArguments(...)"
             )
-        border.refuse_given(type(self), locals())
+        trainer_inputs.refuse_given(type(self), locals())
         set_seed(self.args.seed)
         self.model_init, self.weights = model_init, cast(Path | None, None)
         self._set(model if model_init is None else self._sketched())
-        self.carried, self._trained = cast(Carried | None, None), False
+        self.optimizer_state, self._trained = cast(KeptOptimizerState | None, None), False
         self._stamp: dict[str, int] = {}
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = data_collator or default_collator(processing_class)
@@ -99,8 +104,8 @@ class Trainer:
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
-        border.refuse_checkpoint(resume_from_checkpoint)
-        border.refuse_training(self.module, self.train_dataset)
+        trainer_inputs.refuse_checkpoint(resume_from_checkpoint)
+        trainer_inputs.refuse_training(self.module, self.train_dataset)
         refuse_unusable(self.args, self.module, self.optimizers, self.optimizer_cls_and_kwargs)
         if self._trained and not resume_from_checkpoint:
             self._start_again()
@@ -109,12 +114,12 @@ class Trainer:
             job.run.evaluation.refuse()
         speed = speed_of(self.module, job.run.flat, example)
         resume = resume_from_checkpoint or None
-        work = TrainJob(self.train_dataset, self.eval_dataset, resume, self.carried, self.traced, speed)
-        found: list[Outcome] = self.everywhere(on_rank.train_on_rank, job, work)
+        work = TrainJob(self.train_dataset, self.eval_dataset, resume, self.optimizer_state, self.traced, speed)
+        found: list[TrainResult] = self.everywhere(on_rank.train_on_rank, job, work)
         self.state, self.peak_bytes = found[0].state, found[0].peaks
-        take_notes(self.callbacks, found[0].callbacks)
-        bring_back(self.module, [outcome.weights for outcome in found])
-        self.carried, self._trained = gathered([outcome.carried for outcome in found]), True
+        copy_callback_attributes(self.callbacks, found[0].callbacks)
+        copy_trained_weights(self.module, [result.weights for result in found])
+        self.optimizer_state, self._trained = merged_optimizer_state([result.optimizer_state for result in found]), True
         if self.skeleton is not None and self.args.plan.processes > 1:
             self.weights = trained_weights(self.args)
             self._stamp = stamp(self.weights)
@@ -125,23 +130,23 @@ class Trainer:
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
-        border.refuse_dataset("eval_dataset", chosen, several=True)
+        trainer_inputs.refuse_dataset("eval_dataset", chosen, several=True)
         job = self.evaluation_job(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
-        found: list[Judged] = self.everywhere(on_rank.evaluate_on_rank, job, chosen, metric_key_prefix)
+        found: list[EvaluationResult] = self.everywhere(on_rank.evaluate_on_rank, job, chosen, metric_key_prefix)
         self.state = found[0].state
-        take_notes(self.callbacks, found[0].callbacks)
+        copy_callback_attributes(self.callbacks, found[0].callbacks)
         return found[0].metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
-        border.refuse_dataset("test_dataset", test_dataset, needed=True)
+        trainer_inputs.refuse_dataset("test_dataset", test_dataset, needed=True)
         job = self.evaluation_job(test_dataset)
         found: list[PredictionOutput] = self.everywhere(on_rank.predict_on_rank, job, test_dataset, metric_key_prefix)
         return found[0]
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """One more that looks on."""
-        border.refuse_callback(callback)
+        trainer_inputs.refuse_callback(callback)
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -230,7 +235,7 @@ class Trainer:
         plan = self.args.plan
         refuse_world(plan)
         if plan.processes > 1 and not launched():
-            border.refuse_checkpointing(self.model)
+            trainer_inputs.refuse_checkpointing(self.model)
         if trains:
             refuse_lost(self.module, plan.processes, sketched=self.skeleton is not None)
         if self.weights is not None and not launched():
@@ -243,7 +248,7 @@ class Trainer:
             inputs = TrainerInputs(
                 self.args, self.skeleton or self.model, self.weights, self.compute_loss_func, self.check_capture
             )
-            self.run = prepare_for_trainer(inputs, source, example, trains=trains, phase=partial(phase, self._heard))
+            self.run = prepare_for_trainer(inputs, source, example, trains=trains, phase=partial(phase, self._phase_listeners))
         elif trains:
             refuse_rows(self.args, self.run.flat, source, example, own_loss=self.compute_loss_func is not None)
         return self._job(self.run), example
@@ -274,7 +279,7 @@ class Trainer:
         return next(iter(first.values())) if isinstance(first, dict) else first
 
     @property
-    def _heard(self) -> list[TrainerCallback]:
+    def _phase_listeners(self) -> list[TrainerCallback]:
         """The callbacks that are told of phases: those of rank 0."""
         return self.callbacks if self.is_world_process_zero() else []
 
@@ -284,11 +289,11 @@ class Trainer:
 
     def _workers(self) -> Workers:
         """The workers of this trainer, started when they are first needed, and ended with it."""
-        border.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.processes)
+        trainer_inputs.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.processes)
         if self._given is not None:
             return self._given
         if self._pool is None:
-            with phase(self._heard, "start workers"):
+            with phase(self._phase_listeners, "start workers"):
                 self._pool = Workers(self.args.plan.processes, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
             weakref.finalize(self, self._pool.close)
         return self._pool

@@ -110,7 +110,7 @@ def test_streams_are_trained_on_again_and_again(tmp_path: Path, workers: Workers
     trainer = ours(gpt2(), tmp_path, Stream(), workers, parallel={"pp": 2}, max_steps=6)
     trainer.train()
     assert series(trainer.state.log_history, "loss") == pytest.approx(series(log, "loss"), rel=CLOSE)
-    with pytest.raises(MeshwrightError, match="nobody knows how long"):
+    with pytest.raises(MeshwrightError, match="the length of an iterable data set is unknown"):
         ours(gpt2(), tmp_path, Stream()).train()
 
 
