@@ -67,7 +67,7 @@ def _measure_on_rank(job: RankJob, dataset: Any, steps: int) -> Measurement | No
     length = RunLength.of(job.args, source)
     session = session_for(job, length.max_steps, trace)
     wanted = WARM_UP + steps + 1
-    batches = list(islice(length.batches(session.reads(source), job.args, Position(0, 0)), wanted))
+    batches = list(islice(length.batches(session.source_for_rank(source), job.args, Position(0, 0)), wanted))
     if len(batches) < WARM_UP + 2:
         raise MeshwrightError(
             f"an epoch of {len(batches)} steps is too short to measure", fix=f"at least {WARM_UP + 2} steps of data"

@@ -72,7 +72,7 @@ def restore_optimizer_state(session: Session, kept: KeptOptimizerState) -> None:
     put_back(session.engine, kept.facts, tensors)
     if kept.rates is not None:
         session.rates.load_state_dict(kept.rates)
-    session.rescale(kept.scale)
+    session.load_scale(kept.scale)
 
 
 def copy_trained_weights(module: nn.Module, weights: Iterable[Mapping[str, Tensor]]) -> None:

@@ -90,7 +90,7 @@ def _batches(job: RankJob, session: Session, dataset: Any, *, whole: bool) -> It
     source: Source = job.reader.source(dataset)
     rows = StepRows(job.args.per_device_eval_batch_size, 1, mesh.copies)
     if not whole:
-        source = session.reads(source)
+        source = session.source_for_rank(source)
     if source.size is None:
         return streamed_steps(source, rows, Position(0, 0))
     sampler = Sampler(source.size, rows, source.seed, shuffle=False, drop_last=job.args.dataloader_drop_last)

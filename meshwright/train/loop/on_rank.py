@@ -66,9 +66,9 @@ def _train_on_rank(job: RankJob, work: TrainJob) -> TrainResult:
         if dist.get_world_size() > 1:
             session.export(trained_weights(job.args))
     elif keeps_own_objects():
-        session.spread()
+        session.broadcast_weights()
     else:
-        weights = session.held()
+        weights = session.owned_weights()
     kept = None if job.skeleton is not None else kept_optimizer_state(session, own_schedule=job.optimizers[1] is not None)
     session.close()
     return TrainResult(output, loop.state, job.callbacks, weights, kept, loop.peaks)
@@ -83,7 +83,7 @@ def _loop(job: RankJob, work: TrainJob) -> Loop:
     trace = None if work.traced is None else Trace()
     with phase(job.phase_listeners, "set up ranks"):
         session = session_for(job, length.max_steps, trace)
-    loop = Loop(job, session, session.reads(source), length, callbacks_for(job, session), _new_state(job, length))
+    loop = Loop(job, session, session.source_for_rank(source), length, callbacks_for(job, session), _new_state(job, length))
     loop.eval_dataset, loop.speed = work.eval_dataset, work.speed or Speed()
     if work.resume or job.args.save_strategy != "no":
         limit, processing = job.args.save_total_limit, job.processing_class
