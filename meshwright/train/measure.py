@@ -56,7 +56,7 @@ def measured(trainer: Trainer, steps: int) -> Measurement | None:
     if type(steps) is not int or steps < 1:
         raise MeshwrightError(f"at least 1 step is measured, got steps={steps!r}", fix="steps=3")
     job = trainer.job(trainer.train_dataset)
-    found: list[Measurement | None] = trainer.everywhere(_measure_on_rank, job, trainer.train_dataset, steps)
+    found: list[Measurement | None] = trainer.run_on_ranks(_measure_on_rank, job, trainer.train_dataset, steps)
     return found[0]
 
 

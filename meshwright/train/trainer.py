@@ -42,10 +42,10 @@ from meshwright.train.prepare_for_trainer import TrainerInputs, prepare_for_trai
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.save_model import save_whole
 from meshwright.train.setup import trainer_inputs
-from meshwright.train.setup.gradient_hooks import refuse_lost
-from meshwright.train.setup.own_weights import refuse_others, seeded, stamp
+from meshwright.train.setup.gradient_hooks import refuse_lost_hooks
+from meshwright.train.setup.own_weights import refuse_changed_files, seeded, write_times
 from meshwright.train.setup.start_phases import phase
-from meshwright.train.setup.where import everywhere, launched, refuse_world
+from meshwright.train.setup.where import launched, refuse_world, run_on_ranks
 
 
 class Trainer:
@@ -84,7 +84,7 @@ class Trainer:
         self.model_init, self.weights = model_init, cast(Path | None, None)
         self._set(model if model_init is None else self._sketched())
         self.optimizer_state, self._trained = cast(KeptOptimizerState | None, None), False
-        self._stamp: dict[str, int] = {}
+        self._write_times: dict[str, int] = {}
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = data_collator or default_collator(processing_class)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
@@ -115,14 +115,14 @@ class Trainer:
         speed = speed_of(self.module, job.run.flat, example)
         resume = resume_from_checkpoint or None
         work = TrainJob(self.train_dataset, self.eval_dataset, resume, self.optimizer_state, self.traced, speed)
-        found: list[TrainResult] = self.everywhere(on_rank.train_on_rank, job, work)
+        found: list[TrainResult] = self.run_on_ranks(on_rank.train_on_rank, job, work)
         self.state, self.peak_bytes = found[0].state, found[0].peaks
         copy_callback_attributes(self.callbacks, found[0].callbacks)
         copy_trained_weights(self.module, [result.weights for result in found])
         self.optimizer_state, self._trained = merged_optimizer_state([result.optimizer_state for result in found]), True
         if self.skeleton is not None and self.args.plan.processes > 1:
             self.weights = trained_weights(self.args)
-            self._stamp = stamp(self.weights)
+            self._write_times = write_times(self.weights)
         return found[0].output
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -132,7 +132,7 @@ class Trainer:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
         trainer_inputs.refuse_dataset("eval_dataset", chosen, several=True)
         job = self.evaluation_job(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
-        found: list[EvaluationResult] = self.everywhere(on_rank.evaluate_on_rank, job, chosen, metric_key_prefix)
+        found: list[EvaluationResult] = self.run_on_ranks(on_rank.evaluate_on_rank, job, chosen, metric_key_prefix)
         self.state = found[0].state
         copy_callback_attributes(self.callbacks, found[0].callbacks)
         return found[0].metrics
@@ -141,7 +141,7 @@ class Trainer:
         """Predictions for a data set, and metrics where it has labels."""
         trainer_inputs.refuse_dataset("test_dataset", test_dataset, needed=True)
         job = self.evaluation_job(test_dataset)
-        found: list[PredictionOutput] = self.everywhere(on_rank.predict_on_rank, job, test_dataset, metric_key_prefix)
+        found: list[PredictionOutput] = self.run_on_ranks(on_rank.predict_on_rank, job, test_dataset, metric_key_prefix)
         return found[0]
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -161,7 +161,7 @@ class Trainer:
         """Write what `from_pretrained` reads: rank 0, which has a whole model, or of a sketch every rank its part, together."""
         folder = Path(output_dir or self.folder)
         if self.skeleton is not None:
-            self.everywhere(on_rank.save_on_rank, self.job(self._any_dataset()), folder)
+            self.run_on_ranks(on_rank.save_on_rank, self.job(self._any_dataset()), folder)
         elif self.is_world_process_zero():
             save_whole(self.module, folder)
         if self.is_world_process_zero() and hasattr(self.processing_class, "save_pretrained"):
@@ -170,7 +170,7 @@ class Trainer:
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
         """The most likely continuation of every row under the plan; see `Session.generate`."""
         job = self.evaluation_job(self._any_dataset())
-        found: list[Tensor] = self.everywhere(
+        found: list[Tensor] = self.run_on_ranks(
             on_rank.generate_on_rank, job, input_ids, {"max_new_tokens": max_new_tokens, **more}
         )
         return found[0]
@@ -237,9 +237,9 @@ class Trainer:
         if plan.processes > 1 and not launched():
             trainer_inputs.refuse_checkpointing(self.model)
         if trains:
-            refuse_lost(self.module, plan.processes, sketched=self.skeleton is not None)
+            refuse_lost_hooks(self.module, plan.processes, sketched=self.skeleton is not None)
         if self.weights is not None and not launched():
-            refuse_others(self.weights, self._stamp)
+            refuse_changed_files(self.weights, self._write_times)
         source = self.reader.source(dataset)
         example = source.example(self.args.example_rows)
         columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
@@ -283,9 +283,9 @@ class Trainer:
         """The callbacks that are told of phases: those of rank 0."""
         return self.callbacks if self.is_world_process_zero() else []
 
-    def everywhere(self, work: Callable[..., Any], *more: Any) -> list[Any]:
+    def run_on_ranks(self, work: Callable[..., Any], *more: Any) -> list[Any]:
         """Call `work(*more)` on every rank of the plan; what those ranks returned that this process can see."""
-        return everywhere(work, *more, parallel=self.args.plan, workers=self._workers)
+        return run_on_ranks(work, *more, parallel=self.args.plan, workers=self._workers)
 
     def _workers(self) -> Workers:
         """The workers of this trainer, started when they are first needed, and ended with it."""

@@ -146,14 +146,14 @@ def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest
         ours(gpt2(), tmp_path, ragged, parallel={"pp": 2}).train()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(MeshwrightError, match="needs pp 2 x dp 2 = 4 ranks, the job has 3"):
+    with pytest.raises(MeshwrightError, match="needs pp 2 x dp 2 = 4 ranks, but the job has 3"):
         refuse_world(mw.Parallel(pp=2, dp=2))
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "never ends a step on all workers at once"),
+        ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "a step never ends on all workers at once"),
         ({"parallel": {"pp": 4, "schedule": "chimera", "microbatches": 6}}, "chimera runs whole units of 4"),
         ({"parallel": {"pp": 64, "microbatches": 8}}, "64 stages"),
     ],

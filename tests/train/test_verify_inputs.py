@@ -150,7 +150,7 @@ def test_arrays_are_no_tensors() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 99999999999999999999999, 1.0, True, None, "0"])
 def test_seeds_that_no_generator_takes(seed: Any) -> None:
-    refused("a seed is a whole number of at least 0 and below", seed=seed)
+    refused("a seed must be a whole number of at least 0 and below", seed=seed)
 
 
 @pytest.mark.parametrize(("more", "what"), [({"build": broken}, "build"), ({"batch": broken}, "batch")])
@@ -280,4 +280,4 @@ def test_weights_that_are_others_on_each_worker_are_named() -> None:
 
 
 def test_a_loss_that_is_no_function() -> None:
-    refused("loss is a function of output and target, got 3", loss=3)
+    refused("loss must be a function of output and target, got 3", loss=3)
