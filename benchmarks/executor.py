@@ -187,8 +187,8 @@ def emulated(repeats: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, (_, ideal) in jobs.items():
         if name.endswith(("gloo", "shm", "ideal")):
-            _report(result, name, _ratio(times[name], [ideal] * repeats))
-    _report(result, "zbv_over_1f1b_wall", _ratio(times["zbv_wall_over_ideal"], times["onef1b_10ms"]))
+            _report(result, name, ratio(times[name], [ideal] * repeats))
+    _report(result, "zbv_over_1f1b_wall", ratio(times["zbv_wall_over_ideal"], times["onef1b_10ms"]))
     result["foreign_cpu"] = statistics.median(run.foreign_ratio for found in measured.values() for run in found.runs)
     return result
 
@@ -218,7 +218,7 @@ def _timed(
     return found
 
 
-def _ratio(top: list[float], bottom: list[float]) -> dict[str, float]:
+def ratio(top: list[float], bottom: list[float]) -> dict[str, float]:
     """The median of paired ratios, and a 90 % bootstrap interval."""
     pairs = [a / b for a, b in zip(top, bottom, strict=True)]
     draw = random.Random(0)
@@ -269,7 +269,7 @@ def _overhead(repeats: int) -> dict[str, Any]:
         end = "_own_session" if own_session else ""
         result[f"cpu_per_action_us{end}"] = {name: statistics.median(t) / actions * 1e6 for name, t in found.items()}
         for name in ("gloo", "shm"):
-            _report(result, f"cpu_per_action_ratio_{name}{end}", _ratio(found[name], found["torch"]))
+            _report(result, f"cpu_per_action_ratio_{name}{end}", ratio(found[name], found["torch"]))
     return result
 
 
@@ -278,14 +278,14 @@ def _real(repeats: int) -> dict[str, Any]:
     with Workers(2) as pool:
         ranks = pool.run(real, 8, repeats)
     for name in ("shm", "gloo"):
-        _report(result, LEVEL + ("" if name == "shm" else "_gloo"), _ratio(ranks[0][name], ranks[0]["torch"]))
+        _report(result, LEVEL + ("" if name == "shm" else "_gloo"), ratio(ranks[0][name], ranks[0]["torch"]))
     alone = ranks[0]["serial"]
     # Two workers leave 1F1B idle for one microbatch in nine, and Chimera not at all.
-    _report(result, "speedup_over_one_thread", _ratio(alone, ranks[0]["chimera"]))
-    _report(result, "onef1b_speedup_over_one_thread", _ratio(alone, ranks[0]["shm"]))
-    _report(result, "torch_speedup_over_one_thread", _ratio(alone, ranks[0]["torch"]))
+    _report(result, "speedup_over_one_thread", ratio(alone, ranks[0]["chimera"]))
+    _report(result, "onef1b_speedup_over_one_thread", ratio(alone, ranks[0]["shm"]))
+    _report(result, "torch_speedup_over_one_thread", ratio(alone, ranks[0]["torch"]))
     both = [max(pair) for pair in zip(*(rank["serial_on_both"] for rank in ranks), strict=True)]
-    _report(result, "two_threads_over_one", _ratio([2 * t for t in alone], both))
+    _report(result, "two_threads_over_one", ratio([2 * t for t in alone], both))
     return result
 
 

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.ir.action import Kind
-from meshwright.runtime.transport.base import Channel
+from meshwright.runtime.transport.base import Channel, Transport
 from meshwright.runtime.transport.choose import open_transport
-from meshwright.runtime.transport.self_test import Timed
 
 THERE, BACK = Channel(0, 1, Kind.ACT), Channel(1, 0, Kind.GRAD)
 NAMES = ("torch", "shared", "strict")
@@ -33,7 +32,7 @@ BAR_CPU_US = 25.0
 Key = tuple[str, str]
 
 
-def bounce(transport: Timed, rank: int, nbytes: int, count: int) -> tuple[float, float]:
+def bounce(transport: Transport, rank: int, nbytes: int, count: int) -> tuple[float, float]:
     """Hop and own CPU seconds per message of a ping-pong."""
     out, into = torch.ones(nbytes // 4), torch.ones(nbytes // 4)
     first, second = (THERE, BACK) if rank == 0 else (BACK, THERE)

@@ -1,6 +1,6 @@
-"""From an ordinary model to stages: what it is made of, where it may be cut, and its weights where they are needed.
+"""Turns an ordinary model into pipeline stages: traces it, finds where it can be cut, and loads weights where they are needed.
 
-The package is also the function of its name: `meshwright.capture(model, example_batch)` gives the model's `ModelGraph`.
+The package itself can be called: `meshwright.capture(model, example_batch)` returns the `ModelGraph` of the model.
 """
 
 from __future__ import annotations

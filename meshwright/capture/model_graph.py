@@ -1,4 +1,4 @@
-"""`capture`: the layers of a model as data for planners and people, without weights."""
+"""`capture`: describes the layers of a model as plain data, without weights, for planners and for people."""
 
 from __future__ import annotations
 
@@ -18,19 +18,46 @@ from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
 
 
 def capture(model: nn.Module, example_batch: Any, *, flat: Flat | None = None) -> ModelGraph:
-    """The chain of layers of a model, on any device and on meta; `flat` is its graph, if it is there already."""
+    """The chain of layers of a model, as data.
+
+    In Python this is `meshwright.capture(model, example_batch)`.
+
+    Args:
+        model: A module on any device. On `meta` it needs no memory for weights.
+        example_batch: A batch with at least two rows: a mapping of columns, or a tuple of tensors.
+        flat: The captured graph of the model, if it exists already.
+
+    Returns:
+        The layers with their operations, bytes, ties and skips.
+
+    Raises:
+        MeshwrightError: The model cannot be captured; the message names the line that prevents it.
+
+    Examples:
+        >>> import torch
+        >>> import meshwright as mw
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        ...     def forward(self, x):
+        ...         return self.last(self.first(x).relu()).sum()
+        >>> graph = mw.capture(Model(), (torch.zeros(2, 8),))
+        >>> sorted(weight.name for weight in graph.weights)
+        ['first.bias', 'first.weight', 'last.bias', 'last.weight']
+    """
     flat = flat or flatten(model, example_batch)
     line = line_of(model, flat)
     return graph_of(model, line, LayerChain(line).starts)
 
 
 def line_of(model: nn.Module, flat: Flat) -> Line:
-    """A flat graph with its parameters known."""
+    """Return the operations of a flat graph in order, together with the names of the model's parameters."""
     return Line(flat, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
 
 
 def graph_of(model: nn.Module, line: Line, places: tuple[int, ...]) -> ModelGraph:
-    """What the layers between these places cost."""
+    """Compute what the layers between these places cost."""
     first: dict[nn.Parameter, str] = {}
     every = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in every.items():
@@ -66,7 +93,7 @@ def _crossing(line: Line, name: str, made: dict[str, int]) -> Crossing:
 
 
 def _parameters(line: Line, first: int, last: int) -> tuple[str, ...]:
-    """The parameters that a layer reads, by the names in the graph."""
+    """Return the parameters that a layer reads, by their names in the graph."""
     by_name = line.flat.by_name
     reads = [name for node in line.work[first:last] for name in node.reads]
     names = [by_name[name].target for name in reads if by_name[name].kind is NodeKind.STATE]
@@ -79,7 +106,7 @@ def _columns(line: Line, first: int, last: int) -> tuple[str, ...]:
 
 
 def _modules(line: Line, first: int, last: int, begun: set[str]) -> tuple[str, ...]:
-    """The modules whose first operation is the first of the layer, the outermost first."""
+    """Return the modules whose first operation is also the first operation of the layer, outermost first."""
     found = []
     for index, node in enumerate(line.work[first:last]):
         parts = node.path.split(".") if node.path else []
@@ -93,7 +120,10 @@ def _modules(line: Line, first: int, last: int, begun: set[str]) -> tuple[str, .
 
 
 def _name(line: Line, first: int, last: int, taken: set[str]) -> str:
-    """The innermost module around the products of a layer; the first of them where that is around other layers too."""
+    """Name a layer after the innermost module around its matrix products.
+
+    If that module also contains other layers, the layer gets the name of the module of its first product.
+    """
     work = line.work[first:last]
     paths = [node.path for node in work if node.path and is_one_of(node.target, (*PRODUCTS, *LOOKUPS))]
     paths = paths or [node.path for node in work if node.path] or [work[0].name]

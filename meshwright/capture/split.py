@@ -1,8 +1,8 @@
-"""A model cut into stages: modules in a chain, where each stage begins, and what a run must know besides.
+"""Cuts a model into stages: a chain of modules, the first module of each stage, and what a run needs to know about them.
 
 cuts = choose_cuts(model, flat, 4)      data, chosen once
-found = open_cuts(model, flat, cuts)    modules whose parameters are the model's own
-found.starts                            (0, 5, 9, 13, 18): the first module of each stage, and their number
+found = open_cuts(model, flat, cuts)    the modules use the model's own parameters
+found.starts                            (0, 5, 9, 13, 18): the first module of each stage, then the number of modules
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from meshwright.ir.model import ModelGraph
 
 @dataclass(frozen=True)
 class ChosenCuts:
-    """Where a graph is cut, as data: chosen once, and opened on every rank (`open_cuts`)."""
+    """Where a graph is cut, as data. It is chosen once and opened on every rank (`open_cuts`)."""
 
     places: tuple[int, ...]
-    """The first operation of each layer, and the number of operations."""
+    """The first operation of each layer, then the number of operations."""
     starts: tuple[int, ...]
-    """The first layer of each stage, and the number of layers."""
+    """The first layer of each stage, then the number of layers."""
     graph: ModelGraph
     flops: tuple[float, ...]
-    """Operations of each stage's forward."""
+    """Floating-point operations of the forward of each stage."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Layers of a captured model. `names` are the model's own, the first one for a tied parameter."""
+    """The layers of a captured model. `names` are the model's own names; a tied parameter has its first name."""
 
     modules: tuple[Captured, ...]
     names: dict[nn.Parameter, str]
@@ -52,12 +52,12 @@ class Split:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first layer of each stage, and the number of layers."""
+        """The first layer of each stage, then the number of layers."""
         return self.cuts.starts
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What the last layer returns: the loss first, and scores where the model has them."""
+        """What the last layer returns: the loss first, then the scores if the model returns any."""
         return self.flat.outputs
 
 
@@ -70,7 +70,7 @@ def split(
     flat: Flat | None = None,
     device: torch.device | None = None,
 ) -> Split:
-    """Capture a model, choose its cuts and open them; `flat` is a graph that was captured before, of an equal model."""
+    """Capture a model, choose its cuts and open them. `flat` is a graph that was captured before from an equal model."""
     flat = flat or flatten(model, example_batch)
     return open_cuts(model, flat, choose_cuts(model, flat, stages, at=cuts), device)
 
@@ -86,7 +86,7 @@ def choose_cuts(model: nn.Module, flat: Flat, stages: int, *, at: Sequence[str |
 
 
 def open_cuts(model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.device | None = None) -> Split:
-    """Make the modules of a cut graph; their parameters are those of this model."""
+    """Make the modules of a cut graph. They use the parameters of this model."""
     line, states = line_of(model, flat), States(model)
     runs = [cuts.places[a : b + 1] for a, b in itertools.pairwise(cuts.starts)]
     modules = tuple(module for run in runs for module in stage(line, run, states, device))
@@ -96,7 +96,7 @@ def open_cuts(model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.devi
 
 
 def cuts_like(first: ChosenCuts, model: nn.Module, flat: Flat) -> ChosenCuts:
-    """Cut another graph of the same model where the first one is cut: at the same modules."""
+    """Cut another graph of the same model at the same modules as the first one."""
     line = line_of(model, flat)
     graph = graph_of(model, line, LayerChain(line).starts)
     at = [_same_place(first.graph, start, graph) for start in first.starts[1:-1]]
@@ -104,12 +104,12 @@ def cuts_like(first: ChosenCuts, model: nn.Module, flat: Flat) -> ChosenCuts:
 
 
 def split_like(first: Split, model: nn.Module, flat: Flat, device: torch.device | None = None) -> Split:
-    """Cut another graph of the same model where the first one is cut, and open it; every stage keeps its parameters."""
+    """Cut another graph of the same model at the same modules as the first one, and open it. Stages keep their parameters."""
     return open_like(first, model, flat, cuts_like(first.cuts, model, flat), device)
 
 
 def open_like(first: Split, model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.device | None = None) -> Split:
-    """Open another graph of a model that is open already; raises where a parameter is on another stage than in the first."""
+    """Open another graph of a model that is already open. Raises if a parameter is on another stage than in the first graph."""
     found = open_cuts(model, flat, cuts, device)
     ranges = zip(itertools.pairwise(first.starts), itertools.pairwise(found.starts), strict=True)
     for number, ((a, b), (c, d)) in enumerate(ranges):
@@ -117,14 +117,14 @@ def open_like(first: Split, model: nn.Module, flat: Flat, cuts: ChosenCuts, devi
         for parameter in (p for module in found.modules[c:d] for p in module.parameters()):
             if parameter not in mine:
                 raise MeshwrightError(
-                    f"{found.names[parameter]} moves to stage {number} in another graph of the model: its stages cannot change",
-                    fix="batches of one size, or other cuts (stages=[...] in the plan)",
+                    f"{found.names[parameter]} moves to stage {number} in another graph of the model, but stages cannot change",
+                    fix="use batches of one size, or other cuts (stages=[...] in the plan)",
                 )
     return found
 
 
 def _refuse_far_buffers(line: Line, starts: Sequence[int]) -> None:
-    """A buffer that forward changes lives in one stage: on another worker nobody would see the change."""
+    """Raise if two stages use a buffer that the forward changes: a change on one worker is not visible on another."""
     for name in sorted(line.state - line.parameters):
         users = [i for i, node in enumerate(line.work) if name in node.changes or name in _states_read(line, node)]
         stages = sorted({bisect_right(starts, i) - 1 for i in users})
@@ -132,7 +132,7 @@ def _refuse_far_buffers(line: Line, starts: Sequence[int]) -> None:
             raise MeshwrightError(
                 f"the forward changes the buffer {name!r}, and stages {stages[0]} and {stages[-1]} both use it: a change on one "
                 "worker is not seen on another",
-                fix="cuts that leave its users in one stage (stages=[...] in the plan), or fewer stages",
+                fix="choose cuts that keep its users in one stage (stages=[...] in the plan), or use fewer stages",
             )
 
 
@@ -142,7 +142,7 @@ def _states_read(line: Line, node: Node) -> set[str]:
 
 
 def _same_place(first: ModelGraph, start: int, other: ModelGraph) -> int:
-    """The layer of another graph that begins as a layer of the first one does."""
+    """Find the layer of another graph that begins at the same module as a layer of the first graph."""
     wanted = first.layers[start]
     for index, layer in enumerate(other.layers):
         if layer.modules == wanted.modules and (wanted.modules or layer.name == wanted.name):
@@ -152,5 +152,5 @@ def _same_place(first: ModelGraph, start: int, other: ModelGraph) -> int:
             return index
     raise MeshwrightError(
         f"another graph of the model has no layer that begins with {wanted.name}, where the first one is cut",
-        fix="cuts at modules (stages=[...] in the plan), or batches of one size",
+        fix="cut at modules (stages=[...] in the plan), or use batches of one size",
     )

@@ -1,9 +1,10 @@
-"""What `simulate --emulate` adds: run the schedule on emulated devices, and say how far that is from its prediction."""
+"""`simulate --emulate`: runs the schedule on emulated devices and compares the result with the prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,51 +21,61 @@ from meshwright.runtime.tracing.clock import Timing
 if TYPE_CHECKING:
     from meshwright.runtime.emulate.emulate import Measured
 
-PANEL = "Emulation"
-
-Emulate = Annotated[
-    Timing | None,
-    typer.Option(help="Run it too, with timed waits as compute and real messages between processes.", rich_help_panel=PANEL),
-]
-Repeat = Annotated[int | None, typer.Option(min=1, show_default="5", help="Runs; the median counts.", rich_help_panel=PANEL)]
-Transport = Annotated[
-    str | None,
-    typer.Option(metavar="auto|torch|shared|strict", show_default="auto", help="What carries messages.", rich_help_panel=PANEL),
-]
-Limit = Annotated[
-    float | None, typer.Option(show_default="60", help="Refuse to run for more seconds than this.", rich_help_panel=PANEL)
-]
-TraceFile = Annotated[
-    Path | None, typer.Option("--trace", help="Write prediction and measurement as one Perfetto file.", rich_help_panel=PANEL)
-]
+_option = partial(typer.Option, rich_help_panel="Emulation")
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The flags of an emulation."""
+class Emulation:
+    """The flags of an emulation; those of one that is not asked for are refused."""
 
-    timing: Timing
-    repeat: int
-    transport: str
-    limit: float
-    trace: Path | None
+    emulate: Annotated[
+        Timing | None, _option(help="Also run it, with timed waits as compute and real messages between processes.")
+    ] = None
+    repeat: Annotated[int | None, _option(min=1, show_default="5", help="Runs; the median counts.")] = None
+    transport: Annotated[
+        str | None, _option(metavar="auto|torch|shared|strict", show_default="auto", help="Transport of messages.")
+    ] = None
+    limit: Annotated[float | None, _option(show_default="60", help="Refuse to run for more seconds than this.")] = None
+    trace: Annotated[Path | None, _option(help="Write prediction and measurement as one Perfetto file.")] = None
+
+    def __post_init__(self) -> None:
+        if self.emulate is not None:
+            outputs.refuse_output(self.trace)
+            return
+        if self.trace is not None:
+            raise MeshwrightError("--trace writes the measurement of an emulation", fix="--emulate wall")
+        for name in ("repeat", "transport", "limit"):
+            if (given := getattr(self, name)) is not None:
+                raise MeshwrightError(f"--{name} {given} needs an emulation", fix="--emulate wall")
+
+    @property
+    def runs(self) -> int:
+        """The number of runs."""
+        return self.repeat or 5
+
+    @property
+    def carrier(self) -> str:
+        """The name of the transport."""
+        return "auto" if self.transport is None else self.transport
 
     def run(
         self, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster, overlap: float, predicted: Timeline
     ) -> Measured:
         """Run a lowered schedule on local workers."""
-        total = self.repeat * predicted.makespan_s
-        if not total <= self.limit:
+        total, limit = self.runs * predicted.makespan_s, 60.0 if self.limit is None else self.limit
+        if not total <= limit:
             raise MeshwrightError(
-                f"{self.repeat} runs of {predicted.makespan_s:g} s are more than {self.limit:g} s (times are in seconds)",
+                f"{self.runs} runs of {predicted.makespan_s:g} s are more than {limit:g} s (times are in seconds)",
                 fix=f"--forward 0.01 --backward 0.02, or --limit {total:g}",
             )
         try:
             from meshwright.runtime.emulate.emulate import EmulationJob, emulate
         except ImportError as error:
             raise MeshwrightError("emulated devices need torch", fix="pip install 'meshwright[torch]'") from error
-        job = EmulationJob(schedule, costs, cluster, overlap, self.timing, self.transport, trace=self.trace is not None)
-        [measured] = emulate([job], repeat=self.repeat)
+        job = EmulationJob(
+            schedule, costs, cluster, overlap, self.emulate or Timing.WALL, self.carrier, trace=self.trace is not None
+        )
+        [measured] = emulate([job], repeat=self.runs)
         if self.trace is not None:
             from meshwright.report.perfetto import both_to_perfetto
 
@@ -73,29 +84,14 @@ class Wish:
         return measured
 
 
-def wished(
-    timing: Timing | None, *, repeat: int | None, transport: str | None, limit: float | None, trace: Path | None
-) -> Wish | None:
-    """The emulation that the flags ask for, if any; flags of one that is not asked for are refused."""
-    if timing is not None:
-        outputs.refuse_output(trace)
-        return Wish(timing, repeat or 5, "auto" if transport is None else transport, 60.0 if limit is None else limit, trace)
-    if trace is not None:
-        raise MeshwrightError("--trace is what an emulation measured", fix="--emulate wall")
-    for flag, given in (("--repeat", repeat), ("--transport", transport), ("--limit", limit)):
-        if given is not None:
-            raise MeshwrightError(f"{flag} {given} is for an emulation", fix="--emulate wall")
-    return None
-
-
-def summary(wish: Wish, measured: Measured, predicted: Timeline) -> dict[str, Any]:
-    """What `--json` adds; `modelled_makespan_s` is what the stamps in the messages add up to."""
-    stamped = wish.timing is Timing.STAMPED
+def summary(wish: Emulation, measured: Measured, predicted: Timeline) -> dict[str, Any]:
+    """Returns what `--json` adds; `modelled_makespan_s` is computed from the time stamps in the messages."""
+    stamped = wish.emulate is Timing.STAMPED
     return {
         "measured_makespan_s": measured.makespan_s,
         "measured": {
-            "timing": wish.timing.value,
-            "transport": wish.transport,
+            "timing": wish.emulate,
+            "transport": wish.carrier,
             "runs": [run.makespan_s for run in measured.runs],
             "ratio_to_predicted": ratio(measured, predicted),
             "modelled_makespan_s": measured.runs[-1].modelled_s if stamped else None,
@@ -107,18 +103,18 @@ def summary(wish: Wish, measured: Measured, predicted: Timeline) -> dict[str, An
 
 
 def ratio(measured: Measured, predicted: Timeline) -> float | None:
-    """Measured over predicted; None where nothing was predicted to take time."""
+    """Returns measured over predicted makespan; None if the prediction is zero."""
     return measured.makespan_s / predicted.makespan_s if predicted.makespan_s else None
 
 
-def text(wish: Wish, measured: Measured, predicted: Timeline) -> str:
-    """Predicted against measured, for the terminal; op by op where the run was traced."""
+def text(wish: Emulation, measured: Measured, predicted: Timeline) -> str:
+    """Returns predicted against measured for the terminal; by op if the run was traced."""
     share = ratio(measured, predicted)
     times = sorted(run.makespan_s for run in measured.runs)
     head = (
-        f"emulated ({wish.timing.value}, {wish.repeat} runs): predicted {predicted.makespan_s:.6g} s   measured"
+        f"emulated ({wish.emulate}, {wish.runs} runs): predicted {predicted.makespan_s:.6g} s   measured"
         f" {measured.makespan_s:.6g} s" + (f"   ratio {share:.4f}" if share is not None else "") + f"   runs {times[0]:.6g} to"
-        f" {times[-1]:.6g} s   undisturbed {len(measured.quiet)} of {wish.repeat}"
+        f" {times[-1]:.6g} s   undisturbed {len(measured.quiet)} of {wish.runs}"
     )
     if measured.timeline is None:
         return head

@@ -1,4 +1,4 @@
-"""Files and terminals that the verbs read from and write to."""
+"""Reading and writing files, and writing to the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.ir.timeline import Timeline
 
 
 class Format(StrEnum):
-    """The forms in which a verb gives its answer."""
+    """Output formats of a verb."""
 
     TEXT = "text"
     JSON = "json"
@@ -26,7 +26,7 @@ class Format(StrEnum):
 
 
 def read(path: Path) -> str:
-    """The text of a file that a user named."""
+    """Returns the text of a file that a user named."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -34,13 +34,13 @@ def read(path: Path) -> str:
 
 
 def refuse_output(path: Path | None) -> None:
-    """Raise if a file cannot be written, before the work that it is for; what it holds by now stays as it is."""
+    """Raises if a file cannot be written, before the work starts. Does not change an existing file."""
     if path is None:
         return
     try:
         is_new = not path.exists()
         if not is_new and not path.is_file() and not path.is_dir():
-            return  # a pipe or a device: to open it would take its reader away
+            return  # a pipe or a device: opening and closing it would end its reader
         with path.open("a"):
             pass
         if is_new:
@@ -50,7 +50,7 @@ def refuse_output(path: Path | None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write an output that a user asked for."""
+    """Writes an output that a user asked for."""
     _write(path, text.encode("utf-8"))
 
 
@@ -62,13 +62,13 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def refuse_binary(form: Format, output: Path | None) -> None:
-    """A PNG is not printed."""
+    """Raises if a PNG would be printed."""
     if form is Format.PNG and output is None:
         raise MeshwrightError("a PNG needs a file to be written to", fix="-o picture.png, or --format svg")
 
 
 def drawn(timeline: Timeline, form: Format) -> str | bytes:
-    """A timeline as a trace or a picture; libraries are loaded when they are needed."""
+    """Returns a timeline as a trace or a picture; loads libraries only when needed."""
     if form is Format.PERFETTO:
         from meshwright.report.perfetto import to_perfetto
 
@@ -87,9 +87,9 @@ def drawn(timeline: Timeline, form: Format) -> str | bytes:
 
 
 def give(text: str | bytes, output: Path | None) -> None:
-    """Print an answer, or write it to the file that was asked for."""
+    """Prints an answer, or writes it to the given file."""
     if isinstance(text, bytes):
-        assert output is not None, "refused before"
+        assert output is not None, "checked by refuse_binary"
         _write(output, text)
     elif output is None:
         typer.echo(text.rstrip("\n"), color=True)
@@ -98,12 +98,12 @@ def give(text: str | bytes, output: Path | None) -> None:
 
 
 def width() -> int:
-    """Columns to draw in: those of the terminal, or COLUMNS, or 120."""
+    """Returns the width to draw in: that of the terminal, or COLUMNS, or 120."""
     return shutil.get_terminal_size((120, 24)).columns
 
 
 def coloured() -> bool:
-    """Does the output take colours? A terminal does, unless NO_COLOR is set; FORCE_COLOR gives them to anything."""
+    """True if the output takes colours: a terminal unless NO_COLOR is set, or anything with FORCE_COLOR."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")

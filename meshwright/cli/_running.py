@@ -1,4 +1,4 @@
-"""What a user sees of a run: phases and logs as they come, and a summary at the end."""
+"""What a user sees of a run: phases and logs while it runs, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 
 TraceFile = Annotated[
     Path | None,
-    typer.Option(
-        "--trace", help="Write a Perfetto trace of steps 3 to 6, and keep the measurement.", rich_help_panel=inputs.OUTPUT
-    ),
+    inputs.output_option("--trace", help="Write a Perfetto trace of steps 3 to 6, and keep the measurement."),
 ]
 
 
 def follow(trainer: Trainer, trace: Path | None, *, as_json: bool) -> None:
-    """Let a trainer show its start and its logs, and trace some steps where that was asked for."""
+    """Makes a trainer show its start and its logs, and trace some steps if asked."""
     from meshwright.report.progress import Stream
     from meshwright.train.loop.callbacks import TextLines
     from meshwright.train.loop.traced_steps import Traced
@@ -37,7 +35,7 @@ def follow(trainer: Trainer, trace: Path | None, *, as_json: bool) -> None:
 
 
 def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) -> None:
-    """Where the loss went, how fast, and how much memory each rank has had."""
+    """Prints the loss, the speed and the peak memory of each rank."""
     from meshwright.report.progress import size_text
 
     history, peaks, metrics = trainer.state.log_history, trainer.peak_bytes, output.metrics
@@ -57,5 +55,5 @@ def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) 
     typer.echo(", ".join(step))
     typer.echo(f"peak memory per rank: {', '.join(map(size_text, peaks))}")
     if trace is not None:
-        typer.echo(f"trace: {trace} (ui.perfetto.dev); meshwright measure {trainer.folder} says where the time went")
+        typer.echo(f"trace: {trace} (ui.perfetto.dev); meshwright measure {trainer.folder} shows where the time went")
     typer.echo(f"log: {trainer.folder / 'log.jsonl'}")

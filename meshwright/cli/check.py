@@ -1,4 +1,4 @@
-"""`meshwright check`: prove a schedule file before anything runs."""
+"""`meshwright check`: proves a schedule file before anything runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright import schedules
 from meshwright.cli import _inputs as inputs
 from meshwright.passes import check as proof
 
@@ -16,11 +17,11 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A schedule file (.json, .csv), lowered or not.")],
     as_json: inputs.Json = False,
 ) -> None:
-    """Prove that a schedule is complete, in order and free of deadlock; else show the shortest counter-example.
+    """Prove that a schedule is complete, in order and free of deadlocks; otherwise show the shortest counter-example.
 
     Exit code 0: every law holds. 2: the file cannot be read. 3: a law is broken.
     """
-    result = proof.check(inputs.load_file(file))
+    result = proof.check(schedules.read(file))
     if as_json:
         keys = ("ok", "law", "worker", "action", "reason")
         shown = {key: getattr(result, key) for key in keys}

@@ -1,4 +1,4 @@
-"""`meshwright compare`: every schedule side by side at equal work."""
+"""`meshwright compare`: all schedules side by side for equal work."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import typer
 from meshwright import schedules
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
-from meshwright.ir.cluster import Duplex
 from meshwright.ir.plan.plan import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json
 from meshwright.ir.schedule import Schedule
@@ -29,7 +29,7 @@ from meshwright.simulate import simulate as predict
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """One schedule at the given sizes and costs, or why it does not run at them."""
+    """One schedule at the given sizes and costs, or why it cannot run with them."""
 
     schedule: str
     step_s: float | None = None
@@ -44,51 +44,38 @@ class ComparedSchedule:
     refused: str | None = None
 
 
+@with_groups
 def compare(
     files: Annotated[
         list[str] | None,
         typer.Argument(metavar="[FILE]...", help="Schedule files (.json, .csv) or package.module:function to compare with them."),
     ] = None,
+    *,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 8,
-    forward: inputs.Forward = 1.0,
-    backward: inputs.Backward = 2.0,
-    split: inputs.Split = "1:1",
-    recompute: inputs.RecomputeTime = 0.0,
-    old_recompute: inputs.OldRecompute = None,
-    send: inputs.Send = 0.0,
-    sync_cost: inputs.SyncCost = 0.0,
-    bandwidth: inputs.Bandwidth = float("inf"),
-    duplex: inputs.DuplexChoice = Duplex.FULL,
-    overlap: inputs.Overlap = 0.0,
-    costs: inputs.Costs = None,
-    cluster: inputs.ClusterFile = None,
+    flags: inputs.CostFlags,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="M|80GB",
-            help="What a worker may hold: activations of one microbatch each; with --costs, bytes.",
-            rich_help_panel=inputs.SIZES,
+        inputs.size_option(
+            metavar="M|80GB", help="What a worker may hold: activations of one microbatch each; with --costs, bytes."
         ),
     ] = None,
     format: inputs.FormatChoice = Format.TEXT,
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:
-    """All schedules at equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits.
+    """All schedules for equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits.
 
     Exit code 3: nothing fits.
     """
-    recompute = inputs.recompute_cost(recompute, old_recompute)
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     if format in (Format.PERFETTO, Format.SVG, Format.PNG):
         raise MeshwrightError(
             f"a comparison is not drawn as {format}", fix="--format text, json or csv; simulate draws one schedule"
         )
     cap = None if memory is None else _cap(memory, flags)
-    schedules.build("gpipe", workers=workers, microbatches=microbatches)  # sizes and costs that no schedule can take
+    schedules.build("gpipe", workers=workers, microbatches=microbatches)  # raises on sizes and costs that no schedule can take
     flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(outputs.read(flags.file))
-    rows = _rows(files or (), workers, microbatches, Given(flags, overlap, cap))
+    rows = _rows(files or (), Given(flags, workers, microbatches, cap))
     if as_json or format is Format.JSON:
         answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})
         outputs.give(answer, output)
@@ -100,35 +87,36 @@ def compare(
         raise typer.Exit(3)
 
 
-def _rows(files: Sequence[str], workers: int, microbatches: int, given: Given) -> list[ComparedSchedule]:
-    """Every schedule with its options, and those of the files, the fastest that fit first."""
+def _rows(files: Sequence[str], given: Given) -> list[ComparedSchedule]:
+    """Returns every schedule with its options, and those of the files; the fastest that fit come first."""
     flags, cap = given.flags, None if given.flags.file else given.memory
     sets = [(name, options) for name in schedules.names() for options in option_sets(name, cap)]
-    rows = [row(name, options, workers, microbatches, given) for name, options in sets]
-    own = {name: _own(name, workers, microbatches, given) for name in files}
+    rows = [row(name, options, given) for name, options in sets]
+    own = {name: _own(name, given) for name in files}
     rows += [row_of(name, built, given) for name, built in own.items()]
-    _refuse_misfit(rows, flags, workers)
+    _refuse_misfit(rows, flags, given.workers)
     return sorted(rows, key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
 
 
 def _cap(text: str, flags: inputs.CostFlags) -> float:
-    """What --memory allows: a number, or a size where costs have bytes."""
+    """Returns what --memory allows: a number, or a size if costs have bytes."""
     size = bytes_in(text)
     if size is not None and flags.file is None:
         raise MeshwrightError(
-            f"--memory {text} is in bytes, and what activations take is not given", fix="--costs FILE, or --memory 4: activations"
+            f"--memory {text} is in bytes, but the size of activations is not given",
+            fix="--costs FILE, or --memory 4: activations",
         )
     try:
         found = float(text) if size is None else size
     except ValueError:
-        raise MeshwrightError(f"--memory is a number or a size, got {text!r}", fix="--memory 4, or --memory 80GB") from None
+        raise MeshwrightError(f"--memory must be a number or a size, got {text!r}", fix="--memory 4, or --memory 80GB") from None
     if not found >= 0:
         raise MeshwrightError(f"--memory must be zero or more, got {text}")
     return found
 
 
 def _refuse_misfit(rows: list[ComparedSchedule], flags: inputs.CostFlags, workers: int) -> None:
-    """A cost file that is for no schedule's stages is one mistake, not one refusal per schedule."""
+    """Raises once if a cost file fits no schedule, instead of one refusal per schedule."""
     if flags.file is None or any(not r.refused for r in rows) or all(inputs.MISFIT not in str(r.refused) for r in rows):
         return
     given = f"{len(costs_from_json(outputs.read(flags.file)))} {inputs.MISFIT}"
@@ -139,7 +127,7 @@ def _refuse_misfit(rows: list[ComparedSchedule], flags: inputs.CostFlags, worker
 
 
 def option_sets(name: str, memory: float | None) -> list[dict[str, object]]:
-    """The options worth comparing; with a cap also those under which the schedule keeps to it by itself."""
+    """Returns the options worth comparing; with a cap, also those under which the schedule respects the cap itself."""
     found = list(schedules.compared(name))
     under = schedules.capped(name)
     if memory is not None and memory >= 1 and under is not None:
@@ -148,61 +136,57 @@ def option_sets(name: str, memory: float | None) -> list[dict[str, object]]:
 
 
 Builder = Callable[[int | None], Schedule]
-"""A schedule for so many steps, or as many as it usually has."""
+"""Builds a schedule for a number of steps; None means its default number."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Under what schedules are compared."""
+    """The conditions of a comparison."""
 
     flags: inputs.CostFlags
-    overlap: float = 0.0
+    workers: int
+    microbatches: int
     memory: float | None = None
 
+    def load(self, name: str, steps: int | None, option: Sequence[str] | None = None) -> Schedule:
+        """Loads a schedule at these sizes."""
+        workers, microbatches = self.workers, self.microbatches
+        return inputs.load(
+            name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=self.flags, spread=True
+        )
 
-def row(name: str, options: dict[str, object], workers: int, microbatches: int, given: Given) -> ComparedSchedule:
-    """Simulate one schedule by name."""
+
+def row(name: str, options: dict[str, object], given: Given) -> ComparedSchedule:
+    """Simulates one schedule by name."""
     text = [f"{key}={value}" for key, value in options.items()]
-
-    def built(steps: int | None) -> Schedule:
-        return inputs.load(
-            name, workers=workers, microbatches=microbatches, steps=steps, option=text, flags=given.flags, spread=True
-        )
-
-    return row_of(" ".join([name, *text]), built, given)
+    return row_of(" ".join([name, *text]), lambda steps: given.load(name, steps, text), given)
 
 
-def _own(name: str, workers: int, microbatches: int, given: Given) -> Builder:
-    """A schedule from a file or a function, for as many steps as asked; one for other sizes is not the same work."""
-
-    def loaded(steps: int | None) -> Schedule:
-        return inputs.load(
-            name, workers=workers, microbatches=microbatches, steps=steps, option=None, flags=given.flags, spread=True
-        )
-
-    schedule = loaded(None)
+def _own(name: str, given: Given) -> Builder:
+    """Returns a builder for a schedule from a file or a function. Raises if its sizes differ, because the work must be equal."""
+    schedule, workers, microbatches = given.load(name, None), given.workers, given.microbatches
     found = schedule.microbatches * (schedule.steps if schedule.flush else 1)
     if schedule.workers != workers or microbatches % found or (schedule.flush and microbatches != found):
         sizes = f"-w {schedule.workers} -n {found}"
-        raise MeshwrightError(f"{name} is for {sizes}, which is other work than -w {workers} -n {microbatches}", fix=sizes)
+        raise MeshwrightError(f"{name} is for {sizes}, which is not the same work as -w {workers} -n {microbatches}", fix=sizes)
     rounds = microbatches // schedule.microbatches
 
     def built(steps: int | None) -> Schedule:
         if not schedule.flush and steps is not None:
             return schedule.repeated(steps * rounds)
-        prove(schedule)  # one that breaks a law has no time
+        prove(schedule)  # a schedule that breaks a law has no time
         return schedule
 
     return built
 
 
 def row_of(title: str, built: Builder, given: Given) -> ComparedSchedule:
-    """Simulate a schedule; where it has no flush, a step costs what one more of them adds."""
+    """Simulates a schedule. Without a flush, the time of a step is what one more step adds."""
     flags = given.flags
 
     def run(schedule: Schedule) -> Timeline:
         flags.refuse_ring(schedule.ring)
-        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.cluster, overlap=given.overlap)
+        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.cluster, overlap=flags.overlap)
 
     try:
         schedule = built(None)
@@ -227,7 +211,7 @@ def row_of(title: str, built: Builder, given: Given) -> ComparedSchedule:
 
 
 def priced(schedule: Schedule, costs: Sequence[StageCost]) -> Sequence[StageCost]:
-    """Costs with a price for every recompute that the schedule has placed: one forward, where none is given."""
+    """Returns costs in which every recompute of the schedule has a price: one forward if none is given."""
     chosen = schedule.recompute or ()
     if all(cost.recompute_s or not how.share for cost, how in zip(costs, chosen, strict=False)):
         return costs
@@ -238,13 +222,13 @@ def priced(schedule: Schedule, costs: Sequence[StageCost]) -> Sequence[StageCost
 
 
 def is_stale(schedule: Schedule) -> bool:
-    """Does any action read older weights than those that its gradient will update?"""
+    """True if any action reads older weights than those that its gradient will update."""
     computed = (action for entries in schedule.lists for action in walk(entries) if action.op in COMPUTE)
     return any(action.version < action.mb // schedule.microbatches for action in computed)
 
 
 def _csv(rows: list[ComparedSchedule]) -> str:
-    """The rows as a table for spreadsheets."""
+    """Returns the rows as CSV."""
     found = io.StringIO()
     table = csv.writer(found, lineterminator="\n")
     table.writerow([each.name for each in fields(ComparedSchedule)])
@@ -282,15 +266,15 @@ def _print(rows: list[ComparedSchedule], flags: inputs.CostFlags, *, capped: boo
 
 
 def _legend(rows: list[ComparedSchedule], measured: bool) -> list[str]:
-    """What the columns count, and what the marks mean that occur."""
+    """Explains the columns, and the marks that occur."""
     unit = "in seconds" if measured else "in the unit of --forward"
     found = [f"step: time per step {unit}; parameters: copies that a worker holds; activations: of one microbatch, at the peak"]
     if measured:
-        found.append("GB: activations, gradients and copies of parameters of the fullest worker, 1e9 bytes; no optimizer state")
+        found.append("GB: activations, gradients and parameter copies of the fullest worker, 1e9 bytes; no optimizer state")
     if any(r.stale for r in rows):
-        found.append("*: stale weights: gradients are of older weights than those they update")
+        found.append("*: stale weights: gradients are computed with older weights than those they update")
     if any(r.recompute_priced_as_forward for r in rows):
         found.append(
-            "r: it recomputes, and no price is given: a forward is counted (--recompute-cost, or recompute_s in --costs)"
+            "r: it recomputes, but no cost is given; one forward is assumed (--recompute-cost, or recompute_s in --costs)"
         )
     return found

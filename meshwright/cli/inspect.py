@@ -1,10 +1,11 @@
-"""`meshwright inspect`: the layers of a model without its weights, where it would be cut, and why there."""
+"""`meshwright inspect`: the layers of a model without its weights, where it would be cut, and why."""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,31 +25,25 @@ if TYPE_CHECKING:
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="A preset, a TOML, a config.json, package.module:function, or a file that --output wrote."
-        ),
+        typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}, or a file that --output wrote."),
     ],
     stages: Annotated[int, typer.Option("--stages", "-s", help="How many stages to cut it into.")] = 2,
-    rows: Annotated[
-        int | None, typer.Option(show_default="2", help="Rows of the example batch, a microbatch.", rich_help_panel=inputs.SIZES)
-    ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens per row of the example.", rich_help_panel=inputs.SIZES)] = None,
+    rows: Annotated[int | None, inputs.size_option(show_default="2", help="Rows of the example batch, a microbatch.")] = None,
+    length: Annotated[int | None, inputs.size_option(help="Tokens per row of the example.")] = None,
     batch: inputs.BatchFunction = None,
     old_batch: inputs.OldBatch = None,
     cut: Annotated[
-        list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; once per cut.")
+        list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; repeat for each cut.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare the captured layers with the model itself.")] = False,
     as_json: inputs.Json = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the captured layers to a file.", rich_help_panel=inputs.OUTPUT)
-    ] = None,
+    output: Annotated[Path | None, inputs.output_option("--output", "-o", help="Write the captured layers to a file.")] = None,
 ) -> None:
     """Capture a model on the meta device, which holds no weights, and show its stages.
 
-    Exit code 2: the model cannot be captured, or has fewer layers than stages. 3: --check found that they are not the model.
+    Exit code 2: the model cannot be captured, or has fewer layers than stages. 3: --check found a difference to the model.
     """
-    from meshwright.ir.model import model_to_json  # here, so that the quick verbs need not load it
+    from meshwright.ir.model import model_to_json  # imported here, so that the fast verbs do not load it
 
     outputs.refuse_output(output)
     batch = inputs.batch_function(batch, old_batch)
@@ -70,8 +65,6 @@ def inspect(
 def _checked(model: str, stages: int, rows: int | None, length: int | None, batch: str | None, cut: list[str]) -> Verdict:
     from meshwright.train.models.named_layers import checked
 
-    if Path(model).suffix == ".json" and '"kind": "model"' in outputs.read(Path(model)):
-        raise MeshwrightError(f"{model} has the layers of a model, not the model", fix="--check with the model itself")
     found = checked(model, stages, rows=rows or 2, length=length, batch=batch, cuts=cut)
     if found is None:
         raise MeshwrightError("the model is too large to be checked here", fix="a smaller configuration of the same family")
@@ -112,10 +105,10 @@ def _graph(model: str, rows: int | None, length: int | None, batch: str | None) 
     if path.suffix == ".json" and os.path.exists(path) and '"kind": "model"' in (text := outputs.read(path)):
         if rows is not None or length is not None or batch is not None:
             raise MeshwrightError(
-                f"{model} has layers for one size of batch, --rows, --length and --batch-function do not change it"
+                f"{model} has layers for one batch size; --rows, --length and --batch-function cannot change it"
             )
         return model_from_json(text)
-    gc.enable()  # a trace leaves cycles behind
+    gc.enable()  # a trace leaves reference cycles
     from meshwright.train.models.named_layers import weightless
 
     return weightless(model, rows=rows, length=length, batch=batch)
@@ -138,7 +131,7 @@ def _data(graph: ModelGraph, cuts: Cuts) -> dict[str, Any]:
         "schema": 1,
         "kind": "inspection",
         "model": graph.name,
-        "parameters": sum(_count(weight.shape) for weight in graph.weights),
+        "parameters": sum(prod(weight.shape) for weight in graph.weights),
         "stages": stages,
         "ties": ties,
         "heaviest_over_best": cuts.heaviest / cuts.best if cuts.best else 1.0,
@@ -150,7 +143,7 @@ def _print(graph: ModelGraph, cuts: Cuts) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, width=None if outputs.coloured() else 160)
-    total = sum(_count(weight.shape) for weight in graph.weights)
+    total = sum(prod(weight.shape) for weight in graph.weights)
     console.print(
         f"{graph.name}  {_short(total)} parameters, {len(graph.layers)} layers, {_short(graph.flops)} operations forward"
     )
@@ -167,8 +160,8 @@ def _table(cuts: Cuts) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("stage", "layers", "parameters", "operations", "share", "crosses behind it", "bytes"):
-        table.add_column(column, justify="left" if column in ("layers", "crosses behind it") else "right", no_wrap=True)
+    for column in ("stage", "layers", "parameters", "operations", "share", "crosses after it", "bytes"):
+        table.add_column(column, justify="left" if column in ("layers", "crosses after it") else "right", no_wrap=True)
     total = sum(part.flops for part in cuts.parts) or 1.0
     for index, part in enumerate(cuts.parts):
         names = part.layers[0] if len(part.layers) == 1 else f"{part.layers[0]} .. {part.layers[-1]} ({len(part.layers)})"
@@ -187,17 +180,10 @@ def _stages(cuts: Cuts, layers: tuple[int, ...]) -> list[int]:
     return sorted({next(s for s, part in enumerate(cuts.parts) if part.first <= layer < part.last) for layer in layers})
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
 def _short(number: float) -> str:
-    """1234567 as 1.23 M."""
+    """Formats 1234567 as 1.23 M."""
     if number < 0:
-        raise MeshwrightError(f"{number} is no size")
+        raise MeshwrightError(f"{number} is not a size")
     for unit in ("", " k", " M", " G", " T"):
         if number < 1000:
             return f"{number:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""The `meshwright` command: collects the verbs, and turns what users can mend into one line and exit code 2."""
+"""The `meshwright` command: collects the verbs, and turns user errors into one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(
 
 
 def _examples(*lines: str) -> str:
-    """What a verb's help ends with; blank lines keep lines apart."""
+    """Returns the end of a verb's help; blank lines keep the lines separate."""
     return "\n\n".join(["Examples:", *(f"  meshwright {line}" for line in lines)])
 
 
@@ -66,7 +66,9 @@ app.command(
 )(inspect.inspect)
 app.command(
     "verify",
-    epilog=_examples("verify gpt --schedule chimera --pp 4", "verify mine:build --batch-function mine:batch --plan plan.toml"),
+    epilog=_examples(
+        "verify gpt-small --schedule chimera --pp 4", "verify mine:build --batch-function mine:batch --plan plan.toml"
+    ),
 )(verify.verify)
 app.command(
     "train",
@@ -80,12 +82,12 @@ app.command(
 )(measure.measure)
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+"""The exit code after Ctrl-C, as in shells."""
 
 
 def main() -> None:
-    """Run a verb; what it prints is its answer, its exit code the short form."""
-    gc.disable()  # a verb is short and what it makes has no cycles: the collector would only walk it, and at exit once more
+    """Runs a verb."""
+    gc.disable()  # a verb is short and makes no cycles: the collector would only scan its objects, and once more at exit
     try:
         app()
     except MeshwrightError as error:
@@ -101,7 +103,7 @@ def main() -> None:
         sys.stderr.write("interrupted\n")
         sys.exit(INTERRUPTED)
     except SystemExit as end:
-        if end.code == INTERRUPTED:  # what typer makes of Ctrl-C
+        if end.code == INTERRUPTED:  # typer turns Ctrl-C into this
             sys.stderr.write("interrupted\n")
         raise
     except BrokenPipeError:

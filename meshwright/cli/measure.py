@@ -1,4 +1,4 @@
-"""`meshwright measure`: what a plan costs for real, beside its prediction, and what its steps wait for most."""
+"""`meshwright measure`: the measured cost of a plan next to its prediction, and what its steps wait for most."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def measure(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|MODEL|JOB.toml", help="The output folder of a run with --trace; or what train takes, for a few steps."
+            metavar="RUN|MODEL|JOB.toml",
+            help="The output folder of a run with --trace; or a model or job as in train, to run a few steps.",
         ),
     ],
     parallel: inputs.Plan = None,
@@ -36,14 +37,11 @@ def measure(
     costs: inputs.Costs = None,
     dataset: Annotated[str | None, typer.Option(help="The data set, as in train.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
-    steps: Annotated[int | None, typer.Option(show_default="3", help="Steps that costs are the mean of.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write prediction and measurement as one Perfetto file.", rich_help_panel=inputs.OUTPUT)
-    ] = None,
+    steps: Annotated[int | None, typer.Option(show_default="3", help="Number of steps to average.")] = None,
+    trace: Annotated[Path | None, inputs.output_option(help="Write prediction and measurement as one Perfetto file.")] = None,
     as_json: inputs.Json = False,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the costs, for --costs of simulate.", rich_help_panel=inputs.OUTPUT),
+        Path | None, inputs.output_option("--output", "-o", help="Write the costs, for --costs of simulate.")
     ] = None,
 ) -> None:
     """Measure a plan: predicted against measured, the bottleneck, and costs in seconds and bytes.
@@ -55,31 +53,31 @@ def measure(
     outputs.refuse_output(trace)
     degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
     if Path(model).is_dir():
-        beside = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
-        found: Measurement | None = _kept(Path(model), [f"--{n}" for n, v in beside.items() if v is not None] + context.args)
+        extra = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
+        found: Measurement | None = _kept(Path(model), [f"--{n}" for n, v in extra.items() if v is not None] + context.args)
     else:
         job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": None})
         found = _run(job.trainer(), 3 if steps is None else steps, as_json=as_json)
     if found is None:
-        return  # a rank of torchrun that does not speak for all
+        return  # only rank 0 of torchrun reports
     if output is not None:
         outputs.write(output, costs_to_json(found.costs) + "\n")
     _show(found, trace, as_json=as_json)
 
 
-def _kept(folder: Path, beside: list[str]) -> Measurement:
-    """The measurement that a run has left behind."""
-    if beside:
-        raise MeshwrightError(f"{folder} is a run that was measured, and {beside[0]} would have no effect", fix="leave it out")
+def _kept(folder: Path, extra: list[str]) -> Measurement:
+    """Reads the measurement that a run has written."""
+    if extra:
+        raise MeshwrightError(f"{folder} is a measured run, so {extra[0]} would have no effect", fix="leave it out")
     if not (folder / FILE).exists():
         raise MeshwrightError(
-            f"{folder} has no {FILE}: it is no run that was traced", fix="meshwright train MODEL --trace trace.json"
+            f"{folder} has no {FILE}: it is not a run with --trace", fix="meshwright train MODEL --trace trace.json"
         )
     return measurement_from_json(outputs.read(folder / FILE))
 
 
 def _run(trainer: Trainer, steps: int, *, as_json: bool) -> Measurement | None:
-    """Run a few traced steps."""
+    """Runs a few traced steps."""
     from meshwright.cli import _running as running
     from meshwright.train.measure import measured
 

@@ -12,7 +12,7 @@ from meshwright.cli import _inputs as inputs
 
 
 def schedules(as_json: inputs.Json = False) -> None:
-    """List the schedules by name: what each is, and the options that it takes (--option KEY=VALUE)."""
+    """List the schedules by name, with a description and the options of each (--option KEY=VALUE)."""
     found = [about(name) for name in known.names()]
     if as_json:
         typer.echo(json.dumps(found))
@@ -25,7 +25,7 @@ def schedules(as_json: inputs.Json = False) -> None:
 
 
 def about(name: str) -> dict[str, Any]:
-    """One schedule as data."""
+    """Returns one schedule as data."""
     options = [
         {"name": key, "values": known.values_of(parameter), "default": str(parameter.default).lower()}
         for key, parameter in known.options(name).items()

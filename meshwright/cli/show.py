@@ -5,75 +5,57 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-import typer
-
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
-from meshwright.cli.simulate import summary
-from meshwright.ir.cluster import Duplex
+from meshwright.cli.simulate import predicted, summary
 from meshwright.ir.files.schedule_csv import to_csv
 from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.lower import lower
-from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate
 
 
+@with_groups
 def show(
     name: inputs.Name,
+    *,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 4,
     steps: inputs.Steps = None,
     option: inputs.Option = None,
-    forward: inputs.Forward = 1.0,
-    backward: inputs.Backward = 2.0,
-    split: inputs.Split = "1:1",
-    recompute: inputs.RecomputeTime = 0.0,
-    old_recompute: inputs.OldRecompute = None,
-    send: inputs.Send = 0.0,
-    sync_cost: inputs.SyncCost = 0.0,
-    bandwidth: inputs.Bandwidth = float("inf"),
-    duplex: inputs.DuplexChoice = Duplex.FULL,
-    overlap: inputs.Overlap = 0.0,
-    costs: inputs.Costs = None,
-    cluster: inputs.ClusterFile = None,
+    flags: inputs.CostFlags,
     format: inputs.FormatChoice = Format.TEXT,
-    lowered: Annotated[
-        bool, typer.Option("--lowered", help="With syncs, updates, sends and receives.", rich_help_panel=inputs.OUTPUT)
-    ] = False,
+    lowered: Annotated[bool, inputs.output_option("--lowered", help="Include syncs, updates, sends and receives.")] = False,
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:
-    """Draw a schedule: who does what when, the bubble, the peaks. Or write it as a file.
+    """Draw a schedule: what every worker does when, the bubble, the peaks. Or write it to a file.
 
-    A file with a timeline (`simulate --format json`) is drawn as it is, as a picture or a trace.
+    A file with a timeline (`simulate --format json`) is drawn as a picture or a trace.
     """
     outputs.refuse_output(output)
     outputs.refuse_binary(format, output)
     if (timeline := inputs.timeline_file(name)) is not None:
         outputs.give(outputs.drawn(timeline, format), output)
         return
-    recompute = inputs.recompute_cost(recompute, old_recompute)
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
     flags.refuse_ring(schedule.ring)
     if lowered and format in (Format.JSON, Format.CSV):
         schedule = lower(schedule, costs=flags.stages(schedule), cluster=flags.cluster)
     if as_json:
-        timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
+        timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=flags.overlap)
         outputs.give(json.dumps(summary(schedule, timeline)), output)
         return
-    outputs.give(_form(schedule, flags, overlap, format, colour=output is None and outputs.coloured()), output)
+    outputs.give(_form(schedule, flags, format, colour=output is None and outputs.coloured()), output)
 
 
-def _form(schedule: Schedule, flags: inputs.CostFlags, overlap: float, form: Format, *, colour: bool) -> str | bytes:
-    """A schedule in one of the forms; times are simulated for those that have any."""
+def _form(schedule: Schedule, flags: inputs.CostFlags, form: Format, *, colour: bool) -> str | bytes:
+    """Returns a schedule in one of the formats; simulates it for formats that show times."""
     if form is Format.JSON:
         return schedule_to_json(schedule)
     if form is Format.CSV:
         return to_csv(schedule)
-    timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=overlap)
-    if form is Format.TEXT:
-        return timeline_text(schedule, timeline, colour=colour, width=outputs.width())
-    return outputs.drawn(timeline, form)
+    timeline = simulate(schedule, flags.stages(schedule), flags.cluster, overlap=flags.overlap)
+    return predicted(schedule, timeline, form, colour=colour)

@@ -1,18 +1,17 @@
-"""`meshwright simulate`: when everything happens under given costs, and what each worker holds."""
+"""`meshwright simulate`: predicts when everything runs under given costs, and what each worker holds."""
 
 from __future__ import annotations
 
 import json
 from typing import Annotated, Any
 
-import typer
-
 from meshwright.cli import _emulate as emulation
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster, Duplex
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.plan import refuse_crowd
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
@@ -22,63 +21,47 @@ from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate as predict
 
 
+@with_groups
 def simulate(
     name: inputs.Name,
+    *,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 4,
     steps: inputs.Steps = None,
     option: inputs.Option = None,
-    sync: Annotated[Sync, typer.Option(help="When gradients are added up.", rich_help_panel=inputs.SIZES)] = Sync.EAGER,
-    forward: inputs.Forward = 1.0,
-    backward: inputs.Backward = 2.0,
-    split: inputs.Split = "1:1",
-    recompute: inputs.RecomputeTime = 0.0,
-    old_recompute: inputs.OldRecompute = None,
-    send: inputs.Send = 0.0,
-    sync_cost: inputs.SyncCost = 0.0,
-    bandwidth: inputs.Bandwidth = float("inf"),
-    duplex: inputs.DuplexChoice = Duplex.FULL,
-    overlap: inputs.Overlap = 0.0,
-    costs: inputs.Costs = None,
-    cluster: inputs.ClusterFile = None,
-    emulate: emulation.Emulate = None,
-    repeat: emulation.Repeat = None,
-    transport: emulation.Transport = None,
-    limit: emulation.Limit = None,
-    trace: emulation.TraceFile = None,
+    sync: Annotated[Sync, inputs.size_option(help="When gradients are summed.")] = Sync.EAGER,
+    flags: inputs.CostFlags,
+    wish: emulation.Emulation,
     format: inputs.FormatChoice = Format.TEXT,
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
     outputs.refuse_binary(format, output)
-    wish = emulation.wished(emulate, repeat=repeat, transport=transport, limit=limit, trace=trace)
-    recompute = inputs.recompute_cost(recompute, old_recompute)
-    flags = inputs.CostFlags(forward, backward, split, recompute, send, sync_cost, bandwidth, duplex, costs, cluster)
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
-    if wish is not None:
+    if wish.emulate is not None:
         refuse_crowd(schedule.workers)
     flags.refuse_ring(schedule.ring or (sync is Sync.RING and not schedule.lowered))
     if schedule.lowered and schedule.recompute is None and any(cost.recompute_s for cost in flags.stages(schedule)):
         raise MeshwrightError(
-            f"{name} is lowered without recompute", fix="lower it with its costs, or simulate it without --recompute-cost"
+            f"{name} was lowered without recompute", fix="lower it with its costs, or simulate it without --recompute-cost"
         )
     rows, links = flags.stages(schedule), flags.cluster or Cluster()
-    lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish is not None else schedule
-    timeline = predict(lowered, rows, links, sync=sync, overlap=overlap)
-    measured = wish.run(lowered, rows, links, overlap, timeline) if wish is not None else None
+    lowered = lower(schedule, sync=sync, costs=rows, cluster=links) if wish.emulate is not None else schedule
+    timeline = predict(lowered, rows, links, sync=sync, overlap=flags.overlap)
+    measured = wish.run(lowered, rows, links, flags.overlap, timeline) if wish.emulate is not None else None
     if as_json:
-        more = emulation.summary(wish, measured, timeline) if wish is not None and measured is not None else {}
+        more = emulation.summary(wish, measured, timeline) if measured is not None else {}
         outputs.give(json.dumps({**summary(schedule, timeline), **more}), output)
         return
-    found = _form(schedule, timeline, format, colour=output is None and outputs.coloured())
-    if wish is not None and measured is not None and isinstance(found, str) and format is Format.TEXT:
+    found = predicted(schedule, timeline, format, colour=output is None and outputs.coloured())
+    if measured is not None and isinstance(found, str) and format is Format.TEXT:
         found += "\n" + emulation.text(wish, measured, timeline)
     outputs.give(found, output)
 
 
-def _form(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str | bytes:
-    """A prediction in one of the forms."""
+def predicted(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool) -> str | bytes:
+    """Returns a prediction in one of the formats."""
     match form:
         case Format.JSON:
             return timeline.to_json()
@@ -92,7 +75,7 @@ def _form(schedule: Schedule, timeline: Timeline, form: Format, *, colour: bool)
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """The numbers of a prediction, as `--json` prints them."""
+    """Returns the numbers of a prediction, as `--json` prints them."""
     return {
         "schedule": schedule.name,
         "options": dict(schedule.options),

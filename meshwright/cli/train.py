@@ -1,4 +1,4 @@
-"""`meshwright train`: train a model on local workers or under torchrun, from a TOML file or from flags."""
+"""`meshwright train`: trains a model on local workers or under torchrun, from a TOML file or from flags."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ if TYPE_CHECKING:
     from meshwright.train.job import Job
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Flags of the training arguments are read by their own names."""
+"""Flags of the training arguments are parsed separately, by their own names."""
 
 
 def train(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL|JOB.toml", help="A preset, a TOML, a config.json, package.module:function; or a whole job."
-        ),
+        typer.Argument(metavar="MODEL|JOB.toml", help=f"{inputs.MODEL_FORMS}; or a whole job."),
     ],
     parallel: inputs.Plan = None,
     pp: inputs.PipelineWorkers = None,
@@ -48,22 +46,22 @@ def train(
         typer.Option(help="stdlib, digits, a text or JSONL file, a Hugging Face data set, or package.module:function."),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="last|FOLDER", help="Go on from a checkpoint.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="last|FOLDER", help="Resume from a checkpoint.")] = None,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained model here.")] = None,
     trace: running.TraceFile = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Train a model. Every training argument of Hugging Face is a flag: --max-steps 100 --learning-rate 1e-3 ...
 
-    Exit code 0: trained. 2: the job cannot be used. 3: it ran, and the loss is no number.
+    Exit code 0: trained. 2: the job cannot be used. 3: it ran, but the loss is not a finite number.
     """
-    gc.enable()  # unlike other verbs this one runs for long
+    gc.enable()  # unlike other verbs, this one runs for a long time
     degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
     job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": resume})
     checkpoint = job.checkpoint
     trainer = job.trainer()
     if "logging_nan_inf_filter" not in job.arguments:
-        trainer.args.logging_nan_inf_filter = False  # a loss that is no number is shown as such
+        trainer.args.logging_nan_inf_filter = False  # show NaN and infinite losses
     if save_model is not None and trainer.is_world_process_zero():
         refuse_folder("--save-model", save_model)
     running.follow(trainer, trace, as_json=as_json)
@@ -77,31 +75,31 @@ def train(
 
 
 def asked_job(model: str, flags: list[str], parallel: str | None, degrees: Mapping[str, Any], more: Mapping[str, Any]) -> Job:
-    """The job that flags ask for: a plan by `--plan` or by degrees, `more` of the job, and flags of training arguments."""
+    """Returns the job from flags: a plan by `--plan` or by degrees, `more` keys of the job, and training argument flags."""
     given, microbatches = {name: value for name, value in degrees.items() if value is not None}, degrees["microbatches"]
     if microbatches is not None and microbatches < 1:
         raise MeshwrightError(f"a step has at least 1 microbatch, got --microbatches {microbatches}", fix="--microbatches 4")
     if parallel is not None and given:
-        raise MeshwrightError(f"--plan and --{next(iter(given))} both say how to split", fix="one of them")
+        raise MeshwrightError(f"--plan and --{next(iter(given))} both say how to split", fix="give only one of them")
     plan = asked(parallel) if parallel is not None else given
     if not refers(Parallel.of(plan).schedule):
-        settled(Parallel.of(plan))  # own schedules are read or called once, by the training arguments
+        settled(Parallel.of(plan))  # the training arguments read or call the user's own schedule, once
     return _job(model, flags, {"parallel": plan, **more})
 
 
 def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
-    """A job from a file, or from flags; a file is complete, so flags beside it are refused."""
+    """Returns a job from a file or from flags. A file is complete, so flags next to it raise."""
     from meshwright.train.job import KEYS, Job, flags_to_arguments, read_job
 
     path = Path(model)
     if path.suffix == ".toml" and os.path.exists(path) and _is_job(outputs.read(path)):
-        if beside := [f"--{name}" for name, value in given.items() if value] + flags:
-            raise MeshwrightError(f"{model} is a whole job, and {beside[0]} stands beside it", fix=f"write it into {model}")
+        if extra := [f"--{name}" for name, value in given.items() if value] + flags:
+            raise MeshwrightError(f"{model} is a complete job, so {extra[0]} cannot be given", fix=f"write it into {model}")
         return read_job(path)
     assert set(given) <= KEYS
     return Job(model=model, arguments=flags_to_arguments(flags), **given)
 
 
 def _is_job(text: str) -> bool:
-    """A job names its model; the file of a model does not."""
+    """True for a job, which names its model; a model file has a config instead."""
     return "config" not in toml(text, "this file")

@@ -1,9 +1,8 @@
-"""`meshwright verify`: does a plan train a model as one process does?"""
+"""`meshwright verify`: checks that a plan trains a model like one process does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +11,7 @@ import typer
 from meshwright import schedules
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
-from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.ir.imported_function import function
+from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel, refuse_crowd
 from meshwright.ir.plan.plan_file import asked
 from meshwright.ir.plan.plan_order import refers
@@ -23,14 +21,11 @@ from meshwright.train.setup.settled_plan import settled
 if TYPE_CHECKING:
     from meshwright.train.verify.certificate import Certificate
 
-PRESETS = ("mlp", "gpt")
-"""Small models that come with their data."""
-
 Maker = Callable[..., Any]
 
 
 def verify(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{', '.join(PRESETS)}, or package.module:function.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}.")],
     plan: inputs.Plan = None,
     schedule: inputs.ScheduleChoice = None,
     pp: Annotated[
@@ -41,7 +36,7 @@ def verify(
         typer.Option("--microbatches", "-n", show_default="4", help="Microbatches per step.", rich_help_panel=inputs.SIZES),
     ] = None,
     dp: Annotated[
-        int | None, typer.Option(show_default="1", help="Copies of the pipeline.", rich_help_panel=inputs.SIZES)
+        int | None, typer.Option(show_default="1", help="Data-parallel copies of the pipeline.", rich_help_panel=inputs.SIZES)
     ] = None,
     option: inputs.Option = None,
     costs: inputs.Costs = None,
@@ -50,20 +45,22 @@ def verify(
         str | None, typer.Option(metavar="3,2,1", help="Workers that share each stage.", rich_help_panel=inputs.SIZES)
     ] = None,
     sync: Annotated[
-        Sync | None, typer.Option(show_default="eager", help="When gradients are added up.", rich_help_panel=inputs.SIZES)
+        Sync | None, typer.Option(show_default="eager", help="When gradients are summed.", rich_help_panel=inputs.SIZES)
     ] = None,
     recompute: Annotated[
-        str | None, typer.Option(metavar="none|inline|early|0.5,1|2GB", help="All stages alike, a share for each, or a budget.")
+        str | None,
+        typer.Option(metavar="none|inline|early|0.5,1|2GB", help="One mode for all stages, a share per stage, or a budget."),
     ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per row of a model by name.", rich_help_panel=inputs.SIZES)] = None,
     batch: inputs.BatchFunction = None,
     old_batch: inputs.OldBatch = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32; both runs compute in it.")] = "float64",
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16: what layers compute in, with float32 weights.")] = "fp32",
-    seed: Annotated[int, typer.Option(help="Where the weights and dropout start.")] = 0,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16: dtype of the layers, with float32 weights.")] = "fp32",
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of dropout.")] = 0,
     transport: Annotated[str | None, typer.Option(show_default="auto", help="auto, torch, shared or strict.")] = None,
     as_json: inputs.Json = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The certificate; certificate.json unless --json.")
+        Path | None, typer.Option("--output", "-o", help="Write the certificate here; default certificate.json unless --json.")
     ] = None,
 ) -> None:
     """Train a few steps on local workers and in one process, and compare losses, gradients and weights.
@@ -82,7 +79,7 @@ def verify(
     parallel = _plan(plan, {name: value for name, value in flags.items() if value is not None})
     path = output or (None if as_json else Path("certificate.json"))
     outputs.refuse_output(path)
-    build, data = _model(model, inputs.batch_function(batch, old_batch), parallel)
+    build, data = _model(model, inputs.batch_function(batch, old_batch), length, parallel)
     from meshwright.train.verify.verify import verify as compare
 
     certificate = compare(build, data, parallel, steps=steps, dtype=dtype, seed=seed, precision=precision)
@@ -91,10 +88,10 @@ def verify(
 
 
 def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
-    """The plan of a file, or of flags; 1F1B on two workers where flags do not say otherwise."""
+    """Returns the plan from a file or from flags; the default is 1F1B on two workers."""
     if plan is not None and given:
         flag = next(iter(given)).replace("options", "option")
-        raise MeshwrightError(f"--plan and --{flag} both say how to split", fix="one of them")
+        raise MeshwrightError(f"--plan and --{flag} both say how to split", fix="give only one of them")
     count = given.get("microbatches", 4)
     if count < 1:
         raise MeshwrightError(
@@ -102,7 +99,7 @@ def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
         )
     usual = {"pp": 2, "schedule": "onef1b", "microbatches": 4, "sync": "eager"}
     own = given.get("schedule")
-    if own is not None and refers(own):  # its sizes are its own, or arguments of a function that wants them
+    if own is not None and refers(own):  # the schedule has its own sizes, or its function takes them as arguments
         wanted = schedules.needed(own) if ":" in own else frozenset()
         usual = {flag: usual[flag] for flag, size in (("pp", "workers"), ("microbatches", "microbatches")) if size in wanted}
     parallel = settled(Parallel.of({**usual, **given} if plan is None else asked(plan)))
@@ -111,7 +108,7 @@ def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
 
 
 def _report(certificate: Certificate, path: Path | None, *, as_json: bool) -> None:
-    """Write the certificate, and print it or what it says."""
+    """Writes the certificate, and prints it or a summary."""
     if path is not None:
         outputs.write(path, certificate.to_json() + "\n")
     if as_json:
@@ -121,7 +118,7 @@ def _report(certificate: Certificate, path: Path | None, *, as_json: bool) -> No
 
 
 def _print(certificate: Certificate, path: Path | None) -> None:
-    """What was compared, how far apart it is, and what else is wrong."""
+    """Prints what was compared, the errors, and other problems."""
     from rich.console import Console
     from rich.table import Table
 
@@ -144,29 +141,19 @@ def _print(certificate: Certificate, path: Path | None) -> None:
     console.print(f"certificate: {path}")
 
 
-def _model(model: str, batch: str | None, parallel: Parallel) -> tuple[Maker, Maker]:
-    """What makes the model, and what makes its batches; a preset is as deep as the plan has stages."""
-    if model not in PRESETS and ":" not in model:
-        raise MeshwrightError(
-            f"there is no model '{model}'{did_you_mean(model, PRESETS)}", fix=f"{', '.join(PRESETS)}, or package.module:function"
-        )
-    if model in PRESETS:
-        if batch is not None:
-            raise MeshwrightError(f"{model} comes with its data, --batch-function is for an own model")
-        from meshwright.train.models import small_models as models
-        from meshwright.train.setup import build_schedule as lists
+def _model(model: str, batch: str | None, length: int | None, parallel: Parallel) -> tuple[Maker, Maker]:
+    """What makes the model, and what makes its batches: two rows for each microbatch, or one for each member of a team."""
+    from meshwright.train.models.example_batches import batches_for
+    from meshwright.train.models.model_names import SMALL, resolve_model
+    from meshwright.train.setup.build_schedule import stages_of
 
-        stages, rows = lists.stages_of(parallel), max(32, 2 * parallel.microbatches * parallel.dp)
-        if model == "mlp":
-            return partial(models.mlp, layers=max(16, stages)), partial(models.mlp_batch, rows=rows)
-        return partial(models.gpt, blocks=max(8, stages - 2)), partial(models.text_batch, rows=rows)
-    if batch is None:
-        raise MeshwrightError(f"{model} needs data to train on", fix="--batch-function package.module:function")
-    return function(model), function(batch)
+    named = resolve_model(model, stages=stages_of(parallel) if model in SMALL else 1)
+    rows = max((2, *parallel.width)) * parallel.microbatches * parallel.dp
+    return named.build, batches_for(named, batch, rows=rows, length=length)
 
 
 def _recompute(text: str | None) -> str | list[float] | None:
-    """A mode by name, or shares; whatever has a number in it is meant as shares."""
+    """Returns a mode by name, or shares; a text that contains a number is read as shares."""
     if text is None or not any(_is_number(part) for part in text.split(",")):
         return text
     return _numbers("--recompute", text, float)

@@ -1,13 +1,13 @@
-"""What a worker's list is made of, and the text that stands for it.
+"""The entries of a worker's list, and their text form.
 
     2F0@1#3     an action: stage 2, forward, microbatch 0, replica 1, parameter version 3
     2B0.1       ... of the second half of microbatch 0
-    2U#3        an update has no microbatch: of stage 2, round 3 (it turns version 3 into 4)
-    [2F0|5B1]   a cell: two actions that overlap on purpose, one entry with its own cost
+    2U#3        an update has no microbatch: stage 2, round 3 (turns version 3 into version 4)
+    [2F0|5B1]   a cell: two actions that overlap on purpose; one entry with its own cost
     2act0>3     a transfer: send the output of stage 2 for microbatch 0 to worker 3
-    2act0<2     ... and its other end, on worker 3
+    2act0<2     ... and the receiving end, on worker 3
 
-Every form parses back. What an action depends on is not here but in `effects.py`.
+Every form parses back. The dependencies of an action are in `analysis/effects.py`.
 """
 
 from __future__ import annotations
@@ -20,57 +20,80 @@ from typing import NamedTuple
 from meshwright.errors import MeshwrightError
 
 DIGITS = 9
-"""No number in a text is longer."""
+"""The longest number that a text may contain, in digits."""
 
 NONE = -1
-"""No microbatch, no part, no piece: the whole thing."""
+"""Stands for "no microbatch", "no part" or "no piece": the whole."""
 
 
 class Op(StrEnum):
-    """What a worker can do; the letter is the one in the text form."""
+    """What a worker can do. The letter is the one in the text form.
+
+    `F` forward, `B` backward, `I` the half of a backward that gives the gradient of the input, `W` the half that gives
+    the gradient of the weights, `R` recompute, `G` gather parameters, `S` sync gradients, `N` the global norm, `U` update.
+
+    Examples:
+        >>> from meshwright import Action, Op
+        >>> str(Action(Op.F, stage=2, mb=0))
+        '2F0'
+    """
 
     F = "F"  # forward of a stage
     B = "B"  # whole backward
-    I = "I"  # the half of a backward that the previous stage waits for: the gradient of the input
-    W = "W"  # the other half: the gradient of the weights
-    R = "R"  # recompute what a forward did not keep
-    G = "G"  # gather: make the parameters of a stage whole
-    S = "S"  # sync: add up the gradient of a unit over all who hold it
-    N = "N"  # the one global scalar reduction of a step: norm, finite, tokens
+    I = "I"  # first half of a backward: the gradient of the input, which the previous stage waits for
+    W = "W"  # second half of a backward: the gradient of the weights
+    R = "R"  # recompute what a forward did not save
+    G = "G"  # gather the full parameters of a stage
+    S = "S"  # sync: sum the gradient of a unit over all workers that hold it
+    N = "N"  # the one global scalar reduction of a step: gradient norm, finite check, token count
     U = "U"  # update: turn parameter version k into k + 1
 
-    __hash__ = str.__hash__  # Enum's own is Python code, and every look-up of an action or a value asks for it
+    __hash__ = str.__hash__  # the hash of Enum is slow Python code, and every look-up of an action or a value calls it
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
-"""Ops that occupy a worker for a microbatch; all others belong to a round."""
+"""Ops that occupy a worker for one microbatch. All other ops belong to a round."""
 
 
 class Kind(StrEnum):
-    """What a value is; the comment says who writes it and who ends it."""
+    """The kind of a value; each comment says who writes it and who consumes it."""
 
     ACT = "act"  # F -> F of the next stage
     GRAD = "grad"  # B or I -> B or I of the previous stage
     SAVED = "saved"  # F or R -> B or I: the activations of a stage
-    KEPT = "kept"  # F -> R, or B and I with recompute inside: the input of a stage
+    KEPT = "kept"  # F -> R, or -> B and I that recompute inline: the input of a stage
     REST = "rest"  # I -> W: what the second half of a backward still needs
     WGRAD = "wgrad"  # B or W -> S: the weight gradient of one microbatch
-    PARTIAL = "partial"  # S -> S of the next worker: a ring's running sum
-    SUM = "sum"  # the last S -> U: the gradient of a round, complete
+    PARTIAL = "partial"  # S -> S of the next worker: the running sum of a ring
+    SUM = "sum"  # the last S -> U: the complete gradient of a round
     NORM = "norm"  # N -> U
-    PARAM = "param"  # U -> whatever reads that version
+    PARAM = "param"  # U -> every action that reads this version
     OPT = "opt"  # U -> the next U: the state of the optimizer
-    TURN = "turn"  # zero bytes: makes its reader wait for its writer
+    TURN = "turn"  # zero bytes: a control edge, the reader waits for the writer
 
-    __hash__ = str.__hash__  # as for Op
+    __hash__ = str.__hash__  # see Op
 
 
 BY_VERSION = frozenset({Kind.PARTIAL, Kind.SUM, Kind.NORM, Kind.PARAM, Kind.OPT})
-"""Values that belong to a round or version, not to a microbatch."""
+"""Kinds that belong to a round or a version, not to a microbatch."""
 
 
 class Action(NamedTuple):
-    """One thing that a worker does; `version` is the parameter version it reads (for S, N, U: the round)."""
+    """One thing that a worker does, such as the forward of one stage for one microbatch.
+
+    Args:
+        op: What is done.
+        stage: The stage that it is done for.
+        mb: The microbatch; -1 for operations of a round (sync, norm, update).
+        replica: The copy of the pipeline inside the schedule. Chimera has two.
+        version: The parameter version that is read; for S, N and U the round.
+        part: Half 0 or 1 of the microbatch; -1 is the whole.
+
+    Examples:
+        >>> from meshwright import Action, Op
+        >>> print(Action(Op.F, stage=2, mb=0, replica=1, version=3))
+        2F0@1#3
+    """
 
     op: Op
     stage: int
@@ -80,7 +103,7 @@ class Action(NamedTuple):
     part: int = NONE
 
     def shifted(self, mb: int, version: int) -> Action:
-        """The same action `version` rounds, that is `mb` microbatches, later."""
+        """Returns the same action, `version` rounds (that is, `mb` microbatches) later."""
         later = self.mb if self.mb == NONE else self.mb + mb
         return Action(self.op, self.stage, later, self.replica, self.version + version, self.part)
 
@@ -90,13 +113,25 @@ class Action(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Two actions that overlap on purpose (DualPipe): both inputs at the start, both outputs at the end."""
+    """Two actions that overlap on purpose, as in DualPipe.
+
+    Both inputs are there at the start, both outputs at the end.
+
+    Args:
+        first: One action.
+        second: The other one.
+
+    Examples:
+        >>> from meshwright import Action, Cell, Op
+        >>> print(Cell(Action(Op.F, 2, 0), Action(Op.B, 5, 1)))
+        [2F0|5B1]
+    """
 
     first: Action
     second: Action
 
     def shifted(self, mb: int, version: int) -> Cell:
-        """The same cell some rounds later."""
+        """Returns the same cell some rounds later."""
         return Cell(self.first.shifted(mb, version), self.second.shifted(mb, version))
 
     def __str__(self) -> str:
@@ -104,7 +139,23 @@ class Cell(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What actions read and write. `piece` is a row piece of act and grad, else the worker whose copy it is."""
+    """What actions read and write: an activation, a gradient, a parameter version and so on.
+
+    Args:
+        kind: What it is, such as `act`, `grad` or `param`.
+        stage: The stage that it belongs to.
+        mb: The microbatch; -1 for values of a round or version.
+        replica: The copy of the pipeline inside the schedule.
+        version: The round or parameter version.
+        part: Half 0 or 1 of the microbatch; -1 is the whole.
+        piece: For `act` and `grad` a piece of the rows; for other kinds the worker that holds this copy. -1 is the whole.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("gpipe", workers=2, microbatches=1)
+        >>> print(*mw.effects(schedule, 1, schedule.lists[1][0]).reads)
+        0act0 1param~1
+    """
 
     kind: Kind
     stage: int
@@ -115,7 +166,7 @@ class Value(NamedTuple):
     piece: int = NONE
 
     def shifted(self, mb: int, version: int) -> Value:
-        """The same value some rounds later."""
+        """Returns the same value some rounds later."""
         if self.kind in BY_VERSION:
             return self._replace(version=self.version + version)
         return self._replace(mb=self.mb + mb)
@@ -126,14 +177,26 @@ class Value(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One end of a message: `sends` or receives `value`, to or from worker `peer`."""
+    """One end of a message between two workers.
+
+    Args:
+        sends: True for the send, False for the receive.
+        value: What is sent.
+        peer: The worker at the other end.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> lowered = mw.lower(mw.schedules.build("gpipe", workers=2, microbatches=1))
+        >>> [str(entry) for entry in lowered.lists[0] if isinstance(entry, mw.Transfer)]
+        ['0act0>1', '0grad0<1']
+    """
 
     sends: bool
     value: Value
     peer: int
 
     def shifted(self, mb: int, version: int) -> Transfer:
-        """The same transfer some rounds later."""
+        """Returns the same transfer some rounds later."""
         return Transfer(self.sends, self.value.shifted(mb, version), self.peer)
 
     def __str__(self) -> str:
@@ -141,18 +204,18 @@ class Transfer(NamedTuple):
 
 
 Entry = Action | Cell | Transfer
-"""What stands in a worker's list."""
+"""One element of a worker's list."""
 
 
 def actions(entry: Entry) -> tuple[Action, ...]:
-    """The actions inside an entry: one, a cell's two, or none for a transfer."""
+    """Returns the actions inside an entry: one, the two of a cell, or none for a transfer."""
     if isinstance(entry, Action):
         return (entry,)
     return (entry.first, entry.second) if isinstance(entry, Cell) else ()
 
 
 def walk(entries: tuple[Entry, ...]) -> Iterator[Action]:
-    """All actions of a list, cells opened, transfers passed over."""
+    """Iterates over all actions of a list. Opens cells and skips transfers."""
     for entry in entries:
         if type(entry) is Action:
             yield entry
@@ -161,20 +224,20 @@ def walk(entries: tuple[Entry, ...]) -> Iterator[Action]:
 
 
 def parse(text: str) -> Entry:
-    """Read one entry from its text; the inverse of `str`."""
+    """Parse one entry from its text; the inverse of `str`."""
     if text.startswith("[") and text.endswith("]") and text.count("|") == 1:
         first, second = text[1:-1].split("|")
         return Cell(_parse_action(first), _parse_action(second))
     if match := _TRANSFER.fullmatch(text):
         value, arrow, peer = match.groups()
         if len(peer) > DIGITS:
-            raise MeshwrightError(f"'{text[:40]}...' names a worker that cannot be", fix="a worker that the placement has")
+            raise MeshwrightError(f"'{text[:40]}...' names an impossible worker", fix="a worker that the placement has")
         return Transfer(arrow == ">", parse_value(value), int(peer))
     return _parse_action(text)
 
 
 def parse_value(text: str) -> Value:
-    """Read a value from its text."""
+    """Parse a value from its text."""
     if not (match := _VALUE.fullmatch(text)):
         raise MeshwrightError(f"'{text}' is not a value", fix="write it as in 2act0, 2grad5@1 or 1sum#3")
     kind, numbers = Kind(match["name"]), _numbers(match)
@@ -193,7 +256,7 @@ def _parse_action(text: str) -> Action:
 
 
 def _numbers(match: re.Match[str]) -> tuple[int, int, int, int, int]:
-    """stage, mb, replica, version, part; a stage that is not written is NONE."""
+    """Returns stage, mb, replica, version and part; a stage that is not written is NONE."""
     given = match.groupdict()
 
     def number(name: str, default: int) -> int:

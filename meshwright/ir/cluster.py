@@ -1,4 +1,4 @@
-"""What joins the workers: the time of a message between two of them."""
+"""The links between workers: how long a message between two of them takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ SCHEMA = 1
 
 
 class Duplex(StrEnum):
-    """Whether the two directions of a link share it."""
+    """Whether the two directions of a link share it.
+
+    `FULL`: each direction has the whole bandwidth. `HALF`: the two directions of a pair take turns.
+
+    Examples:
+        >>> from meshwright import Cluster, Duplex, Link
+        >>> Cluster(Link(bytes_per_s=1e9), duplex=Duplex.HALF).duplex.value
+        'half'
+    """
 
     FULL = "full"
     HALF = "half"
@@ -24,7 +32,22 @@ class Duplex(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A message takes `latency_s + bytes / bandwidth`; it occupies the link for the second term only."""
+    """What a message between two workers costs.
+
+    A message takes `latency_s + bytes / bytes_per_s`. It occupies the link for the second term only.
+
+    Args:
+        latency_s: Seconds before the first byte arrives.
+        bytes_per_s: The bandwidth.
+
+    Raises:
+        MeshwrightError: The latency is negative or infinite, or the bandwidth is not above zero.
+
+    Examples:
+        >>> from meshwright import Link
+        >>> Link(latency_s=1e-3, bytes_per_s=1e9).busy_s(5e8)
+        0.5
+    """
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
@@ -36,13 +59,25 @@ class Link:
             )
 
     def busy_s(self, size: float) -> float:
-        """How long a message of this size occupies the link."""
+        """Returns how long a message of this size occupies the link."""
         return size / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One link between any two workers, and others for the pairs that `links` names as (source, target)."""
+    """The links between workers: one for every pair, and others for the pairs that differ.
+
+    Args:
+        link: The link of every pair that `links` does not name.
+        links: Other links by (source, target). A pair that is given in one direction holds for both.
+        duplex: Whether the two directions of a link share it.
+
+    Examples:
+        >>> from meshwright import Cluster, Link
+        >>> cluster = Cluster(Link(1e-4, 1e10), {(1, 2): Link(1e-3, 1e9)})
+        >>> cluster.between(2, 1).latency_s, cluster.between(0, 1).latency_s
+        (0.001, 0.0001)
+    """
 
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
@@ -50,21 +85,34 @@ class Cluster:
 
     @property
     def free(self) -> bool:
-        """Does no message take any time?"""
+        """True if messages take no time at all."""
         return not self.links and self.link == Link()
 
     def between(self, source: int, target: int) -> Link:
-        """The link from one worker to another; a pair given in one direction only holds for both."""
+        """Returns the link from one worker to another. A pair given in one direction only is used for both directions."""
         return self.links.get((source, target)) or self.links.get((target, source)) or self.link
 
     def hop_s(self, sizes: Iterable[float]) -> float:
-        """The longest way of any of these messages between neighbours, link by link where they differ."""
+        """Returns the longest time that one of these messages needs over any of the links."""
         links = [self.link, *self.links.values()]
         return max((link.latency_s + link.busy_s(size) for size in sizes for link in links), default=0.0)
 
 
 def cluster_to_json(cluster: Cluster) -> str:
-    """The file form: one link for all pairs, and the pairs that differ; an infinite bandwidth is left out."""
+    """Write a cluster as a file for `--cluster`.
+
+    Args:
+        cluster: The links to write.
+
+    Returns:
+        JSON text. An infinite bandwidth is left out.
+
+    Examples:
+        >>> from meshwright import Cluster, Link, cluster_from_json, cluster_to_json
+        >>> cluster = Cluster(Link(1e-4, 1e10))
+        >>> cluster_from_json(cluster_to_json(cluster)) == cluster
+        True
+    """
 
     def shown(link: Link) -> dict[str, float]:
         finite = {"bytes_per_s": link.bytes_per_s} if link.bytes_per_s != float("inf") else {}
@@ -76,7 +124,23 @@ def cluster_to_json(cluster: Cluster) -> str:
 
 
 def cluster_from_json(text: str) -> Cluster:
-    """Read the file form; numbers that cannot be are refused."""
+    """Read a cluster from its file form.
+
+    Args:
+        text: The JSON text.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        MeshwrightError: The text is not a cluster file, or a number in it is not possible.
+
+    Examples:
+        >>> from meshwright import cluster_from_json
+        >>> text = '{"schema": 1, "kind": "cluster", "link": {"latency_s": 0.1}}'
+        >>> cluster_from_json(text).link.latency_s
+        0.1
+    """
     keys = frozenset({"schema", "kind", "duplex", "link", "links"})
     read = Reader(parsed(text, "a cluster file"), "a cluster file", kind="cluster", schema=SCHEMA, keys=keys)
     duplex = read("duplex", lambda value: Duplex(reading.text(value)), Duplex.FULL)

@@ -1,4 +1,4 @@
-"""The columns of a batch, by the names that people give them."""
+"""The names of the columns of a batch."""
 
 TARGETS = ("labels", "label", "targets", "target", "y")
-"""What a target is called in a mapping, or as an argument of `forward`."""
+"""Names of a target, as a key of a batch or as an argument of `forward`."""

@@ -1,7 +1,8 @@
-"""A model as a chain of layers that a planner may cut between: what each costs, what crosses behind it, what is tied.
+"""A model as a chain of layers, with the cost of each layer, what crosses each cut, and which weights are tied.
 
-Sizes and operations are those of one example batch. `output` is everything that crosses behind a layer: the hidden state, and
-skips that pass over the cut; masks, positions and labels are made again on each stage and are not in it.
+A planner may cut between any two layers. Sizes and operation counts are those of one example batch. `output` is everything
+that crosses a cut after a layer: the hidden state, and skip connections that pass over the cut. Masks, positions and labels
+are recomputed on each stage and are not part of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
+from math import prod
 from typing import Any
 
 from meshwright.errors import MeshwrightError
@@ -42,7 +44,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A run of operations that is not cut; `modules` are those that begin in it, `saved_bytes` what its backward needs."""
+    """A run of operations that is not cut. `modules` begin in it; `saved_bytes` is what its backward needs."""
 
     name: str
     flops: float
@@ -55,7 +57,7 @@ class Layer:
 
     @property
     def output_bytes(self) -> int:
-        """What crosses behind it."""
+        """Total size of the tensors that cross a cut after this layer."""
         return sum(value.bytes for value in self.output)
 
 
@@ -69,7 +71,7 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stage of a cut model: its layers from `first` to before `last`, and what crosses behind it."""
+    """A stage of a cut model: layers `first` up to but not including `last`, and the tensors that cross after it."""
 
     first: int
     last: int
@@ -84,7 +86,28 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where a model is cut; `starts` ends with the number of layers. `best` is the lightest possible heaviest stage."""
+    """Where a model is cut into stages, and why there.
+
+    Attributes:
+        starts: The first layer of each stage, and at the end the number of layers.
+        parts: The stages: layers, parameters, operations, what crosses after each.
+        best: The operations of the heaviest stage in the best possible cut.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> from torch import nn, zeros
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = layer(x).relu()
+        ...         return x.sum()
+        >>> cuts = mw.capture(Model(), (zeros(2, 8),)).cuts(2)
+        >>> len(cuts.parts), round(cuts.heaviest / cuts.best, 2)
+        (2, 1.0)
+    """
 
     starts: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -92,18 +115,32 @@ class Cuts:
 
     @property
     def heaviest(self) -> float:
-        """The operations of the heaviest stage."""
+        """The operation count of the heaviest stage."""
         return max(part.flops for part in self.parts)
 
     @property
     def digest(self) -> str:
-        """Equal where cuts are equal."""
+        """A short hash; equal for equal cuts."""
         return sha256(repr((self.starts, self.parts)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """Layers in a chain, and all parameters."""
+    """A model as a chain of layers that it may be cut between. `meshwright.capture` makes one.
+
+    Attributes:
+        name: The class of the model.
+        layers: The layers: operations, parameters, what crosses after each.
+        weights: All parameters, under their first names.
+
+    Examples:
+        ```python
+        graph = meshwright.capture(model, example_batch)
+        print(graph.flops, [tie.name for tie in graph.ties])
+        for part in graph.cuts(4).parts:
+            print(part.layers, part.why)
+        ```
+    """
 
     name: str
     layers: tuple[Layer, ...]
@@ -120,17 +157,21 @@ class ModelGraph:
 
     @property
     def flops(self) -> float:
-        """The operations of a forward."""
+        """The operation count of one forward."""
         return sum(layer.flops for layer in self.layers)
 
     @cached_property
     def skips(self) -> tuple[Crossing, ...]:
-        """Values that pass over at least one layer on the way to where they are used."""
+        """Values that pass over at least one layer before they are used."""
         found = {value.name: value for i, layer in enumerate(self.layers) for value in layer.output if value.since < i}
         return tuple(found.values())
 
     def cuts(self, stages: int, *, at: Sequence[str | int] | None = None) -> Cuts:
-        """Cut into stages: the lightest heaviest stage, within a tolerance the fewest bytes; or where modules `at` begin."""
+        """Cut the model into stages.
+
+        Minimizes the heaviest stage; within a tolerance it then minimizes the bytes that cross. With `at`, cuts where these
+        modules begin.
+        """
         costs = [layer.flops for layer in self.layers]
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             raise MeshwrightError(f"a model is cut into at least 1 stage, got {stages!r}", fix="stages=2")
@@ -146,12 +187,12 @@ class ModelGraph:
         return Cuts(starts, parts, best)
 
     def _chosen(self, stages: int, at: Sequence[str | int]) -> tuple[int, ...]:
-        """Starts from modules by name, or from numbers of layers."""
+        """Returns the starts of the stages, from module names or layer numbers."""
         found = [self._layer_of(name) if isinstance(name, str) else name for name in at]
         starts = (0, *found, len(self.layers))
         if len(found) != stages - 1 or any(b <= a for a, b in itertools.pairwise(starts)):
             raise MeshwrightError(
-                f"{stages} stages need {stages - 1} cuts in order, behind the first layer and before the end; "
+                f"{stages} stages need {stages - 1} cuts in order, after the first layer and before the end; "
                 f"got {list(at)}, which are layers {found} of {len(self.layers)}",
                 fix="each cut names the module that begins the next stage",
             )
@@ -171,7 +212,7 @@ class ModelGraph:
         layers = self.layers[first:last]
         names = {name for layer in layers for name in layer.parameters}
         mine = [weight for weight in self.weights if weight.name in names]
-        numbers = [_product(weight.shape) for weight in mine]
+        numbers = [prod(weight.shape) for weight in mine]
         boundary = layers[-1].output if last < len(self.layers) else ()
         flops = sum(layer.flops for layer in layers)
         return Part(
@@ -188,8 +229,8 @@ class ModelGraph:
 
 
 def _why(graph: ModelGraph, last: int, flops: float, best: float, boundary: Sequence[Crossing], *, chosen: bool) -> str:
-    """A cut in one sentence."""
-    share = f"{flops / best:.2f} of the lightest possible heaviest stage" if best else "nothing to weigh"
+    """Explains a cut in one sentence."""
+    share = f"{flops / best:.2f} of the optimal heaviest stage" if best else "no operations"
     if last == len(graph.layers):
         return f"ends with the model; {share}"
     skips = [value.name for value in boundary if value.since < last - 1]
@@ -200,22 +241,44 @@ def _why(graph: ModelGraph, last: int, flops: float, best: float, boundary: Sequ
     return f"{'asked for; ' if chosen else ''}{share}; {bytes_}{carried}"
 
 
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
 def model_to_json(graph: ModelGraph) -> str:
-    """The file form of a model."""
+    """Write the layers of a model. The weights are not in it.
+
+    Args:
+        graph: The layers.
+
+    Returns:
+        JSON text, from which `model_from_json` makes an equal graph.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> graph = mw.ModelGraph("Model", (), ())
+        >>> mw.model_from_json(mw.model_to_json(graph)) == graph
+        True
+    """
     layers = [asdict(layer) for layer in graph.layers]
     weights = [asdict(weight) for weight in graph.weights]
     return json.dumps({"schema": SCHEMA, "kind": "model", "name": graph.name, "layers": layers, "weights": weights}, indent=1)
 
 
 def model_from_json(given: str) -> ModelGraph:
-    """Read a model."""
+    """Read the layers of a model, as `meshwright inspect --output` writes them.
+
+    Args:
+        given: The JSON text.
+
+    Returns:
+        The layers.
+
+    Raises:
+        MeshwrightError: The text is not a model file.
+
+    Examples:
+        ```python
+        graph = meshwright.model_from_json(Path("layers.json").read_text())
+        print(graph.cuts(4).starts)
+        ```
+    """
     keys = frozenset({"schema", "kind", "name", "layers", "weights"})
     read = Reader(parsed(given, "a model file"), "a model file", kind="model", schema=SCHEMA, keys=keys)
     layers = tuple(_layer(index, row) for index, row in enumerate(read("layers", rows)))
@@ -223,7 +286,7 @@ def model_from_json(given: str) -> ModelGraph:
     known = {weight.name for weight in weights}
     for layer in layers:
         if lost := [name for name in layer.parameters if name not in known]:
-            raise MeshwrightError(f"a model file: layer {layer.name!r} has the parameter {lost[0]!r}, which has no size")
+            raise MeshwrightError(f"a model file: layer {layer.name!r} has the parameter {lost[0]!r}, which is not in 'weights'")
     return ModelGraph(read("name", text), layers, weights)
 
 

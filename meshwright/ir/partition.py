@@ -1,6 +1,6 @@
-"""Cutting a chain into runs: the lightest heaviest run first, then, within a tolerance, the cheapest cuts.
+"""Cut a chain into runs: minimize the heaviest run, then, within a tolerance, the price of the cuts.
 
-Exact, by dynamic programming over (runs, layers); equal inputs give equal cuts everywhere.
+The result is exact (dynamic programming over runs and layers), and equal inputs give equal cuts on every machine.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from math import inf
 
 TOLERANCE = 0.08
-"""So much heavier than the optimum the heaviest run may be, where that makes cuts cheaper."""
+"""The heaviest run may exceed the optimum by this fraction if that makes the cuts cheaper."""
 
 
 def partition(costs: Sequence[float], edges: Sequence[int], runs: int) -> tuple[float, tuple[int, ...]]:
-    """The lightest possible heaviest run, and where runs begin; `edges[i]` is the price of a cut behind item i."""
+    """Returns the minimal heaviest run and the starts of the runs; `edges[i]` is the price of a cut after item i."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -44,7 +44,7 @@ def partition(costs: Sequence[float], edges: Sequence[int], runs: int) -> tuple[
 
 
 def _bottleneck(sums: Sequence[float], runs: int) -> float:
-    """The lightest heaviest run of any cut."""
+    """Returns the weight of the heaviest run, minimized over all cuts."""
     count = len(sums) - 1
     row = [inf] * (count + 1)
     row[0] = 0.0

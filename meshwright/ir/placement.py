@@ -1,7 +1,8 @@
-"""Where stages live: (replica, stage) -> teams of workers.
+"""Where stages are placed: (replica, stage) -> teams of workers.
 
-Microbatch m of a stage runs on team m mod len(teams); the workers of a team share its rows, worker k of w taking
-rows [b k // w, b (k + 1) // w). A plain pipeline has one team of one worker per stage.
+Microbatch m of a stage runs on team m mod len(teams). The workers of a team split its rows: worker k of w takes
+rows [b k // w, b (k + 1) // w). A plain pipeline has one team of one worker per stage. A replica is one pipeline of a
+bidirectional schedule; data-parallel copies are not part of a placement.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ Team = tuple[int, ...]
 
 
 class Rows(NamedTuple):
-    """A range of rows; how it is cut is said here, for plans and for runs."""
+    """A range of rows. Plans and runs split rows with these methods only."""
 
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of rows."""
         return self.stop - self.start
 
     def cut(self, index: int, count: int) -> Rows:
-        """Part `index` of `count`."""
+        """Returns part `index` of `count`."""
         size = self.stop - self.start
         return Rows(self.start + size * index // count, self.start + size * (index + 1) // count)
 
     def piece(self, piece: int, source: int, target: int) -> Rows:
-        """What goes from worker i of a team of `source` to worker j of a team of `target`; its number is i * target + j."""
+        """Returns the rows that worker i of a team of `source` sends to worker j of a team of `target`.
+
+        `piece` is i * target + j.
+        """
         i, j = divmod(piece, target)
         mine, theirs = self.cut(i, source), self.cut(j, target)
         start = max(mine.start, theirs.start)
@@ -41,7 +45,19 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """`teams[replica][stage]` is the tuple of teams that serve the stage; `rows` is the size of a microbatch (0: divisible)."""
+    """Which workers serve each stage of each replica.
+
+    Microbatch m of a stage runs on team `m mod len(teams)`. The workers of a team share its rows.
+
+    Args:
+        teams: `teams[replica][stage]` is the tuple of teams that serve the stage; a team is a tuple of workers.
+        rows: How many rows a microbatch has; 0 stands for a number that every team can divide.
+
+    Examples:
+        >>> from meshwright import Placement
+        >>> Placement.zigzag(2, legs=2).held
+        (((0, 0), (0, 3)), ((0, 1), (0, 2)))
+    """
 
     teams: tuple[tuple[tuple[Team, ...], ...], ...]
     rows: int = 0
@@ -53,17 +69,17 @@ class Placement:
 
     @classmethod
     def line(cls, workers: int) -> Placement:
-        """Stage s on worker s."""
+        """Places stage s on worker s."""
         return cls.of(lambda _, stage: stage, stages=workers)
 
     @classmethod
     def looped(cls, workers: int, *, chunks: int) -> Placement:
-        """Stages go round the workers `chunks` times: stage s on worker s mod D."""
+        """Places stage s on worker s mod D, so that the stages go around the workers `chunks` times."""
         return cls.of(lambda _, stage: stage % workers, stages=workers * chunks)
 
     @classmethod
     def zigzag(cls, workers: int, *, legs: int) -> Placement:
-        """Stages run down the workers, back up, and so on: two legs make a V."""
+        """Places stages down the workers, back up, and so on; two legs make a V."""
 
         def worker(_: int, stage: int) -> int:
             leg, step = divmod(stage, workers)
@@ -73,50 +89,50 @@ class Placement:
 
     @classmethod
     def mirrored(cls, workers: int) -> Placement:
-        """Two replicas in opposite directions: stage s of replica 1 on worker D - 1 - s."""
+        """Two replicas in opposite directions: stage s of replica 1 is on worker D - 1 - s."""
         return cls.of(lambda replica, stage: workers - 1 - stage if replica else stage, stages=workers, replicas=2)
 
     @property
     def replicas(self) -> int:
-        """How many copies of the pipeline there are."""
+        """The number of replicas of the pipeline."""
         return len(self.teams)
 
     @property
     def stages(self) -> int:
-        """How many stages a copy has."""
+        """The number of stages of a replica."""
         return len(self.teams[0])
 
     @cached_property
     def workers(self) -> int:
-        """How many workers there are."""
-        return 1 + max(worker for copy in self.teams for teams in copy for team in teams for worker in team)
+        """The number of workers."""
+        return 1 + max(worker for replica in self.teams for teams in replica for team in teams for worker in team)
 
     def team(self, replica: int, stage: int, mb: int) -> Team:
-        """The workers that share microbatch `mb` of a stage."""
+        """Returns the workers that share microbatch `mb` of a stage."""
         teams = self.teams[replica][stage]
         return teams[mb % len(teams)]
 
     @cached_property
     def held(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each worker the (replica, stage) pairs that it holds, in order."""
+        """For each worker, the (replica, stage) pairs that it holds, in order."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.workers)]
-        for replica, copy in enumerate(self.teams):
-            for stage, teams in enumerate(copy):
+        for replica, stages in enumerate(self.teams):
+            for stage, teams in enumerate(stages):
                 for worker in sorted({worker for team in teams for worker in team}):
                     found[worker].append((replica, stage))
         return tuple(tuple(pairs) for pairs in found)
 
     @cached_property
     def shares(self) -> int:
-        """A row count that every team can split: the given one, or the least that divides evenly."""
-        return self.rows or lcm(*(len(team) for copy in self.teams for teams in copy for team in teams))
+        """The number of rows used for splitting: `rows` if given, else the smallest number that every team divides."""
+        return self.rows or lcm(*(len(team) for replica in self.teams for teams in replica for team in teams))
 
     def rows_of(self, index: int, width: int) -> Rows:
-        """The rows of worker `index` in a team of `width`, of as many as every team can split."""
+        """Returns the rows of worker `index` in a team of `width`, out of `shares` rows."""
         return Rows(0, self.shares).cut(index, width)
 
     def pieces(self, source: Team, target: Team) -> tuple[tuple[int, int, int], ...]:
-        """What crosses from one team to the next: (piece, source worker, target worker), empty pieces left out."""
+        """Returns what one team sends to the next: (piece, source worker, target worker), without empty pieces."""
         if len(source) == len(target) == 1:
             return ((-1, source[0], target[0]),)
         whole = Rows(0, self.shares)
@@ -124,5 +140,5 @@ class Placement:
         return tuple(end for end in ends if whole.piece(end[0], len(source), len(target)).size)
 
     def piece_share(self, piece: int, source: Team, target: Team) -> float:
-        """Which fraction of a microbatch's rows a piece carries."""
+        """Returns the fraction of a microbatch's rows that a piece carries."""
         return 1.0 if piece < 0 else Rows(0, self.shares).piece(piece, len(source), len(target)).size / self.shares

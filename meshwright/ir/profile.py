@@ -1,4 +1,4 @@
-"""What a stage costs: one record per stage, seconds and bytes for one microbatch."""
+"""The cost of a stage: one record per stage, with seconds and bytes for one microbatch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,26 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Times and sizes of one stage. A backward is `input_s + weight_s`; `recompute_s > 0` says that the stage recomputes.
+    """What one stage costs for one microbatch: seconds and bytes.
 
-    `output_bytes` go forward over the boundary behind the stage, `gradient_bytes` come back over it.
+    Args:
+        forward_s: Seconds of a forward.
+        input_s: Seconds of the half of a backward that the previous stage waits for.
+        weight_s: Seconds of the other half, the gradient of the weights.
+        recompute_s: Seconds to recompute the forward. Above zero, the stage recomputes.
+        sync_s: Seconds to add up the gradients of its parameters.
+        activation_bytes: What a forward keeps for the backward.
+        output_bytes: What it sends to the next stage.
+        gradient_bytes: What comes back from the next stage.
+        parameter_bytes: Its parameters.
+
+    Raises:
+        MeshwrightError: A number is negative or not finite.
+
+    Examples:
+        >>> from meshwright import StageCost
+        >>> StageCost(forward_s=1.0, input_s=1.1, weight_s=0.9).backward_s
+        2.0
     """
 
     forward_s: float = 0.0
@@ -37,11 +54,11 @@ class StageCost:
 
     @property
     def backward_s(self) -> float:
-        """Both halves of a backward."""
+        """The time of both halves of a backward."""
         return self.input_s + self.weight_s
 
     def scaled(self, factor: float) -> StageCost:
-        """The cost of `factor` times as many layers."""
+        """Returns the cost of `factor` times as many layers."""
         return StageCost(**{name: value * factor for name, value in asdict(self).items()})
 
 
@@ -55,9 +72,28 @@ def even_costs(
     recompute_s: float = 0.0,
     sync_s: float = 0.0,
 ) -> tuple[StageCost, ...]:
-    """Equal stages from one worker's totals per microbatch: with D v stages on D workers a stage costs 1/v of them.
+    """Costs of equal stages, from the totals of one worker per microbatch.
 
-    Bytes are in units of what one worker holds: its activations of one microbatch, its parameters.
+    With v stages on each worker a stage costs 1/v of the totals, so schedules compare at equal work. Bytes are in units of
+    what one worker holds: its activations of one microbatch, and its parameters.
+
+    Args:
+        stages: How many stages there are.
+        workers: How many workers share them.
+        forward_s: Seconds of one worker's forward.
+        backward_s: Seconds of one worker's backward.
+        split: The ratio of the two halves of a backward.
+        recompute_s: Seconds of one worker's recompute. Above zero, every stage recomputes.
+        sync_s: Seconds to add up the gradients of one worker's parameters.
+
+    Returns:
+        One cost for each stage.
+
+    Examples:
+        >>> from meshwright import even_costs
+        >>> costs = even_costs(stages=8, workers=4)
+        >>> len(costs), costs[0].forward_s, costs[0].backward_s
+        (8, 0.5, 1.0)
     """
     share = workers / stages
     whole = StageCost(
@@ -73,14 +109,14 @@ def even_costs(
 
 
 def relative_costs(flops: Sequence[float]) -> tuple[StageCost, ...]:
-    """Costs from operations: a stage of average work costs one slot forward, and one for each half of its backward."""
+    """Costs from operation counts: an average stage takes one slot forward and one for each half of its backward."""
     mean = sum(flops) / len(flops)
-    shares = [max(each / mean, 1e-3) if mean > 0 else 1.0 for each in flops]  # whatever is there takes some time
+    shares = [max(each / mean, 1e-3) if mean > 0 else 1.0 for each in flops]  # every stage takes some time
     return tuple(StageCost(forward_s=share, input_s=share, weight_s=share) for share in shares)
 
 
 def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCost]:
-    """The costs of `stages` stages: those given, or equal parts of one slot each."""
+    """Returns `costs` after checking their number; one slot per forward and per half of a backward if there are none."""
     if costs is None:
         return (StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0),) * stages
     if len(costs) != stages:
@@ -91,22 +127,50 @@ def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCo
 
 
 def hop_s(costs: Sequence[StageCost], cluster: Cluster | None) -> float:
-    """What an order has to reckon with between two stages: the slowest message over the slowest link."""
+    """The delay between two stages that an order should expect: the slowest message over the slowest link."""
     return cluster.hop_s(size for c in costs for size in (c.output_bytes, c.gradient_bytes)) if cluster else 0.0
 
 
 def costs_to_json(costs: Sequence[StageCost]) -> str:
-    """The file form of stage costs."""
+    """Write the costs of stages as a file for `--costs`.
+
+    Args:
+        costs: One cost for each stage.
+
+    Returns:
+        JSON text.
+
+    Examples:
+        >>> from meshwright import costs_from_json, costs_to_json, even_costs
+        >>> costs = even_costs(stages=2, workers=2)
+        >>> costs_from_json(costs_to_json(costs)) == costs
+        True
+    """
     return json.dumps({"schema": SCHEMA, "stages": [asdict(cost) for cost in costs]}, indent=1)
 
 
 def costs_from_json(text: str) -> tuple[StageCost, ...]:
-    """Read stage costs: an object with `stages`, or a bare list of rows; a row may leave out what is zero."""
+    """Read the costs of stages.
+
+    Args:
+        text: JSON text: an object with `stages`, or a list of rows. A row may leave out what is zero.
+
+    Returns:
+        One cost for each stage. `gradient_bytes` is `output_bytes` where it is left out.
+
+    Raises:
+        MeshwrightError: The text is not a cost file, has no stages, or has a number that is not possible.
+
+    Examples:
+        >>> from meshwright import costs_from_json
+        >>> costs_from_json('[{"forward_s": 1.0, "output_bytes": 8}]')[0].gradient_bytes
+        8.0
+    """
     return costs_from(parsed(text, "a cost file"), "the cost file")
 
 
 def costs_from(data: object, what: str) -> tuple[StageCost, ...]:
-    """Stage costs from what a file held, or from Python: rows are mappings or `StageCost`."""
+    """Reads stage costs from parsed JSON or from Python; rows are mappings or `StageCost`."""
     keys = frozenset({"schema", "stages"})
     given = list(data) if isinstance(data, list | tuple) else None
     found = Reader(data, what, kind=None, schema=SCHEMA, keys=keys)("stages", rows) if given is None else given

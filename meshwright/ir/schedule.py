@@ -1,12 +1,12 @@
-"""A schedule: a placement and one ordered list of entries per worker; no times.
+"""A schedule: a placement and one ordered list of entries per worker, without times.
 
-It is prologue, period, drain. One period shifts the microbatches by N and the parameter version by one, so training of
-any length runs from it:
+A schedule has a prologue, a period and a drain. Each period advances the microbatches by N and the parameter version by one,
+so one period describes training of any length:
 
     lists = prologue + period + period shifted by 1 + ... + drain shifted by `repeats`
 
-A schedule with a flush is all period. One with forwards alone (evaluation) stays at one version. Sync units number the
-parameters: unit s is what stage s has for itself, unit `stages + i` is the i-th tie group, shared between the stages it names.
+A schedule with a flush is a period only. A forward-only schedule (evaluation) stays at one version. Parameters are numbered
+by sync units: unit s has the parameters of stage s alone; unit `stages + i` is tie group i, shared by the stages it names.
 """
 
 from __future__ import annotations
@@ -24,14 +24,25 @@ Lists = tuple[tuple[Entry, ...], ...]
 
 
 class Recompute(NamedTuple):
-    """How a stage gets back what its forward dropped: which share, and by its own R action (`early`) or inside B."""
+    """How a stage gets back what its forward did not keep.
+
+    Args:
+        share: The share of its layers that is recomputed, from 0 to 1.
+        early: True: by an action R of its own, before the backward. False: inside the backward.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("onef1b", workers=2, microbatches=2)
+        >>> mw.lower(schedule, recompute=[mw.Recompute(share=0.5), mw.Recompute(share=0.0)]).recompute[0].share
+        0.5
+    """
 
     share: float = 1.0
     early: bool = False
 
 
 class ChannelOrder(NamedTuple):
-    """The order in which the link between two workers carries messages: actions whose output or gradient goes over it."""
+    """The order of messages on the link between two workers, given by the actions that produce them."""
 
     workers: tuple[int, int]
     producers: tuple[Action, ...]
@@ -39,7 +50,37 @@ class ChannelOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every worker does, in which order. `microbatches` is per round; `lowered`: syncs and transfers are in."""
+    """Where stages live, and what every worker does in which order. There are no times in it.
+
+    It is a prologue, a period that repeats, and a drain. A schedule with a flush is all period. `meshwright.schedules.build`
+    makes one by name.
+
+    Args:
+        name: What it is called.
+        placement: Where the stages live.
+        microbatches: Microbatches of one round, that is of one update.
+        period: For each worker the entries that repeat.
+        prologue: For each worker the entries before the first period.
+        drain: For each worker the entries after the last period.
+        repeats: How many periods there are.
+        options: The options that it was built with.
+        parts: Into how many parts a microbatch is cut by rows.
+        ties: Groups of stages that share a parameter.
+        recompute: For each stage how it recomputes; None if nothing is settled.
+        turns: Pairs (writer, reader) of actions where the second waits for the first without a message.
+        channels: Orders of messages between two workers, where the schedule chooses them.
+        flush: Whether a step ends before the next one begins.
+        ring: Whether gradients are added up from worker to worker instead of by a collective.
+        norm: Whether a step has one global reduction for the norm of its gradient.
+        lowered: Whether syncs, updates, sends and receives are in the lists.
+        proof: The digest of what was proved, set by the proof.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("onef1b", workers=2, microbatches=2)
+        >>> print(*schedule.lists[0])
+        0F0 0F1 0B0 0B1
+    """
 
     name: str
     placement: Placement
@@ -59,11 +100,11 @@ class Schedule:
     norm: bool = False
     lowered: bool = False
     proof: str = field(default="", compare=False, repr=False)
-    """The digest of what was proved; a proof of other lists is none (`passes/check.py`)."""
+    """The digest of the lists that were proved. It is ignored if the lists have changed (`passes/check.py`)."""
 
     @cached_property
     def digest(self) -> str:
-        """A text that differs where schedules do, lists from tuples too: equal on all hosts, and cheap beside a proof."""
+        """A hash that differs between different schedules (also list vs tuple). Equal on all hosts; cheap next to a proof."""
         found = sha256(repr(replace(self, prologue=(), period=(), drain=())).encode())
         for segment in (self.prologue, self.period, self.drain):
             for entries in segment:
@@ -73,44 +114,44 @@ class Schedule:
         return found.hexdigest()
 
     def __getstate__(self) -> dict[str, object]:
-        """The fields alone: what a pickle brings computes its lists and its digest itself."""
+        """Pickles only the fields; the receiver computes lists and digest itself."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def workers(self) -> int:
-        """How many lists there are."""
+        """The number of workers, which is the number of lists."""
         return self.placement.workers
 
     @property
     def stages(self) -> int:
-        """How many stages a replica has."""
+        """The number of stages of a replica."""
         return self.placement.stages
 
     @property
     def units(self) -> int:
-        """How many sync units there are: one per stage and one per tie group."""
+        """The number of sync units: one per stage and one per tie group."""
         return self.stages + len(self.ties)
 
     @cached_property
     def units_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the units whose parameters it uses."""
+        """For each stage, the units whose parameters it uses."""
         return tuple(
             (stage, *(self.stages + i for i, tied in enumerate(self.ties) if stage in tied)) for stage in range(self.stages)
         )
 
     @cached_property
     def forward_only(self) -> bool:
-        """Is there nothing but forwards? Then nothing is kept for backwards, synced or updated."""
+        """True if all actions are forwards. Then nothing is saved for backwards, synced or updated."""
         ops = (action.op for lists in (self.prologue, self.period, self.drain) for entries in lists for action in walk(entries))
         return next(ops, None) is Op.F and all(op is Op.F for op in ops)
 
     def stages_of(self, unit: int) -> tuple[int, ...]:
-        """The stages that use a unit's parameters."""
+        """Returns the stages that use a unit's parameters."""
         return (unit,) if unit < self.stages else self.ties[unit - self.stages]
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For each unit the workers that hold its parameters."""
+        """For each unit, the workers that hold its parameters."""
         found: list[set[int]] = [set() for _ in range(self.units)]
         for worker, pairs in enumerate(self.placement.held):
             for _, stage in pairs:
@@ -120,7 +161,7 @@ class Schedule:
 
     @cached_property
     def lists(self) -> Lists:
-        """Everything in order, worker by worker: prologue, the periods, drain."""
+        """All entries of each worker in order: prologue, periods, drain."""
         if self.repeats == 1 and not self.prologue and not self.drain:
             return self.period
         count = self.workers
@@ -133,7 +174,7 @@ class Schedule:
 
     @cached_property
     def turn_edges(self) -> tuple[tuple[Action, Action], ...]:
-        """Control edges (writer, reader) of the whole run; an edge moves with its reader, and ends with the run."""
+        """Control edges (writer, reader) of the whole run. An edge repeats with its reader; edges past the end are dropped."""
         if not self.turns:
             return ()
         in_period = {action for entries in self.period for action in walk(entries)}
@@ -149,17 +190,17 @@ class Schedule:
 
     @cached_property
     def steps(self) -> int:
-        """How many rounds of microbatches the lists hold."""
+        """The number of rounds in the lists."""
         last = max((a.mb for entries in self.lists for entry in entries for a in actions(entry)), default=-1)
         return (last + self.microbatches) // self.microbatches
 
     def with_lists(self, lists: Lists) -> Schedule:
-        """The schedule with these lists as they stand; without a flush they are no period that could repeat."""
+        """Returns the schedule with these lists. Without a flush they become the prologue and do not repeat."""
         flat = replace(self, prologue=(), drain=(), turns=self.turn_edges)
         return replace(flat, period=lists, repeats=1) if self.flush else replace(flat, prologue=lists, period=(), repeats=0)
 
     def repeated(self, repeats: int) -> Schedule:
-        """The same schedule with another number of periods."""
+        """Returns the same schedule with another number of periods."""
         return replace(self, repeats=repeats)
 
     def _later(self, entries: tuple[Entry, ...], k: int) -> Iterable[Entry]:
@@ -167,12 +208,12 @@ class Schedule:
         return entries if k == 0 else (entry.shifted(mb, version) for entry in entries)
 
     def _shift(self, k: int) -> tuple[int, int]:
-        """By how many microbatches and versions the k-th period comes later."""
+        """Returns the shift of period k, in microbatches and versions."""
         return k * self.microbatches, 0 if self.forward_only else k
 
 
 def _plain(entry: Entry) -> str:
-    """An entry as numbers, quicker than its text."""
+    """Returns an entry as numbers; faster than its text form."""
     if type(entry) is Action:
         return " ".join(map(str, entry))
     if type(entry) is Transfer and type(entry.value) is Value:

@@ -1,4 +1,4 @@
-"""A schedule as a text grid: errors, terminal and tests all draw with it.
+"""Draws a schedule as a text grid for errors, the terminal and tests.
 
 0: F0 F1 .  B0 =  .  B1 =
 1: .  F0 B0 =  F1 B1 =  .
@@ -16,7 +16,7 @@ DIRECTIONS = "du"
 
 
 def label(entry: Entry, *, replicas: int = 1, stages: bool = False) -> str:
-    """A short name for a cell of the grid: F0, with the direction where there are two, with the stage where asked."""
+    """Returns a short name for a grid cell: F0, plus the direction if there are two replicas, plus the stage if asked."""
     if isinstance(entry, Cell):
         both = (label(entry.first, replicas=replicas, stages=stages), label(entry.second, replicas=replicas, stages=stages))
         return "+".join(both)
@@ -31,7 +31,7 @@ def label(entry: Entry, *, replicas: int = 1, stages: bool = False) -> str:
 
 
 def excerpt(lists: Lists, worker: int, index: int, *, around: int = 4, rows: int = 2) -> str:
-    """A few entries around one of them, on its worker and the neighbours, with an arrow under it."""
+    """Shows the entries around one entry, on its worker and the neighbours, with an arrow below it."""
     if not lists or worker >= len(lists):
         return ""
     lines = []
@@ -47,7 +47,7 @@ def excerpt(lists: Lists, worker: int, index: int, *, around: int = 4, rows: int
 
 
 def columns(cells: Sequence[Sequence[tuple[int, int, str]]], width: int) -> list[list[str]]:
-    """Rows of slots: cells are (first slot, slots, text); the rest of a cell says that it goes on, gaps that it is idle."""
+    """Returns rows of slots. Cells are (first slot, number of slots, text); later slots of a cell hold =, idle slots a dot."""
     table = []
     for row in cells:
         slots = [IDLE] * width

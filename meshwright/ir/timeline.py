@@ -1,7 +1,7 @@
-"""When everything happens, predicted or measured: spans on lanes, and memory over time.
+"""When each entry runs, predicted or measured: spans on lanes, and memory over time.
 
-Two objectives are kept apart: the flush makespan (one synchronous step, first start to last end) and the longest worker
-span (what zero-bubble papers report).
+There are two separate measures: the flush makespan (one synchronous step, from first start to last end) and the longest
+worker span (the number that zero-bubble papers report).
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ SCHEMA = 1
 
 
 class Lane(StrEnum):
-    """What a span occupies on its worker."""
+    """What a span occupies on its worker: compute, send, receive or a collective.
+
+    Examples:
+        >>> from meshwright import Lane
+        >>> [lane.value for lane in Lane]
+        ['compute', 'send', 'receive', 'collective']
+    """
 
     COMPUTE = "compute"
     SEND = "send"
@@ -32,7 +38,22 @@ class Lane(StrEnum):
 
 
 class Span(NamedTuple):
-    """An entry with its times on one worker."""
+    """An entry of a schedule with its times on one worker.
+
+    Args:
+        worker: The worker.
+        lane: What it occupies there.
+        entry: The action, cell or transfer.
+        start_s: When it starts, in seconds.
+        end_s: When it ends.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("gpipe", workers=2, microbatches=1)
+        >>> span = mw.simulate(schedule, mw.even_costs(stages=2, workers=2)).compute[1][0]
+        >>> str(span.entry), span.start_s, span.end_s
+        ('1F0', 1.0, 2.0)
+    """
 
     worker: int
     lane: Lane
@@ -42,7 +63,7 @@ class Span(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What a worker holds from `time_s` on: bytes, and activations in units of one worker's for one microbatch."""
+    """What a worker holds from `time_s` on: bytes, and activations (1 = one worker's activations of one microbatch)."""
 
     time_s: float
     bytes: float
@@ -51,7 +72,24 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all workers. `memory[worker]` and `parameter_copies[worker]` follow from the values that actions make and end."""
+    """When everything happens, simulated or measured, and what each worker holds.
+
+    Args:
+        schedule: The name of the schedule.
+        workers: How many workers there are.
+        spans: All entries with their times.
+        memory: For each worker its levels of memory over time; empty if unknown.
+        parameter_copies: For each worker how many copies of its parameters it holds; empty if unknown.
+        lower_bound_s: A makespan that no order can beat.
+        flush: Whether a step ends before the next one begins.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("onef1b", workers=4, microbatches=8)
+        >>> timeline = mw.simulate(schedule, mw.even_costs(stages=4, workers=4))
+        >>> timeline.makespan_s, round(timeline.bubble_ratio, 4), timeline.peak(0)
+        (33.0, 0.2727, 4.0)
+    """
 
     schedule: str
     workers: int
@@ -63,12 +101,12 @@ class Timeline:
 
     @cached_property
     def makespan_s(self) -> float:
-        """From zero to the end of the last span."""
+        """The time from zero to the end of the last span."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @cached_property
     def compute(self) -> tuple[tuple[Span, ...], ...]:
-        """For each worker what it computes, in order."""
+        """For each worker, its compute spans in order."""
         found: list[list[Span]] = [[] for _ in range(self.workers)]
         for span in self.spans:
             if span.lane is Lane.COMPUTE and _computes(span.entry):
@@ -76,33 +114,36 @@ class Timeline:
         return tuple(tuple(spans) for spans in found)
 
     def busy_s(self, worker: int, begin_s: float = 0.0, end_s: float = float("inf")) -> float:
-        """How long a worker computes, in a window or at all."""
+        """Returns how long a worker computes, in a window or in total."""
         inside = [s for s in self.compute[worker] if s.start_s < end_s and s.end_s > begin_s]
         return sum([min(s.end_s, end_s) - max(s.start_s, begin_s) for s in inside])
 
     @property
     def bubble_ratio(self) -> float:
-        """The share of the flush makespan in which workers do not compute; without a flush, between fill and drain."""
+        """The idle share of the flush makespan; without a flush, the idle share between fill and drain."""
         begin, end = (0.0, self.makespan_s) if self.flush else self.steady
         total = (end - begin) * self.workers
         return 1.0 - sum(self.busy_s(w, begin, end) for w in range(self.workers)) / total if total > 0 else 0.0
 
     @property
     def span_bubble_ratio(self) -> float:
-        """The share of the longest worker span, from its first action to its last, in which workers do not compute."""
+        """The idle share of the longest worker span (from a worker's first action to its last)."""
         longest = max((spans[-1].end_s - spans[0].start_s for spans in self.compute if spans), default=0.0)
         mean = sum(self.busy_s(w) for w in range(self.workers)) / self.workers
         return 1.0 - mean / longest if longest > 0 else 0.0
 
     @cached_property
     def steady(self) -> tuple[float, float]:
-        """Between fill and drain: from the last first backward to the first last forward; all of it where they cross."""
+        """The window between fill and drain, or the whole timeline if they overlap.
+
+        It starts when the last worker begins its first backward, and ends when the first worker finishes its last forward.
+        """
         begin = max(self._first(spans) for spans in self.compute)
         end = min(self._last(spans) for spans in self.compute)
         return (begin, end) if begin < end else (0.0, self.makespan_s)
 
     def peak(self, worker: int) -> float:
-        """The most activations that a worker holds at once, in units of one worker's for one microbatch."""
+        """The most activations that a worker holds at once (1 = one worker's activations of one microbatch)."""
         return max((level.activations for level in self.memory[worker]), default=0.0)
 
     def peak_bytes(self, worker: int) -> float:
@@ -116,7 +157,7 @@ class Timeline:
         return next((s.end_s for s in reversed(spans) if any(a.op is Op.F for a in actions(s.entry))), self.makespan_s)
 
     def to_json(self) -> str:
-        """The file form."""
+        """Returns the file form."""
         return json.dumps(
             {
                 "schema": SCHEMA,
@@ -133,19 +174,19 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Read the file form back."""
+        """Reads the file form."""
         read = Reader(parsed(text, "a timeline"), "a timeline", kind="timeline", schema=SCHEMA, keys=_KEYS)
         workers = read("workers", positive)
 
         def span(row: Any) -> Span:
             worker, lane, entry, start, end = rows(row)
             if count(worker) >= workers:
-                raise MeshwrightError(f"there is no worker {worker} of {workers}")
+                raise MeshwrightError(f"worker {worker} does not exist, there are {workers}")
             return Span(worker, Lane(reading.text(lane)), parse(reading.text(entry)), number(start), number(end))
 
         def each(values: list[Any], convert: Callable[[Any], Any]) -> tuple[Any, ...]:
             if len(values) not in (0, workers):
-                raise MeshwrightError(f"there are {workers} workers, and rows for {len(values)}")
+                raise MeshwrightError(f"there are {workers} workers, but rows for {len(values)}")
             return tuple(map(convert, values))
 
         return cls(
@@ -167,7 +208,7 @@ def _computes(entry: Entry) -> bool:
 
 
 def _level(row: Any) -> Level:
-    """Sums of bytes may miss zero by a rounding error, so that only finite numbers are asked for."""
+    """Reads a memory level. Rounding errors can make a byte count slightly negative, so any finite number is accepted."""
     found = Level(*(float(x) for x in rows(row) if isinstance(x, int | float) and not isinstance(x, bool)))
     if not all(map(isfinite, found)):
         raise MeshwrightError(f"{row!r} is not a level of memory")

@@ -1,1 +1,1 @@
-"""Schedule -> Schedule, pure: sync, recompute and comm add what a schedule has not placed; check proves the result."""
+"""Pure functions Schedule -> Schedule: they add sync, recompute and messages that a schedule lacks; check proves the result."""

@@ -1,8 +1,8 @@
-"""The proof: every law that a schedule must keep before anything runs.
+"""The proof: checks every law that a schedule must keep before anything runs.
 
-`check` first counts what is there (`laws.py`), lowers what is not lowered, runs the lists with every send, receive and
-collective blocking, and follows each copy of each value through that run. The first broken law comes back with the
-worker, the action, the reason and a small grid; nothing is raised.
+`check` first counts actions (`laws.py`), lowers the schedule if needed, runs the lists with every send, receive and
+collective blocking, and follows each copy of each value through that run. It does not raise: it returns the first broken law
+with the worker, the action, the reason and a small grid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,24 @@ from meshwright.passes.wellformed import faults
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The verdict: `ok`, or the law that is broken, by which action on which worker, and why."""
+    """The verdict of `check`.
+
+    Attributes:
+        ok: Whether every law holds.
+        law: The law that is broken; None if none is.
+        worker: The worker whose action breaks it.
+        action: That action, as text.
+        reason: Why it breaks the law.
+        picture: The lists around it, with an arrow.
+        peak_activations: For each worker the most microbatches whose activations it holds at once.
+        receive_depth: How many messages wait for one worker at most.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> result = mw.check(mw.schedules.build("onef1b", workers=4, microbatches=8))
+        >>> result.ok, result.peak_activations
+        (True, (4, 3, 2, 1))
+    """
 
     ok: bool
     law: str | None = None
@@ -50,10 +67,29 @@ class CheckResult:
 
 @no_collection()
 def check(schedule: Schedule) -> CheckResult:
-    """Prove a schedule, lowered or not, with its period repeated; never raises for anything that a schedule can contain."""
+    """Prove a schedule: no deadlock, and every value in its place.
+
+    Every send, receive and collective may block in list order and the schedule still ends. Every value exists where it is
+    read. Every weight gradient enters one reduction over exactly its contributors. A schedule that is not lowered is
+    lowered first; its period is checked so that it can repeat.
+
+    Args:
+        schedule: The schedule, lowered or not.
+
+    Returns:
+        The verdict. A broken law does not raise: it comes back with the worker, the action and the reason.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("gpipe", workers=2, microbatches=2)
+        >>> broken = schedule.with_lists((schedule.lists[0][1:], schedule.lists[1]))
+        >>> result = mw.check(broken)
+        >>> result.ok, result.worker, result.action
+        (False, 0, '0B0')
+    """
     if not isinstance(schedule, Schedule):
-        return CheckResult(False, Law.PLACEMENT.value, reason=f"this is no schedule but {type(schedule).__name__}")
-    for fault in faults(schedule):  # with no lists to draw
+        return CheckResult(False, Law.PLACEMENT.value, reason=f"this is not a schedule but {type(schedule).__name__}")
+    for fault in faults(schedule):  # there are no lists to draw
         return CheckResult(False, Law.PLACEMENT.value, reason=fault)
     result = _proved(schedule)
     if result.ok and schedule.period and not schedule.repeats:
@@ -63,9 +99,10 @@ def check(schedule: Schedule) -> CheckResult:
 
 
 def prove(schedule: Schedule) -> Schedule:
-    """The schedule with the digest of its proof, which travels with it; raises where a law is broken.
+    """Proves a schedule and returns it with the digest of its proof. Raises if a law is broken.
 
-    What carries a proof of itself is not proved again. `replace` keeps a proof, but it is one of other lists then.
+    A schedule that carries its own valid proof is not proved again. `dataclasses.replace` keeps the digest, but the digest no
+    longer matches changed lists.
     """
     if schedule.proof and schedule.proof == schedule.digest:
         return schedule
@@ -75,13 +112,13 @@ def prove(schedule: Schedule) -> Schedule:
 
 
 def refuse_unproved(schedule: Schedule) -> None:
-    """Raise where a schedule that comes lowered breaks a law; one that does not is lowered so that it keeps them."""
+    """Raises if an already lowered schedule breaks a law. Lowering itself makes schedules that keep the laws."""
     if schedule.lowered:
         prove(schedule)
 
 
 def _proved(schedule: Schedule) -> CheckResult:
-    """Structure, borders, then the blocking run."""
+    """Checks the structure, then the period borders, then the blocking run."""
     for violation in chain(structure(schedule), border(schedule)):
         return _broken(schedule, violation)
     try:
@@ -113,7 +150,7 @@ def _broken(schedule: Schedule, violation: Violation) -> CheckResult:
 
 
 class _Copies:
-    """Each worker's live values, followed through a run: one copy at most, made by write or receive, ended by its reader."""
+    """The live values of each worker during a run: at most one copy each, created by a write or a receive, ended by a read."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -176,18 +213,18 @@ class _Copies:
         return None
 
     def _uncarried(self, sender: int, receiver: int, value: Value, number: int) -> str | None:
-        """Why a value cannot go from one worker to another, if it cannot."""
+        """Returns why a value cannot be sent from one worker to another, or None if it can."""
         way = self.ways.get(value.kind)
         if way is None:
-            return f"{value} stays on its worker: {', '.join(self.ways)} go between workers here, {value.kind.value} does not"
+            return f"{value} stays on its worker: only {', '.join(self.ways)} are sent between workers here"
         if not way.relayed and number in self.came[sender]:
-            return f"worker {sender} has only received {value}, and {value.kind.value} goes from who makes it to who reads it"
+            return f"worker {sender} only received {value}; {value.kind.value} must be sent by the worker that makes it"
         if way.load is Load.BUFFER and receiver not in self.flow.schedule.holders[value.stage]:
-            return f"worker {receiver} does not hold unit {value.stage} and has no place for {value}"
+            return f"worker {receiver} does not hold unit {value.stage} and has no buffer for {value}"
         return None
 
     def _count(self, worker: int, index: int, made: int, ended: int) -> None:
-        """A worker's live activations; recompute and I turn one into another, which is no second one."""
+        """Counts a worker's live activations. R and I convert an activation, which does not add a second one."""
         swaps = sum(1 for a in actions(self.flow.lists[worker][index]) if a.op is Op.R or a.op is Op.I) if made and ended else 0
         self.peak[worker] = max(self.peak[worker], self.now[worker] + made - swaps)
         self.now[worker] += made - ended
@@ -204,20 +241,20 @@ class _Copies:
         if value.kind is Kind.PARAM:
             why = f"version {value.version} of unit {value.stage} does not exist there yet"
         elif any(value_id in values for values in self.flow.writes[worker][:index]):
-            why = "it has been used up by then"
+            why = "it has already been consumed"
         elif any(value_id in values for writes in self.flow.writes for values in writes):
             why = f"worker {worker} does not have it at that point"
         else:
-            why = "nobody makes it"
+            why = "no worker makes it"
         return Violation(law, worker, index, entry, f"{verb} {value}, but {why}")
 
     def leftover(self) -> Iterator[Violation]:
-        """At the end of a step with a flush nothing may be left but parameters and sums."""
+        """At the end of a step with a flush, only parameters and sums may be left."""
         for worker, live in enumerate(self.live):
             for value in live:
                 if self.ends[value]:
                     index = self._writer(worker, value)
-                    reason = f"makes {self.flow.values[value]}, which nobody uses"
+                    reason = f"makes {self.flow.values[value]}, which no worker uses"
                     yield Violation(Law.LEFTOVER, worker, index, self.flow.lists[worker][index], reason)
 
     def _writer(self, worker: int, value: int) -> int:
@@ -225,7 +262,7 @@ class _Copies:
 
 
 def _deadlock(schedule: Schedule, blocked: Blocked) -> Violation:
-    """The shortest ring of workers that wait for each other, or a worker that waits for one that has ended."""
+    """Returns the shortest cycle of workers that wait for each other, or a worker that waits for one that has finished."""
     lists = schedule.lists
     for worker, index in sorted(blocked.at.items()):
         ended = [peer for peer in blocked.waits_for[worker] if peer not in blocked.at]
@@ -248,7 +285,7 @@ def _law(entry: Entry) -> Law:
 
 
 def _crossed(entry: Entry, worker: int, blocked: Blocked, schedule: Schedule) -> str | None:
-    """Two workers at a message for each other in the same direction, but not at the same one."""
+    """Returns a reason if two workers are at messages to each other, one sending and one receiving, but of different values."""
     if not isinstance(entry, Transfer) or entry.peer not in blocked.at:
         return None
     other = schedule.lists[entry.peer][blocked.at[entry.peer]]
@@ -259,7 +296,7 @@ def _crossed(entry: Entry, worker: int, blocked: Blocked, schedule: Schedule) ->
 
 
 def _cycle(blocked: Blocked, start: int) -> list[int] | None:
-    """The shortest way from a worker back to itself along who waits for whom."""
+    """Returns the shortest cycle from a worker back to itself in the graph of who waits for whom."""
     parent: dict[int, int] = {}
     queue = deque([start])
     while queue:

@@ -1,10 +1,10 @@
-"""A schedule for evaluation: what is left of any schedule when only its forwards run.
+"""A schedule for evaluation: only the forwards of any schedule.
 
     0: F0 F1 F2 B0 F3 B1 ..          0: F0 F1 F2 F3 ..
     1: F0 F1 B0 F2 B1 F3 ..    ->    1: F0 F1 F2 F3 ..
     2: F0 B0 F1 B1 F2 B2 ..          2: F0 F1 F2 F3 ..
 
-Placement, replicas, parts and ties stay as they are, so that evaluation runs where training has put the parameters.
+Placement, replicas, parts and ties do not change, so evaluation runs where training has placed the parameters.
 """
 
 from __future__ import annotations
@@ -17,9 +17,20 @@ from meshwright.ir.schedule import Schedule
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, lowered or not, all with the parameters as they are; a period, so that it repeats.
+    """The forwards of a schedule, for evaluation.
 
-    Without a flush there is no step to keep: all microbatches of the run become one.
+    Stages stay where they are. Without a flush there is no step to keep: all microbatches of the run become one round.
+
+    Args:
+        schedule: The schedule, lowered or not.
+
+    Returns:
+        A schedule of forwards alone, not lowered.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> print(*mw.forward_only(mw.schedules.build("onef1b", workers=2, microbatches=3)).lists[0])
+        0F0 0F1 0F2
     """
     closed = schedule.flush and not schedule.prologue and not schedule.drain
     lists = schedule.period if closed else schedule.lists
@@ -42,7 +53,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def _forwards(entries: tuple[Entry, ...]) -> Iterator[Entry]:
-    """The forwards of a list; a cell of two stays a cell."""
+    """Yields the forwards of a list; a cell of two forwards stays a cell."""
     for entry in entries:
         found = [action._replace(version=0) for action in actions(entry) if action.op is Op.F]
         if len(found) == 2:

@@ -1,4 +1,4 @@
-"""The laws that can be seen by counting: who does what, how often, where, and in which order in its own list."""
+"""The laws that need only counting: which worker runs what, how often, where, and in which order in its own list."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Law", "Violation", "border", "broken", "refuse_broken", "structure"]
 
 PLAIN = frozenset({("", Op.F), ("F", Op.B), ("F", Op.I), ("FI", Op.W)})
 EARLY = frozenset({("", Op.F), ("F", Op.R), ("FR", Op.B), ("FR", Op.I), ("FRI", Op.W)})
-"""What may follow what a microbatch has done on a worker; `EARLY` where its stage recomputes by R actions."""
+"""(actions of a microbatch on a worker so far, the next op); `EARLY` if its stage recomputes with R actions."""
 
 Key = tuple[int, int, int, int]
 """(stage, replica, microbatch, part)."""
 
 
 def structure(schedule: Schedule) -> Iterator[Violation]:
-    """All laws that need no run, in the order in which they are easiest to understand."""
+    """Checks all laws that need no run, the easiest to understand first."""
     for fault in faults(schedule):
         yield Violation(Law.PLACEMENT, 0, 0, None, fault)
         return
@@ -41,7 +41,7 @@ def structure(schedule: Schedule) -> Iterator[Violation]:
 
 
 def refuse_broken(schedule: Schedule) -> None:
-    """Raise on the first law that is broken before anything runs: lowering needs what these laws promise."""
+    """Raises on the first structural law that is broken. Lowering relies on these laws."""
     for found in structure(schedule):
         raise broken(schedule, found.law.value, found.worker, found.entry, found.reason)
 
@@ -54,10 +54,10 @@ def _units(schedule: Schedule) -> Iterator[Violation]:
 
 def _shape(schedule: Schedule) -> Iterator[Violation]:
     if len(schedule.lists) != schedule.workers:
-        reason = f"the placement has {schedule.workers} workers, there are {len(schedule.lists)} lists"
+        reason = f"the placement has {schedule.workers} workers, but there are {len(schedule.lists)} lists"
         yield Violation(Law.PLACEMENT, 0, 0, None, reason)
     if schedule.recompute is not None and len(schedule.recompute) != schedule.stages:
-        reason = f"there are {schedule.stages} stages, recompute names {len(schedule.recompute)}"
+        reason = f"there are {schedule.stages} stages, but recompute has {len(schedule.recompute)}"
         yield Violation(Law.PLACEMENT, 0, 0, None, reason)
     for channel in schedule.channels:
         for a in channel.producers:
@@ -69,35 +69,36 @@ def _shape(schedule: Schedule) -> Iterator[Violation]:
                 yield Violation(Law.CHANNEL, channel.workers[0], 0, None, f"the channel {channel.workers} cannot carry {a}")
     yield from _halved(schedule)
     if not any(schedule.lists):
-        yield Violation(Law.ONCE, 0, 0, None, "there is nothing in any list")
+        yield Violation(Law.ONCE, 0, 0, None, "all lists are empty")
 
 
 def _halved(schedule: Schedule) -> Iterator[Violation]:
-    """Where parts of a given number of rows are shared by teams, what crosses in a part must be sent for the whole."""
+    """Teams split rows, also inside a part: a piece of a part may only be sent if that piece exists for the whole."""
     placement, parts = schedule.placement, schedule.parts
     if parts == 1 or not placement.rows:
         return
-    for copy in placement.teams:
-        for source, target in ((a, b) for before, behind in pairwise(copy) for a in before for b in behind):
+    for replica in placement.teams:
+        for source, target in ((a, b) for before, after in pairwise(replica) for a in before for b in after):
             sent = {piece for piece, *_ in placement.pieces(source, target)}
             for part in (Rows(0, placement.rows).cut(index, parts) for index in range(parts)):
                 pieces = range(len(source) * len(target)) if (len(source), len(target)) != (1, 1) else ()
                 for piece in pieces:
                     if piece not in sent and part.piece(piece, len(source), len(target)).size:
                         reason = (
-                            f"{parts} parts of {placement.rows} rows cross from team {source} to {target} otherwise than all rows"
+                            f"{parts} parts of {placement.rows} rows are split differently from all rows "
+                            f"between teams {source} and {target}"
                         )
                         yield Violation(Law.PLACEMENT, source[0], 0, None, reason)
                         return
 
 
 def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iterator[Violation]:
-    """Every action on a worker that holds its stage (for its microbatch), every index in range."""
+    """Every action is on a worker that holds its stage (for its microbatch), and every index is in range."""
     placement = schedule.placement
     parts = (NONE, *range(schedule.parts)) if schedule.parts > 1 else (NONE,)
-    alone = {pair for pair in placement.held[worker] if len(placement.teams[pair[0]][pair[1]]) == 1}
+    one_team = {pair for pair in placement.held[worker] if len(placement.teams[pair[0]][pair[1]]) == 1}
     for index, entry in enumerate(entries):
-        if type(entry) is Action and (entry.replica, entry.stage) in alone and entry.part == NONE and entry.op in COMPUTE:
+        if type(entry) is Action and (entry.replica, entry.stage) in one_team and entry.part == NONE and entry.op in COMPUTE:
             continue
         if isinstance(entry, Transfer):
             if not schedule.lowered:
@@ -106,7 +107,7 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
                 yield Violation(Law.PLACEMENT, worker, index, entry, f"there is no other worker {entry.peer}")
             continue
         if isinstance(entry, Cell) and not all(action.op in COMPUTE for action in entry):
-            yield Violation(Law.PLACEMENT, worker, index, entry, "a cell overlaps two computations, nothing else")
+            yield Violation(Law.PLACEMENT, worker, index, entry, "a cell overlaps two computations, and nothing else")
         for action in actions(entry):
             if action.op in COMPUTE:
                 in_range = 0 <= action.stage < schedule.stages and 0 <= action.replica < placement.replicas
@@ -117,7 +118,7 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
                     where = " and ".join(map(str, team))
                     yield Violation(Law.PLACEMENT, worker, index, entry, f"{action} belongs on worker {where}")
             elif action.op is Op.G:
-                yield Violation(Law.PLACEMENT, worker, index, entry, "parameters are whole here, nothing is gathered")
+                yield Violation(Law.PLACEMENT, worker, index, entry, "parameters are not sharded here, so nothing is gathered")
             elif action.op is not Op.N and (
                 not 0 <= action.stage < schedule.units or worker not in schedule.holders[action.stage]
             ):
@@ -125,7 +126,7 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
 
 
 def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iterator[Violation]:
-    """Per (stage, replica, microbatch, part): F, then R where it is early, then B or I and W, each once and at one version."""
+    """Per (stage, replica, microbatch, part): F, then R if it is early, then B, or I and W; each once, all at one version."""
     recompute = schedule.recompute or ()
     halves = tuple(range(schedule.parts)) if schedule.parts > 1 else (NONE,)
     one_version, microbatches = schedule.flush and not schedule.forward_only, schedule.microbatches
@@ -137,7 +138,7 @@ def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -
             if action.op not in COMPUTE:
                 continue
             if one_version and action.version < (round_ := action.mb // microbatches):
-                reason = f"reads version {action.version} in round {round_}: with a flush there is only version {round_} by then"
+                reason = f"reads version {action.version} in round {round_}: with a flush only version {round_} exists then"
                 yield Violation(Law.VERSION, worker, index, entry, reason)
             parts = halves if action.part == NONE and schedule.parts > 1 else (action.part,)
             for part in parts:
@@ -161,23 +162,23 @@ def _microbatches(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -
 
 
 def _why_not(before: str, action: Action, early: bool) -> str:
-    """Why this action cannot follow what its microbatch has done on the worker."""
+    """Returns why this action cannot come after what its microbatch has done on the worker."""
     op = action.op
     if op.value in before:
         return f"{action} comes twice"
     if op is Op.R and not early:
-        return f"stage {action.stage} does not recompute by actions of its own"
+        return f"stage {action.stage} does not recompute with R actions"
     if op is Op.W:
         return "its I must come before it"
     if "B" in before or "I" in before:
-        return "its backward has been done"
+        return "its backward is already done"
     if op is Op.F:
         return f"it comes after {before}"
     return "its recompute must come before it" if early and before == "F" else "its forward must come before it"
 
 
 def _complete(schedule: Schedule) -> Iterator[Violation]:
-    """Every microbatch of every round runs on one replica, on all stages, on every worker of its team, at one version a stage."""
+    """Every microbatch runs on one replica, on all stages, on every worker of its team, and reads one version per stage."""
     placement = schedule.placement
     halves = range(schedule.parts) if schedule.parts > 1 else (NONE,)
     seen: set[tuple[int, int, int, int, int]] = set()
@@ -189,10 +190,10 @@ def _complete(schedule: Schedule) -> Iterator[Violation]:
                 if action.op is not Op.F:
                     continue
                 if replica_of.setdefault(action.mb, action.replica) != action.replica:
-                    reason = f"microbatch {action.mb} runs on replica {replica_of[action.mb]} already"
+                    reason = f"microbatch {action.mb} already runs on replica {replica_of[action.mb]}"
                     yield Violation(Law.ONCE, worker, index, entry, reason)
                 if (first := version_of.setdefault((action.stage, action.mb), action.version)) != action.version:
-                    reason = f"reads version {action.version}, and other rows of microbatch {action.mb} read {first} there"
+                    reason = f"reads version {action.version}, but other rows of microbatch {action.mb} read {first} there"
                     yield Violation(Law.VERSION, worker, index, entry, reason)
                 for part in (action.part,) if action.part != NONE or schedule.parts == 1 else halves:
                     seen.add((worker, action.stage, action.replica, action.mb, part))
@@ -210,7 +211,7 @@ def _complete(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _turns(schedule: Schedule) -> Iterator[Violation]:
-    """Both ends of a turn are there, but for those of rounds that this run does not reach: a turn ends with its run."""
+    """Both actions of a turn exist, except in rounds that this run does not reach."""
     if not schedule.turns:
         return
     given = (schedule.lists, schedule.prologue, schedule.period, schedule.drain)
@@ -219,11 +220,12 @@ def _turns(schedule: Schedule) -> Iterator[Violation]:
         for action in turn:
             round_ = action.mb // schedule.microbatches if action.op in COMPUTE else action.version
             if action not in there and round_ < schedule.steps:
-                yield Violation(Law.READ, 0, 0, action, f"the turn from {turn[0]} to {turn[1]} names {action}, which nobody runs")
+                reason = f"the turn from {turn[0]} to {turn[1]} names {action}, which no worker runs"
+                yield Violation(Law.READ, 0, 0, action, reason)
 
 
 def border(schedule: Schedule) -> Iterator[Violation]:
-    """What is alive between prologue and period is, one period later, what is alive behind the period."""
+    """The values alive after the period are those alive before it, shifted by one period."""
     if schedule.lowered or not schedule.prologue or not schedule.period or not schedule.repeats:
         return
     of = rule(schedule)
@@ -238,7 +240,7 @@ def border(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _alive(of: object, worker: int, parts: Lists) -> set[Value]:
-    """The activations that a run of lists leaves on its worker."""
+    """Returns the activations that are alive on a worker after these lists."""
     alive: set[Value] = set()
     for entry in (entry for entries in parts for entry in entries):
         effect = of(worker, entry)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""From what a schedule says to what runs: recompute, then sync and updates, then sends and receives."""
+"""Lowering: adds recompute, then sync and updates, then sends and receives to a schedule."""
 
 from __future__ import annotations
 
@@ -35,7 +35,25 @@ def lower(
 ) -> Schedule:
     """Add what a schedule has not placed: recompute, gradient sync, updates, sends and receives.
 
-    Costs, where known, choose the best of the safe orders. A period with a flush is lowered once and repeated.
+    A period with a flush is lowered once and repeated.
+
+    Args:
+        schedule: The schedule. One that is lowered already is returned as it is.
+        sync: When gradients are added up: `lazy`, `eager`, `eager-opt` or `ring`.
+        recompute: `none`, `inline`, `early`, or a `Recompute` for each stage; None keeps what the schedule says.
+        costs: One cost for each stage. They choose the best of the safe orders of messages.
+        cluster: The links between workers, for the same purpose.
+
+    Returns:
+        The lowered schedule, which `check`, `simulate` and the runtime take as it is.
+
+    Raises:
+        MeshwrightError: The schedule breaks a law, so that it cannot be lowered.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> print(*mw.lower(mw.schedules.build("gpipe", workers=2, microbatches=1)).lists[0])
+        0F0 0act0>1 0grad0<1 0B0 0S N 0U
     """
     if schedule.lowered:
         return schedule
@@ -48,14 +66,14 @@ def lower(
     short = lowered(schedule)
     try:
         return folded(short, lowered(schedule.repeated(schedule.repeats + 1)))
-    except MeshwrightError:  # its period is all there is: it does not repeat
+    except MeshwrightError:  # a single period that cannot repeat
         return short
 
 
 def folded(short: Schedule, long: Schedule) -> Schedule:
-    """The shorter of two lowered schedules that differ by one period, with that period found in it and ready to repeat.
+    """Finds the period in the shorter of two lowered schedules that differ by one period, and makes it repeatable.
 
-    On every worker the longer list must be the shorter one with a period put in, and all behind it one round later.
+    On every worker, the longer list must be the shorter one with a period inserted and everything after it one round later.
     """
     prologue, period, drain = [], [], []
     for a, b in zip(short.lists, long.lists, strict=True):
@@ -81,13 +99,13 @@ def lowered_flow(
     cluster: Cluster | None = None,
     checked: bool = False,
 ) -> Flow:
-    """The lowered schedule with its effects, asked for once; `checked` says that its structure has been."""
+    """Returns the lowered schedule with its effects. `checked=True` skips the check of the structure."""
     if not checked:
         refuse_broken(schedule)
     if schedule.lowered:
         return Flow.of(schedule)
     if recompute is not None and schedule.recompute is not None:
-        raise MeshwrightError(f"{schedule.name} has settled its recompute itself", fix="lower it without recompute=")
+        raise MeshwrightError(f"{schedule.name} sets its recompute itself", fix="lower it without recompute=")
     if schedule.recompute is None and recompute is None and costs is not None and any(cost.recompute_s > 0 for cost in costs):
         recompute = [Recompute(1.0 if cost.recompute_s > 0 else 0.0) for cost in costs]
     closed = schedule.flush and not schedule.prologue and not schedule.drain
@@ -109,21 +127,21 @@ def lowered_flow(
 
 
 class _Clock:
-    """Times for the linear order: entries on their workers, messages on the way, or on a channel that has its own list."""
+    """Times for the linear order: of entries on workers, of messages between workers, or on a channel with its own list."""
 
     def __init__(self, price: Price, flow: Flow) -> None:
         self.price, self.values, self.workers = price, flow.values, flow.schedule.workers
         self.channels = flow.schedule.channels
 
     def duration(self, worker: int, entry: Entry) -> float:
-        """How long an entry occupies its worker, or a message its channel."""
+        """Returns how long an entry occupies its worker, or a message its channel."""
         if not isinstance(entry, Transfer):
             return self.price.entry_s(worker, entry)
         ends = self.channels[worker - self.workers].workers
         return self.price.message_s(entry.value, ends[0] if entry.peer == ends[1] else ends[1], entry.peer)[0]
 
     def delay(self, value: int, source: int, target: int) -> float:
-        """How long a value is on its way; what a channel carries is only late by its latency."""
+        """Returns the travel time of a value. A value carried by a channel is only delayed by the latency."""
         if target >= self.workers:
             return 0.0
         if source >= self.workers:
@@ -133,7 +151,7 @@ class _Clock:
 
 
 def named(kind: type[Choice], text: str) -> Choice:
-    """A member of a closed set by what users call it."""
+    """Returns the enum member with this value; raises with the known values."""
     try:
         return kind(text)
     except ValueError:

@@ -1,12 +1,12 @@
-"""Sends and receives, placed so that even blocking ones cannot get stuck.
+"""Places sends and receives so that even blocking ones cannot deadlock.
 
-Both ends of a message stand at one point of a linear order of everything: running the lists in that order never finds a
+Both ends of a message are placed at one point of a linear order of all entries. Running the lists in that order never finds a
 partner missing. "Send after the producer, receive before the reader" does not have this property.
 
-The point is right after the producer, but not before the last but one message of the same channel (source, destination,
-kind) has been read: so at most two wait unread at the receiver, and the value stays with its sender so long. A value
-with several readers is handed on from reader to reader, after the one before has used it. Where a schedule orders a
-channel itself, the channel takes part in the linear order like a worker, and its messages stand where it carries them.
+The point is right after the producer, but not before the second to last message of the same channel (source, target, kind)
+has been read. So at most two messages wait unread at the receiver, and until then the value stays on its sender. A value with
+several readers is passed on from reader to reader, after the previous one has used it. If a schedule orders a channel itself,
+the channel takes part in the linear order like a worker, and its messages are placed where it carries them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from meshwright.ir.analysis.order import JOINT, Flow, Sweep, sweep
 from meshwright.ir.schedule import Schedule
 
 OUTSTANDING = 2
-"""How many messages of a channel may wait unread at the receiver."""
+"""The most messages of a channel that may wait unread at the receiver."""
 
 Duration = Callable[[int, Entry], float]
 Delay = Callable[[int, int, int], float]
 
 
 def comm(schedule: Schedule, *, flow: Flow | None = None, duration: Duration | None = None, delay: Delay | None = None) -> Flow:
-    """Add sends and receives to lists of compute, syncs and updates; times only choose among safe orders.
+    """Adds sends and receives to lists of compute, syncs and updates. Times only choose among safe orders.
 
-    The result is the lowered schedule with its effects: those of the entries are taken over, not asked for again.
+    Returns the lowered schedule with its effects. The effects of existing entries are reused, not recomputed.
     """
     flow = flow or Flow.of(schedule)
     carried = _with_channels(flow) if schedule.channels else flow
@@ -59,13 +59,13 @@ def comm(schedule: Schedule, *, flow: Flow | None = None, duration: Duration | N
 
 
 def _messages(flow: Flow, order: Sweep) -> dict[int, list[tuple[int, int, int]]]:
-    """For each position of the linear order the messages (value, source, target) that stand right behind it."""
+    """For each position of the linear order, the messages (value, source, target) placed right after it."""
     read_at: dict[tuple[int, int, Kind], list[int]] = {}
     after: dict[int, list[tuple[int, int, int]]] = {}
     for produced, value, source, target, read in _hops(flow, order):
         reads = read_at.setdefault((source, target, flow.values[value].kind), [])
         point = max(produced, reads[-OUTSTANDING]) if len(reads) >= OUTSTANDING else produced
-        if point >= read:  # one action reads more of this channel than may wait
+        if point >= read:  # one action reads more messages of this channel than may wait
             point = produced
         reads.append(read)
         after.setdefault(point, []).append((value, source, target))
@@ -80,7 +80,7 @@ def _messages(flow: Flow, order: Sweep) -> dict[int, list[tuple[int, int, int]]]
 
 
 def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
-    """Every message as (position of who has it, value, source, target, position of its first reader there), by reader."""
+    """Every message as (position where it is available, value, source, target, position of its first reader), by reader."""
     holder: list[int] = [-1] * len(flow.values)
     since: list[int] = [0] * len(flow.values)
     made: list[int] = [0] * len(flow.values)
@@ -106,7 +106,7 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
                 if worker not in had:
                     hops.append((since[value] if since[value] < read else made[value], value, source, worker, read))
                     had.add(worker)
-            if relayed[value] and not joint:  # a collective has no before and after among its members
+            if relayed[value] and not joint:  # the members of a collective have no order among themselves
                 holder[value], made[value] = worker, position
                 since[value] = ends[worker][_last_use(flow, worker, index)]
         for value in flow.writes[worker][index]:
@@ -115,17 +115,17 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
 
 
 def _last_use(flow: Flow, worker: int, index: int) -> int:
-    """The index behind which a reader hands a value on: an update's own forward comes first."""
+    """Returns the index after which a reader passes a value on: after an update, its own forward runs first."""
     entries = flow.lists[worker]
     if index + 1 < len(entries) and isinstance(update := entries[index], Action) and update.op is Op.U:
-        behind = entries[index + 1]
-        if isinstance(behind, Action) and behind.op is Op.F and behind.stage == update.stage:
+        following = entries[index + 1]
+        if isinstance(following, Action) and following.op is Op.F and following.stage == update.stage:
             return index + 1
     return index
 
 
 def _with_channels(flow: Flow) -> Flow:
-    """The flow with a list per ordered channel, which turns a value at its producer into one at its reader."""
+    """Returns the flow with one more list per ordered channel, which moves a value from its producer to its reader."""
     schedule, placement = flow.schedule, flow.schedule.placement
     lists, reads, writes, values = list(flow.lists), list(flow.reads), list(flow.writes), list(flow.values)
     for channel in schedule.channels:
@@ -152,7 +152,7 @@ def _with_channels(flow: Flow) -> Flow:
 
 
 class StuckError(MeshwrightError):
-    """A schedule whose lists wait for each other; `entry` on `worker` is one that waits, in lists that lowering has added to."""
+    """The lists of a schedule wait for each other; `entry` on `worker` waits. `schedule` may already be partly lowered."""
 
     def __init__(self, what: str, worker: int, entry: Entry, schedule: Schedule) -> None:
         super().__init__(what, fix="meshwright check shows the place on a grid")
@@ -160,7 +160,7 @@ class StuckError(MeshwrightError):
 
 
 def stuck_error(schedule: Schedule, flow: Flow, order: Sweep) -> StuckError:
-    """What a schedule that cannot run to its end waits for."""
+    """Builds the error for a schedule that cannot finish; says what it waits for."""
     stuck = {worker: index for worker, index in order.stuck.items() if worker < schedule.workers}
     worker, index = min(stuck.items(), key=lambda item: (item[1], item[0]))
     entry = schedule.lists[worker][index]

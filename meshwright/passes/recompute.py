@@ -1,4 +1,4 @@
-"""Which stages recompute: inside the backward, or early by an R action that needs no gradient."""
+"""Which stages recompute: inside the backward, or early in an R action that needs no gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.passes.wellformed import recompute_faults
 
 
 class Mode(StrEnum):
-    """What every stage does, where it is not said stage by stage."""
+    """The default for all stages, if recompute is not given per stage."""
 
     NONE = "none"
     INLINE = "inline"
@@ -21,7 +21,7 @@ class Mode(StrEnum):
 
 
 def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> Schedule:
-    """Settle recompute for every stage and place R actions where it is early; a schedule that has decided stays as it is."""
+    """Sets recompute for every stage and adds R actions where it is early. Keeps a schedule that already sets its recompute."""
     if schedule.recompute is not None or choice is None:
         return schedule
     if isinstance(choice, Mode):
@@ -34,7 +34,7 @@ def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> 
             f"recompute cannot be {choice!r}", fix=f"{', '.join(Mode)}, or one Recompute(share, early) per stage"
         )
     if len(chosen) != schedule.stages:
-        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, recompute names {len(chosen)}")
+        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, but recompute has {len(chosen)}")
     for fault in recompute_faults(chosen):
         raise MeshwrightError(f"{schedule.name}: {fault}", fix="Recompute(1.0) for all of a stage, Recompute(0.0) for nothing")
     early = {stage for stage, how in enumerate(chosen) if how.early and how.share > 0}

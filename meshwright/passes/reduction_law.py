@@ -1,7 +1,7 @@
-"""The law of reductions: every weight gradient enters exactly one, over exactly its contributors, and all holders get the sum.
+"""The reduction law: every weight gradient enters exactly one reduction over all contributors, and all holders get the sum.
 
-`reduced` follows the gradients through a run of one copy: through collectives, along rings, into the updates.
-`group_faults` proves the groups of ranks (`ir/analysis/reduction_groups.py`) that add up over all copies.
+`reduced` follows the gradients through a run of one data-parallel copy: through collectives, along rings, into the updates.
+`group_faults` checks the groups of ranks (`ir/analysis/reduction_groups.py`) that sum over all data-parallel copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENDS = (Op.S, Op.U)
 
 
 def reduced(flow: Flow, events: Iterable[tuple[Place, ...]]) -> Iterator[Violation]:
-    """Every update reads a sum of all weight gradients of its unit and round, each once."""
+    """Every update reads the sum of all weight gradients of its unit and round, each added once."""
     count, lists = flow.schedule.microbatches, flow.lists
     wanted: dict[tuple[int, int], set[int]] = defaultdict(set)
     for number, value in [(n, v) for n, v in enumerate(flow.values) if v[0] is Kind.WGRAD]:
@@ -38,12 +38,12 @@ def reduced(flow: Flow, events: Iterable[tuple[Place, ...]]) -> Iterator[Violati
             found = next((inside.get(n, set()) for n in flow.reads[worker][index] if flow.values[n].kind is Kind.SUM), set())
             if odd := sorted(wanted[entry.stage, entry.version] ^ found):
                 how = "without" if odd[0] in wanted[entry.stage, entry.version] else "with"
-                reason = f"updates with a sum {how} {flow.values[odd[0]]}, and {len(odd) - 1} more are wrong"
+                reason = f"updates with a sum {how} {flow.values[odd[0]]}; {len(odd) - 1} more are wrong"
                 yield Violation(Law.REDUCTION, worker, index, entry, reason)
 
 
 def _add(flow: Flow, event: tuple[Place, ...], entry: Action, inside: dict[int, set[int]]) -> Iterator[Violation]:
-    """What a sync adds up: the gradients of all who issue it together, and what a ring has so far."""
+    """Adds the gradients of all workers that issue a sync together, and the partial sum of a ring."""
     total: set[int] = set()
     for worker, index in event:
         for number in flow.reads[worker][index]:
@@ -60,7 +60,7 @@ def _add(flow: Flow, event: tuple[Place, ...], entry: Action, inside: dict[int, 
 
 
 def group_faults(schedule: Schedule, copies: int, groups: Groups) -> Iterator[str]:
-    """What is wrong with groups of ranks: who adds and is not in one, who gets no sum, who is counted twice."""
+    """Yields what is wrong with the groups: a contributor or a holder that is missing, or a rank that is counted twice."""
     if schedule.forward_only:
         return
     adds = contributions(schedule)
@@ -78,16 +78,16 @@ def group_faults(schedule: Schedule, copies: int, groups: Groups) -> Iterator[st
             found = next((group for group in of_unit if set(group) & set(ranks)), ())
             yield from _unequal(schedule, unit, set(ranks), set(found), {w for w, u, _ in adds if u == unit})
         if more := sorted({rank for group in of_unit for rank in group} - {rank for ranks in needed for rank in ranks}):
-            yield f"rank {more[0]} is in a group of unit {unit}, which it has nothing to do with"
+            yield f"rank {more[0]} is in a group of unit {unit} but does not belong there"
 
 
 def _unequal(schedule: Schedule, unit: int, wanted: set[int], found: set[int], adding: set[int]) -> Iterator[str]:
     for rank in sorted(wanted - found):
         role = "adds to" if rank % schedule.workers in adding else "holds"
-        yield f"rank {rank} {role} unit {unit} and is missing in its group {tuple(sorted(found))}"
+        yield f"rank {rank} {role} unit {unit} but is missing in its group {tuple(sorted(found))}"
 
 
 def refuse_groups(schedule: Schedule, copies: int, groups: Groups) -> None:
-    """Raise on the first fault of the groups that a run is about to make."""
+    """Raises on the first fault of the groups that a run is about to create."""
     for fault in group_faults(schedule, copies, groups):
         raise broken(schedule, Law.REDUCTION.value, None, None, fault)

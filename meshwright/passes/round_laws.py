@@ -1,4 +1,4 @@
-"""The laws of a round: S, N and U once on all who need them, and what lowering may do to a schedule."""
+"""The laws of a round: S, N and U run once on every worker that needs them; and lowering keeps all entries."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.ir.schedule import Schedule
 from meshwright.passes.violation import Law, LawError, Violation
 
 Counts = dict[Op, Counter[tuple[int, int, int]]]
-"""How often each op comes, by (worker, unit, round)."""
+"""How often each op occurs, by (worker, unit, round)."""
 
 
 def rounds(schedule: Schedule) -> Iterator[Violation]:
-    """S and U once per unit and round on every holder, N once per round on every worker; all or none of each."""
+    """S and U run once per unit and round on every holder, N once per round on every worker; each op on all or none."""
     if schedule.forward_only:
         return
     counts: Counts = defaultdict(Counter)
@@ -29,7 +29,7 @@ def rounds(schedule: Schedule) -> Iterator[Violation]:
                 elif entry.version >= schedule.steps:
                     yield Violation(Law.ONCE, worker, index, entry, f"there are {schedule.steps} rounds")
                 elif entry.op is Op.U and entry.version < norm:
-                    reason = f"comes after the reduction of round {norm}, which has taken the place of that of {entry.version}"
+                    reason = f"comes after the reduction of round {norm}, which has replaced that of round {entry.version}"
                     yield Violation(Law.ORDER, worker, index, entry, reason)
                 norm = entry.version if entry.op is Op.N else norm
     yield from _units(schedule, counts)
@@ -37,7 +37,7 @@ def rounds(schedule: Schedule) -> Iterator[Violation]:
         worker = next(iter(counts[Op.N]))[0]
         given = schedule.lists[worker]
         index = next(at for at, entry in enumerate(given) if isinstance(entry, Action) and entry.op is Op.N)
-        reason = "the schedule has norm=False, and what clips by the norm of all gradients asks for that"
+        reason = "the schedule has norm=False, but gradient clipping relies on that flag"
         yield Violation(Law.ONCE, worker, index, given[index], reason)
     if counts[Op.N] or schedule.norm:
         for worker in range(schedule.workers):
@@ -47,13 +47,13 @@ def rounds(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _units(schedule: Schedule, counts: Counts) -> Iterator[Violation]:
-    """S and U of every unit, where there are any or all must be there; in a ring S where there is something to add."""
+    """If S or U occurs at all, or the schedule is lowered, every unit needs it; in a ring, S only where gradients exist."""
     wanted = [op for op in (Op.S, Op.U) if counts[op] or schedule.lowered]
     adds = contributions(schedule) if schedule.ring else set()
     for op in wanted:
         for unit, workers in enumerate(schedule.holders):
             if unit >= schedule.stages and not schedule.lowered and all(key[1] != unit for key in counts[op]):
-                continue  # a schedule knows its stages; lowering adds what tie groups need
+                continue  # a schedule names its stages; lowering adds the tie groups
             for worker in workers:
                 for round_ in range(schedule.steps):
                     action = Action(op, unit, version=round_)
@@ -62,7 +62,7 @@ def _units(schedule: Schedule, counts: Counts) -> Iterator[Violation]:
                         yield _missing(action, worker)
                     elif not needed and counts[op][worker, unit, round_]:
                         index = schedule.lists[worker].index(action)
-                        reason = f"worker {worker} has nothing to add to {action}, and a ring goes through those alone that have"
+                        reason = f"worker {worker} has nothing to add to {action}; a ring contains contributors only"
                         yield Violation(Law.ONCE, worker, index, action, reason)
 
 
@@ -71,8 +71,8 @@ def _missing(action: Action, worker: int) -> Violation:
 
 
 def refuse_lost(before: Schedule, after: Schedule) -> None:
-    """Raise where lowering has lost or moved an entry, or left a round incomplete: the laws hold for what runs."""
-    loses_syncs = after.ring and not before.ring  # those of workers that have nothing to add
+    """Raises if lowering lost or moved an entry, or left a round incomplete."""
+    loses_syncs = after.ring and not before.ring  # a ring has no syncs on workers without gradients
     for worker, (old, new) in enumerate(zip(before.lists, after.lists, strict=True)):
         rest: Iterator[Entry] = iter(new)
         for entry in (entry for entry in old if not (loses_syncs and isinstance(entry, Action) and entry.op is Op.S)):
@@ -84,7 +84,7 @@ def refuse_lost(before: Schedule, after: Schedule) -> None:
 
 
 def only_contributors(schedule: Schedule) -> Schedule:
-    """A schedule that becomes a ring: without the syncs of workers that have nothing to add."""
+    """Removes the syncs of workers that have nothing to add, for a schedule that becomes a ring."""
     adds = contributions(schedule)
 
     def kept(worker: int, entry: Entry) -> bool:
@@ -95,7 +95,7 @@ def only_contributors(schedule: Schedule) -> Schedule:
 
 
 def contributions(schedule: Schedule) -> set[tuple[int, int, int]]:
-    """(worker, unit, round) where a worker has a gradient to add to a ring; the others of the unit only get the sum."""
+    """Returns (worker, unit, round) for every worker that has a gradient to add. Other holders only receive the sum."""
     return {
         (worker, unit, action.mb // schedule.microbatches)
         for worker, entries in enumerate(schedule.lists)

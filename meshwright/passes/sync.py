@@ -1,14 +1,14 @@
-"""Gradient sync and updates, where a schedule has not placed them itself.
+"""Adds gradient syncs and updates that a schedule has not placed itself.
 
 lazy       every sync after all compute of the step
 eager      a unit's sync as soon as the last of its holders has its last gradient
-eager-opt  eager only where each holder still has a bubble to hide it in (Chimera with one pair and whole backwards:
+eager-opt  eager only if each holder still has a bubble to hide it in (Chimera with one pair and whole backwards:
            exactly the stages above D/2; with more pairs or split backwards other stages, or none)
-ring       no collective: running sums go from worker to worker in microbatch order, the total is handed back round
-           (at the end of a step with a flush; without one as gradients come)
+ring       no collective: running sums go from worker to worker in microbatch order, then the total goes back around
+           (with a flush at the end of the step; without one as gradients come)
 
-All holders of a unit get its sync at one point of a linear order of the schedule, so collectives are issued in one order
-by everybody. A schedule with a flush then takes one global reduction (N) before its updates; one without has none.
+All holders of a unit get its sync at one point of a linear order of the schedule, so all workers issue collectives in the
+same order. A schedule with a flush then runs one global reduction (N) before its updates; one without a flush has none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Issue = tuple[Action, tuple[int, ...]]
 
 
 class Sync(StrEnum):
-    """When gradients are added up."""
+    """When gradients are summed."""
 
     LAZY = "lazy"
     EAGER = "eager"
@@ -39,7 +39,7 @@ class Sync(StrEnum):
 
 
 def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | None = None) -> Schedule:
-    """Add the syncs, the reduction and the updates that a schedule lacks; what it has placed stays as it is."""
+    """Adds the syncs, the reduction and the updates that a schedule lacks. Keeps those that it has placed."""
     if schedule.forward_only:
         return schedule
     placed = {action.op for entries in schedule.lists for action in walk(entries)}
@@ -64,7 +64,7 @@ def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | 
 
 
 def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> Schedule:
-    """Put each unit's sync behind its last gradient, or at the end, on all its holders at once."""
+    """Places each unit's sync after its last gradient, or at the end, on all its holders at the same point."""
     shared = not schedule.ring and any(len(workers) > 1 for workers in schedule.holders)
     order = None
     if shared and policy is not Sync.LAZY:
@@ -89,7 +89,7 @@ def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> 
 
 
 def _without_ends(schedule: Schedule) -> tuple[Schedule, list[tuple[Entry, ...]]]:
-    """A schedule whose lists end with its computations, and the reductions and updates that it had placed behind them."""
+    """Splits off the reductions and updates at the end of the lists. Returns the schedule without them, and the ends."""
     if not schedule.flush:
         return schedule, []
     ends = []
@@ -106,7 +106,7 @@ def _without_ends(schedule: Schedule) -> tuple[Schedule, list[tuple[Entry, ...]]
 def _due(
     schedule: Schedule, places: list[Place], order: Sweep | None, policy: Sync, at_end: list[Issue]
 ) -> dict[int, list[Issue]]:
-    """Which syncs stand behind which position of the linear order; what has to wait goes to `at_end`."""
+    """Returns the syncs to place after each position of the linear order; syncs that have to wait go to `at_end`."""
     last: dict[tuple[int, int, int], int] = {}
     for position, (worker, index) in enumerate(places):
         for action in walk((schedule.lists[worker][index],)):
@@ -133,12 +133,12 @@ def _due(
 
 
 def _hides(order: Sweep | None, ready: Place, members: Iterable[int]) -> bool:
-    """Does every member still have a bubble behind the last gradient of the unit?"""
-    return order is not None and all(_bubble_behind(order, w, order.end[ready[0]][ready[1]]) for w in members)
+    """True if every member still has a bubble after the last gradient of the unit."""
+    return order is not None and all(_bubble_after(order, w, order.end[ready[0]][ready[1]]) for w in members)
 
 
-def _bubble_behind(order: Sweep, worker: int, time: float) -> bool:
-    """Is a worker idle at some time after `time` and before it ends?"""
+def _bubble_after(order: Sweep, worker: int, time: float) -> bool:
+    """True if a worker is idle at some time after `time` and before its end."""
     starts, ends = order.start[worker], order.end[worker]
     free = time
     for start, end in zip(starts, ends, strict=True):
@@ -151,7 +151,7 @@ def _bubble_behind(order: Sweep, worker: int, time: float) -> bool:
 
 
 def _end(schedule: Schedule, worker: int, norm: bool) -> list[Action]:
-    """The reduction and the updates of every round."""
+    """Returns the reduction and the updates of every round."""
     units = [unit for unit in reversed(range(schedule.units)) if worker in schedule.holders[unit]]
     found: list[Action] = []
     for round_ in range(schedule.steps):

@@ -1,8 +1,8 @@
-"""Updates of tie groups, where a schedule without a flush has placed those of its stages only.
+"""Updates of tie groups, for a schedule without a flush that has placed only the updates of its stages.
 
-A tie group goes with its first stage: its forwards read the version that the first stage reads, and its update stands
-right behind the first stage's. Its backward comes last in a round, so every gradient of the group is there by then.
-Holders that do not have the first stage get the update at the same point of the linear order.
+A tie group follows its first stage: its forwards read the version that the first stage reads, and its update is placed right
+after the update of the first stage. The backward of the first stage is the last of a round, so all gradients of the group
+exist by then. Holders without the first stage get the update at the same point of the linear order.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from meshwright.passes.messages import stuck_error
 
 
 def tie_updates(schedule: Schedule) -> Schedule:
-    """Add the updates of tie groups that are missing."""
+    """Adds the missing updates of tie groups."""
     placed = {action.stage for entries in schedule.lists for action in walk(entries) if action.op is Op.U}
     missing = [unit for unit in range(schedule.stages, schedule.units) if unit not in placed]
     if not missing:
         return schedule
-    alone = all(set(schedule.holders[unit]) == set(schedule.holders[schedule.stages_of(unit)[0]]) for unit in missing)
+    same_holders = all(set(schedule.holders[unit]) == set(schedule.holders[schedule.stages_of(unit)[0]]) for unit in missing)
     lists: list[list[Entry]] = [[] for _ in schedule.lists]
-    for worker, entry in _list_after_list(schedule) if alone else _in_order(schedule):
+    for worker, entry in _list_after_list(schedule) if same_holders else _in_order(schedule):
         lists[worker].append(entry)
         if isinstance(entry, Action) and entry.op is Op.U:
             for unit in missing:
@@ -34,7 +34,7 @@ def tie_updates(schedule: Schedule) -> Schedule:
 
 
 def synced(entries: tuple[Entry, ...]) -> Iterator[Entry]:
-    """A list without a flush that has placed its updates: each sync right before its update."""
+    """Yields a list with placed updates, with a sync right before each update."""
     for entry in entries:
         if isinstance(entry, Action) and entry.op is Op.U:
             yield entry._replace(op=Op.S)
@@ -42,7 +42,7 @@ def synced(entries: tuple[Entry, ...]) -> Iterator[Entry]:
 
 
 def _members(schedule: Schedule, unit: int, updated: int, worker: int) -> list[int]:
-    """Who updates a tie group when `worker` updates one of its stages: itself, and with its first worker those without it."""
+    """Returns who updates a tie group when `worker` updates its first stage: that worker, plus (once) holders without it."""
     first = schedule.stages_of(unit)[0]
     if first != updated:
         return []
@@ -56,17 +56,17 @@ def _list_after_list(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
 
 
 def _in_order(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
-    """Everything in the linear order that the schedule has without its ties, each update with a sync before it.
+    """Yields all entries in the linear order of the schedule without its ties, with a sync before each update.
 
-    What it has placed of tie groups itself goes with the entry before it.
+    Entries of tie groups that the schedule has placed itself come right after the entry before them.
     """
     has_syncs = any(action.op is Op.S for entries in schedule.lists for action in walk(entries))
     own: list[list[Entry]] = [[] for _ in schedule.lists]
-    behind: dict[Place, list[Entry]] = {}
+    ties_at: dict[Place, list[Entry]] = {}
     for worker, entries in enumerate(schedule.lists):
         for entry in entries:
             if isinstance(entry, Action) and entry.stage >= schedule.stages:
-                behind.setdefault((worker, len(own[worker])), []).append(entry)
+                ties_at.setdefault((worker, len(own[worker])), []).append(entry)
             else:
                 own[worker] += (entry,) if has_syncs else synced((entry,))
     work = replace(schedule, ties=(), ring=False).with_lists(tuple(map(tuple, own)))
@@ -74,9 +74,9 @@ def _in_order(schedule: Schedule) -> Iterator[tuple[int, Entry]]:
     order = sweep(flow)
     if order.stuck:
         raise stuck_error(work, flow, order)
-    yield from ((worker, entry) for (worker, index), found in behind.items() if index == 0 for entry in found)
+    yield from ((worker, entry) for (worker, index), found in ties_at.items() if index == 0 for entry in found)
     for worker, index in order.sequence:
         entry = work.lists[worker][index]
         if has_syncs or not isinstance(entry, Action) or entry.op is not Op.S:
             yield worker, entry
-        yield from ((worker, entry) for entry in behind.get((worker, index + 1), ()))
+        yield from ((worker, entry) for entry in ties_at.get((worker, index + 1), ()))

@@ -1,6 +1,6 @@
-"""Is it a schedule at all? What the laws take for granted: numbers that are counts, lists of entries, teams of workers.
+"""Checks that an object is a schedule at all: counts are numbers, lists contain entries, teams contain workers.
 
-Files are read strictly, so that only schedules made in Python can fail here.
+The laws rely on this. Files are read strictly, so only schedules built in Python can fail here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VALUE = (Kind, int, int, int, int, int, int)
 
 
 def faults(schedule: Schedule) -> Iterator[str]:
-    """What is malformed, the first thing first; whoever finds one asks no further."""
+    """Yields what is malformed. Callers stop at the first fault."""
     yield from _counts(schedule)
     yield from _teams(schedule.placement)
     yield from _lists(schedule)
@@ -37,45 +37,45 @@ def _counts(schedule: Schedule) -> Iterator[str]:
 
 def _teams(placement: object) -> Iterator[str]:
     if not isinstance(placement, Placement):
-        yield f"the placement is no Placement but {type(placement).__name__}"
+        yield f"the placement is not a Placement but {type(placement).__name__}"
         return
-    copies = placement.teams
+    replicas = placement.teams
     if type(placement.rows) is not int or placement.rows < 0:
         yield f"a microbatch has a whole number of rows, got {placement.rows!r}"
-    if not _tuples(copies, 3):
+    if not _tuples(replicas, 3):
         yield "the teams of a placement are tuples of workers, by replica and stage"
         return
-    if not copies or not copies[0] or any(len(copy) != len(copies[0]) for copy in copies):
-        yield f"every replica needs the same stages, at least one, got {[len(copy) for copy in copies]}"
-    for replica, copy in enumerate(copies):
-        for stage, teams in enumerate(copy):
+    if not replicas or not replicas[0] or any(len(stages) != len(replicas[0]) for stages in replicas):
+        yield f"every replica needs the same stages, at least one, got {[len(stages) for stages in replicas]}"
+    for replica, stages in enumerate(replicas):
+        for stage, teams in enumerate(stages):
             where = f"stage {stage} of replica {replica}"
             if not teams or not all(teams):
-                yield f"{where} has {'a team without workers' if teams else 'no team'}: nobody runs it"
+                yield f"{where} has {'a team without workers' if teams else 'no team'}: no worker runs it"
             for team in teams:
                 if not all(type(worker) is int and worker >= 0 for worker in team):
-                    yield f"{where}: workers are numbers of at least 0, got {team}"
+                    yield f"{where}: workers must be numbers of at least 0, got {team}"
                 elif len(set(team)) != len(team):
-                    yield f"{where}: a team has different workers, got {team}"
+                    yield f"{where}: the workers of a team must differ, got {team}"
 
 
 def _lists(schedule: Schedule) -> Iterator[str]:
-    """Tuples of entries, in as many lists as there are workers or in none."""
+    """Each segment is a tuple with one tuple of entries per worker, or empty."""
     for name in ("prologue", "period", "drain"):
         lists = getattr(schedule, name)
         if not _tuples(lists, 1):
             yield f"the {name} must have one tuple of entries per worker, got {lists!r:.80}"
         elif len(lists) not in (0, schedule.workers):
-            yield f"the placement has {schedule.workers} workers, there are {len(lists)} lists"
+            yield f"the placement has {schedule.workers} workers, but there are {len(lists)} lists"
         else:
             for worker, entries in enumerate(lists):
                 if not _entries(entries):
                     odd = next(entry for entry in entries if not _entries((entry,)))
-                    yield f"{odd!r:.80} in the {name} of worker {worker} is no entry"
+                    yield f"{odd!r:.80} in the {name} of worker {worker} is not an entry"
 
 
 def _entries(entries: tuple[object, ...]) -> bool:
-    """Are these all entries, down to their numbers? By column, since there may be millions."""
+    """True if all are entries with correct field types. Checks by column, because there may be millions."""
     by_kind: dict[type, list[tuple[object, ...]]] = {Action: [], Cell: [], Transfer: []}
     if not set(map(type, entries)) <= set(by_kind):
         return False
@@ -104,7 +104,7 @@ def _recompute(schedule: Schedule) -> Iterator[str]:
 
 
 def recompute_faults(choice: object) -> Iterator[str]:
-    """What is wrong with the recompute of stages: each drops a share between nothing and all."""
+    """Yields what is wrong with the recompute of stages; each share must be between 0 and 1."""
     if not isinstance(choice, tuple) or not all(isinstance(how, Recompute) for how in choice):
         yield f"recompute must be a tuple of one Recompute(share, early) per stage, got {choice!r:.80}"
         return
@@ -115,7 +115,7 @@ def recompute_faults(choice: object) -> Iterator[str]:
 
 
 def _edges(schedule: Schedule) -> Iterator[str]:
-    """Ties, turns and channels are made of what their types say."""
+    """Ties, turns and channels contain what their types say."""
     if not _tuples(schedule.ties, 1) or not all(type(stage) is int for group in schedule.ties for stage in group):
         yield f"ties are tuples of stages, got {schedule.ties!r:.80}"
     if not _tuples(schedule.turns, 1) or not all(len(turn) == 2 and _columns(turn, Action, ACTION) for turn in schedule.turns):
@@ -135,7 +135,7 @@ def _ends(pair: object) -> bool:
 
 
 def _tuples(found: object, depth: int) -> bool:
-    """Is this a tuple of such, so many levels down? A list could change after the proof; records and texts are none."""
+    """True if this is a tuple of tuples, `depth` levels deep. Lists do not count, because they could change after the proof."""
     if type(found) is not tuple:
         return False
     return depth == 0 or all(_tuples(each, depth - 1) for each in found)

@@ -1,1 +1,1 @@
-"""Timelines and schedules for people: terminal grids, Perfetto traces."""
+"""Output for people: terminal grids, pictures, Perfetto traces, comparisons and bottlenecks."""

@@ -1,10 +1,10 @@
-"""What a step of a run waits for most, from its timeline: one stage, one link, a sync, the host, or the schedule itself.
+"""What a step waits for most, from its timeline: one stage, one link, a sync, the host, or the schedule itself.
 
-stage      what a stage has on the critical path, less what it would have were it as fast as the mean of the others
-link       what messages between two workers hold the path up
-sync       the same of collectives and updates
+stage      the stage's time on the critical path, minus what it would be if the stage were as fast as the mean of the others
+link       time that messages between two workers delay the path
+sync       time that collectives and updates delay the path
 host       gaps that nothing else explains
-schedule   the time that workers do not compute, beyond all that: the pipeline fills and drains
+schedule   the remaining time in which workers do not compute: the pipeline fills and drains
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class What(StrEnum):
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What costs most.
+    """The largest cost of a step.
 
     Attributes:
         what: A stage, a link, a sync, the host or the schedule.
-        stage: The stage, where it is one.
-        workers: The workers of that stage; the two ends of a link, the source of what waits longest first.
+        stage: The stage, if it is one.
+        workers: The workers of that stage; or the two ends of a link, the source of the longest wait first.
         cost_s: Seconds of the step that it costs.
         step_s: Seconds of the step.
         wait: The longest wait that belongs to it.
-        sentence: All of it in words.
+        sentence: All of this in words.
     """
 
     what: What
@@ -55,23 +55,23 @@ class Bottleneck:
     sentence: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Returns the fields, ready for JSON."""
         return {**asdict(self), "what": self.what.value, "wait": None if self.wait is None else self.wait._asdict()}
 
 
 def bottleneck(schedule: Schedule, costs: Sequence[StageCost], timeline: Timeline) -> Bottleneck:
-    """Name what one step of a lowered schedule waits for most.
+    """Finds what one step of a lowered schedule waits for most.
 
     Args:
         schedule: The lowered schedule that ran.
-        costs: What its stages take, as measured.
-        timeline: One step, measured or predicted; copies of the workers follow each other.
+        costs: The measured costs of its stages.
+        timeline: One step, measured or predicted; the workers of data-parallel copies follow each other.
 
     Returns:
         The largest cost, with its seconds and a sentence.
 
     Raises:
-        MeshwrightError: The timeline is of another schedule.
+        MeshwrightError: The timeline belongs to another schedule.
     """
     path = CriticalPath(EventGraph(lowered_flow(schedule)), timeline)
     stage_s = [cost.forward_s + cost.backward_s + cost.recompute_s for cost in costs]
@@ -96,7 +96,7 @@ def bottleneck(schedule: Schedule, costs: Sequence[StageCost], timeline: Timelin
 
 
 def _excess(stage: int, seconds: Sequence[float]) -> float:
-    """Which share of a stage's time it has more than the mean of the others."""
+    """Returns the share of a stage's time that exceeds the mean of the other stages."""
     others = [s for number, s in enumerate(seconds) if number != stage]
     if not others or not seconds[stage]:
         return 0.0
@@ -104,11 +104,11 @@ def _excess(stage: int, seconds: Sequence[float]) -> float:
 
 
 def _workers(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    return tuple(sorted({w for copy in schedule.placement.teams for team in copy[stage] for w in team}))
+    return tuple(sorted({w for replica in schedule.placement.teams for team in replica[stage] for w in team}))
 
 
 def _longest(waits: Sequence[Wait], what: What, workers: tuple[int, ...], count: int) -> Wait | None:
-    """The longest wait that a bottleneck causes, or the longest of all."""
+    """Returns the longest wait that a bottleneck causes, or the longest of all."""
     if what is What.STAGE:
         waits = [wait for wait in waits if wait.source in workers] or waits
     elif what is What.LINK:
@@ -126,9 +126,9 @@ def _words(what: What, stage: int, workers: tuple[int, ...], seconds: Sequence[f
             mean = sum(others) / len(others)
             return f"stage {stage} on {where} takes {_time(seconds[stage])} per microbatch, the others {_time(mean)} on average"
         case What.LINK:
-            return f"messages between workers {workers[0]} and {workers[1]} hold up the step, most of all those to {workers[1]}"
+            return f"messages between workers {workers[0]} and {workers[1]} delay the step, mostly those to worker {workers[1]}"
         case What.SYNC:
-            return "gradients are added up and weights updated while workers wait"
+            return "workers wait while gradients are summed and weights are updated"
         case What.HOST:
             return "workers are between actions, neither computing nor waiting for another (data, Python, the host's scheduler)"
         case What.SCHEDULE:

@@ -1,4 +1,4 @@
-"""Prediction against measurement: two timelines of one schedule, worker by worker, op by op, span by span."""
+"""Prediction against measurement: compares two timelines of one schedule by worker, op and span."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.ir.timeline import Lane, Span, Timeline
 
 
 class Pair(NamedTuple):
-    """A span that both timelines have; the worker is the measured one."""
+    """A span that is in both timelines; the worker is the measured one."""
 
     worker: int
     entry: str
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Versus:
-    """How far a run is from its prediction; `unmatched` counts spans that only one of the timelines has."""
+    """The difference between a run and its prediction; `unmatched` counts spans that only one of the timelines has."""
 
     predicted_makespan_s: float
     measured_makespan_s: float
@@ -54,7 +54,7 @@ class Versus:
         return self.measured_makespan_s / self.predicted_makespan_s if self.predicted_makespan_s else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, ready for JSON."""
+        """Returns the numbers, ready for JSON."""
         found = asdict(self)
         found["rows"] = [row._asdict() for row in self.rows]
         found["largest"] = [{**pair._asdict(), "late_s": pair.late_s} for pair in self.largest]
@@ -62,11 +62,11 @@ class Versus:
 
 
 _UNTIMED = {Op.U.value, Op.S.value}
-"""Kinds that take no time in the model and wait there for all workers at once, which runs need not do."""
+"""Kinds that take no time in the model. There they wait for all workers at once, which real runs need not do."""
 
 
 def versus(predicted: Timeline, measured: Timeline, *, largest: int = 5) -> Versus:
-    """Compare what computes; further copies of the workers are each compared with the one predicted copy."""
+    """Compares compute spans. Each data-parallel copy of the measured run is compared with the one predicted copy."""
     pairs, unmatched = _pairs(predicted, measured)
     sums: dict[tuple[int, str], list[Pair]] = defaultdict(list)
     for name, pair in pairs:
@@ -89,7 +89,7 @@ def versus(predicted: Timeline, measured: Timeline, *, largest: int = 5) -> Vers
 
 
 def versus_text(found: Versus) -> str:
-    """Totals, a line per kind of action, and the spans that were furthest off."""
+    """Returns totals, a line per kind of action, and the spans with the largest difference."""
     lines = [
         f"predicted {found.predicted_makespan_s:.6g} s   measured {found.measured_makespan_s:.6g} s   ratio {found.ratio:.4f}"
         f"   bubble {found.predicted_bubble:.2%} predicted, {found.measured_bubble:.2%} measured",
@@ -100,14 +100,14 @@ def versus_text(found: Versus) -> str:
         times = f"{row.predicted_s * 1e3:>12.3f}  {row.measured_s * 1e3:>11.3f}"
         lines.append(f"{row.worker:>6}  {row.op:>3}  {row.spans:>5}  {times}  {ratio:>6}")
     for pair in found.largest:
-        lines.append(f"worker {pair.worker} {pair.entry} ended {pair.late_s * 1e3:+.3f} ms from its prediction")
+        lines.append(f"worker {pair.worker} {pair.entry} ended {pair.late_s * 1e3:+.3f} ms relative to its prediction")
     if found.unmatched:
         lines.append(f"{found.unmatched} actions are in one of the timelines only")
     return "\n".join(lines)
 
 
 def _pairs(predicted: Timeline, measured: Timeline) -> tuple[list[tuple[str, Pair]], int]:
-    """Compute spans of both, matched by worker and entry, each with its kind of action."""
+    """Returns compute spans of both timelines, matched by worker and entry, each with its kind of action."""
     known: dict[tuple[int, str], Span] = {
         (span.worker, str(span.entry)): span for span in predicted.spans if span.lane is Lane.COMPUTE
     }

@@ -1,11 +1,11 @@
 """The critical path of a step, measured or predicted, and what its workers wait for.
 
-It is walked backwards from the last end, through the graph that the simulator sweeps: an action could start when its worker
-was free and when what it reads was sent. What it started later than both is the price of a message or a sync.
+The path is followed backwards from the last end, through the simulator's graph. An action could start when its worker was
+free and its inputs were sent. If it started later than both, a message or a sync caused the delay.
 
     stages   seconds that stages compute on the path
-    links    seconds that messages between two workers hold it up
-    sync_s   the same of collectives, and of updates
+    links    seconds that messages between two workers delay the path
+    sync_s   seconds that collectives and updates delay the path
     host_s   gaps that nothing else explains
 """
 
@@ -22,7 +22,7 @@ from meshwright.simulate.event_graph import EventGraph, Message
 
 
 class Wait(NamedTuple):
-    """How long a worker waited in a step for one kind of values from another worker (None: for a sync)."""
+    """How long a worker waited in a step for one kind of value from another worker (source None: for a sync)."""
 
     worker: int
     source: int | None
@@ -31,7 +31,7 @@ class Wait(NamedTuple):
 
 
 class CriticalPath:
-    """Nodes are those of the simulator's graph, one set per copy; `waits` are all there are, the longest first."""
+    """The path over the nodes of the simulator's graph, per data-parallel copy; `waits` has all waits, longest first."""
 
     def __init__(self, program: EventGraph, timeline: Timeline) -> None:
         self.program, self.copies = program, timeline.workers // program.schedule.workers
@@ -44,7 +44,7 @@ class CriticalPath:
         self._walk()
 
     def _read(self, timeline: Timeline) -> None:
-        """Begin and end of every node in every copy, per member for a collective."""
+        """Reads begin and end of every node in every data-parallel copy, per member for a collective."""
         workers, lists = self.program.schedule.workers, self.program.flow.lists
         times = {(s.worker, s.lane is Lane.RECEIVE, _text(s.entry)): (s.start_s, s.end_s) for s in timeline.spans}
         self.times: list[list[list[tuple[float, float]]]] = []
@@ -57,7 +57,7 @@ class CriticalPath:
                     key = worker + workers * copy, isinstance(entry, Transfer) and not entry.sends, _text(entry)
                     if key not in times and number == 0:
                         raise MeshwrightError(
-                            f"the timeline has no {entry} of worker {key[0]}", fix="a timeline of this schedule"
+                            f"the timeline has no {entry} of worker {key[0]}", fix="use a timeline of this schedule"
                         )
                     found.append(times.get(key, (0.0, 0.0)))
                 nodes.append(found)
@@ -70,7 +70,7 @@ class CriticalPath:
         return not joint and not isinstance(what, Message)
 
     def _sent(self, copy: int, node: int) -> tuple[float, int, int]:
-        """When a message was sent, or the last member of a collective was free for it; with the copy and place that was."""
+        """Returns when a message was sent, or when the last member of a collective was free; with that copy and place."""
         if isinstance(self._what(node), Message):
             return self.times[copy][node][0][0], copy, 0
         if node not in self._last:
@@ -83,7 +83,7 @@ class CriticalPath:
         return self.program.classes[self.program.class_of[node]][1]
 
     def _before(self, copy: int, node: int, worker: int) -> tuple[float, int | None, int | None]:
-        """When the worker of a node was free, what it did before, and what of its inputs was sent last."""
+        """Returns when the worker of a node was free, its previous node, and the input that was sent last."""
         free, last, inputs = 0.0, None, []
         for other in self.program.waits[node]:
             if not self._is_compute(other):
@@ -95,7 +95,7 @@ class CriticalPath:
         return free, last, max(inputs, key=lambda n: self._sent(copy, n)[0], default=None)
 
     def _waits(self) -> Iterable[Wait]:
-        """What workers wait for, by worker, source and kind, longest first."""
+        """Returns what workers wait for, by worker, source and kind, longest first."""
         found: dict[tuple[int, int | None, str], float] = defaultdict(float)
         for copy in range(self.copies):
             for node, places in enumerate(self.program.places):
@@ -109,14 +109,14 @@ class CriticalPath:
         return sorted((Wait(*key, seconds) for key, seconds in found.items()), key=lambda wait: -wait.seconds)
 
     def _named(self, node: int) -> tuple[int | None, str]:
-        """Whose message a node is and what it brings; a sync has no source."""
+        """Returns the sender of a message and what it carries; a sync has no sender."""
         places = self.program.places[node]
         if isinstance(what := self._what(node), Message):
             return places[0][0], {Kind.ACT: "activations", Kind.GRAD: "gradients"}.get(what.value.kind, what.value.kind.value)
         return None, "the sync of gradients"
 
     def _walk(self) -> None:
-        """Backwards from the last end of a computation."""
+        """Follows the path backwards from the last end of a computation."""
         ends = [(t[0][1], c, n) for c, nodes in enumerate(self.times) for n, t in enumerate(nodes) if self._is_compute(n)]
         end, copy, node = max(ends, default=(0.0, 0, 0))
         self.host_s += self.step_s - end
@@ -125,7 +125,7 @@ class CriticalPath:
             at = self._step_back(*at)
 
     def _step_back(self, copy: int, node: int, place: int) -> tuple[int, int, int] | None:
-        """Account for a node from its begin to when it could have begun; the node before it on the path."""
+        """Accounts for a node and the delay before it. Returns the previous node on the path."""
         begin, end = self.times[copy][node][place]
         worker = self.program.places[node][place][0]
         if self._is_compute(node):
@@ -147,7 +147,7 @@ class CriticalPath:
         return None if last is None else (copy, last, 0)
 
     def _charge(self, node: int | None, seconds: float) -> None:
-        """Seconds that a message, a sync, or nobody but the host, has held something up."""
+        """Adds seconds of delay to a link, to the syncs, or (None) to the host."""
         if node is None:
             self.host_s += seconds
         elif isinstance(self._what(node), Message):
@@ -158,5 +158,5 @@ class CriticalPath:
 
 
 def _text(entry: Any) -> str:
-    """A transfer by its value alone: its peer is a rank in a measured run."""
+    """Returns a text for an entry. A transfer is identified by its value only, because its peer is a rank in a measured run."""
     return str(entry.value) if isinstance(entry, Transfer) else str(entry)

@@ -1,4 +1,4 @@
-"""A measurement for people and programs: predicted against measured, the bottleneck in a sentence, costs in seconds and bytes."""
+"""A measurement as text or JSON: predicted against measured, the bottleneck in one sentence, costs in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meshwright.simulate import simulate
 
 
 def prediction(found: Measurement) -> Timeline:
-    """What the simulator makes of the measured costs: every worker has a device of its own, messages and syncs are free."""
+    """Simulates the measured costs. The model gives every worker its own device; messages and syncs are free."""
     return simulate(found.schedule, found.costs)
 
 
 def measured_text(found: Measurement) -> str:
-    """Predicted against measured, a line per stage, and what costs most."""
+    """Returns predicted against measured, a line per stage, and the bottleneck."""
     first, last = found.steps
     lines = [
-        f"{found.schedule.name}  {found.schedule.workers} workers, {found.copies} copies, {found.schedule.microbatches} "
+        f"{found.schedule.name}  {found.schedule.workers} workers, dp {found.copies}, {found.schedule.microbatches} "
         f"microbatches; costs from steps {first} to {max(first, last - 1)}, measured: step {last}",
         versus_text(versus(prediction(found), found.timeline, largest=1)),
         "stage  forward ms  backward ms  activations    output  gradient  parameters",
@@ -36,7 +36,7 @@ def measured_text(found: Measurement) -> str:
 
 
 def measured_dict(found: Measurement) -> dict[str, Any]:
-    """The same, ready for JSON."""
+    """Returns the same as `measured_text`, ready for JSON."""
     return {
         "schedule": found.schedule.name,
         "workers": found.schedule.workers,

@@ -1,6 +1,6 @@
 """A timeline as a Chrome trace, for ui.perfetto.dev: a process per worker, a thread per lane, arrows for messages.
 
-Prediction and measurement of one run go into one file as two processes, with a thread per worker and lane.
+A prediction and a measurement of one run go into one file as two processes, with a thread per worker and lane.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MICRO = 1e6
 
 
 def to_perfetto(timeline: Timeline) -> str:
-    """Trace events in microseconds, with counters for what each worker holds."""
+    """Returns trace events in microseconds, with counters for what each worker holds."""
     events: list[dict[str, Any]] = []
     lanes = list(Lane)
     for worker in range(timeline.workers):
@@ -40,7 +40,7 @@ def to_perfetto(timeline: Timeline) -> str:
 
 
 def both_to_perfetto(predicted: Timeline, measured: Timeline) -> str:
-    """Two timelines over each other; workers stand in the same order in both."""
+    """Returns two timelines in one trace; workers have the same order in both."""
     events: list[dict[str, Any]] = []
     for process, (name, timeline) in enumerate((("predicted", predicted), ("measured", measured))):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})

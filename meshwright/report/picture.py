@@ -6,9 +6,9 @@
     held 0    ▂▄▄▄▄▄▄▄▄▄▄▂▂▂
 
 The picture is a list of shapes in pixels. `to_svg` writes them as text without any library, `to_png` draws them with
-matplotlib. Colours are those of Okabe and Ito, which people with any colour vision can tell apart. Actions of every other
-replica are lighter and have a dark edge on top, so that they differ in grey too. Halves of a microbatch, and the two actions
-of a cell, take half of the row's height.
+matplotlib. Colours are those of Okabe and Ito, which are safe for colour-blind readers. Actions of every other replica are
+lighter and have a dark edge on top, so that they also differ in greyscale. Halves of a microbatch, and the two actions of a
+cell, take half of the row's height.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ COLLECTIVE, HELD, IDLE, EDGE, INK = "#009e73", "#9ecae1", "#eeeeee", "#1a1a1a", 
 NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input half", Op.W: "backward, weight half", Op.R: "recompute"}
 
 ROW, GAP, THIN, STRIP, MARGIN, LEFT, RIGHT = 26, 5, 4, 22, 12, 62, 96
-"""Heights of a row, of the space below it, of a collective and of a strip of memory; margins; room left and right."""
+"""Heights of a row, of the space below it, of a collective and of a memory strip; margin; space on the left and right."""
 CHARACTER = 6.2
-"""Width of a character in the font of labels."""
+"""Width of a character in the label font."""
 FEW = 36
-"""So many actions of a worker have labels in 900 pixels."""
+"""The most actions of a worker for which 900 pixels have room for labels."""
 REAL_BYTES = 1000
-"""Costs in units of one activation add up to less; then activations are drawn."""
+"""Below this, costs are in units of one activation, and activations are drawn instead of bytes."""
 MOST_SPANS = 200_000
-"""More than this no viewer shows."""
+"""The most spans that viewers can show."""
 
 
 class Box(NamedTuple):
-    """A filled rectangle; `title` is what a viewer shows when the pointer is on it."""
+    """A filled rectangle; viewers show `title` when the pointer is on it."""
 
     x: float
     y: float
@@ -75,7 +75,7 @@ Shape = Box | Text | Area
 
 @dataclass(frozen=True)
 class Picture:
-    """Shapes in drawing order, and the size of the paper in pixels."""
+    """Shapes in drawing order, and the size of the picture in pixels."""
 
     width: float
     height: float
@@ -83,12 +83,12 @@ class Picture:
 
 
 def picture(timeline: Timeline, *, title: str = "", width: int | None = None) -> Picture:
-    """Draw a timeline, predicted or measured.
+    """Draws a timeline, predicted or measured.
 
     Args:
-        timeline: What to draw; memory is drawn where it has any.
+        timeline: What to draw; its memory is drawn if it has any.
         title: A line at the top; the schedule's name and its totals if empty.
-        width: Pixels from edge to edge; by default 900, which a page shows in full, or 1400 for long lists.
+        width: Total width in pixels; default 900, which fits a page, or 1400 for long lists.
 
     Returns:
         The picture, for `to_svg` or `to_png`.
@@ -100,7 +100,7 @@ def picture(timeline: Timeline, *, title: str = "", width: int | None = None) ->
         raise MeshwrightError(f"{timeline.schedule} takes no time, so there is nothing to draw", fix="costs above zero")
     if len(timeline.spans) > MOST_SPANS:
         raise MeshwrightError(
-            f"{timeline.schedule} has {len(timeline.spans)} spans, a picture has at most {MOST_SPANS}",
+            f"{timeline.schedule} has {len(timeline.spans)} spans, the limit of a picture is {MOST_SPANS}",
             fix="--format perfetto, or fewer microbatches",
         )
     if width is None:
@@ -131,7 +131,7 @@ def _title(timeline: Timeline) -> str:
 
 
 def _rows(timeline: Timeline, top: float, scale: float) -> Iterator[Shape]:
-    """Actions on a grey ground, which shows where a worker is idle; collectives as thin bars along the lower edge."""
+    """Yields actions on a grey background, which shows idle time, and collectives as thin bars along the lower edge."""
     found = [a for spans in timeline.compute for span in spans for a in actions(span.entry)]
     replicas = max((a.replica for a in found), default=0) + 1
     staged = any(_holds_several(spans) for spans in timeline.compute)
@@ -149,13 +149,13 @@ def _rows(timeline: Timeline, top: float, scale: float) -> Iterator[Shape]:
 
 
 def _holds_several(spans: Sequence[Span]) -> bool:
-    """Does a worker run several stages of one replica, so that labels must name the stage?"""
+    """True if a worker runs several stages of one replica, so that labels must name the stage."""
     stages = {(a.replica, a.stage) for span in spans for a in actions(span.entry)}
     return len(stages) > len({replica for replica, _ in stages})
 
 
 def _action(span: Span, y: float, scale: float, replicas: int, *, staged: bool) -> Iterator[Shape]:
-    """One span: whole, or as the halves that share it."""
+    """Yields the shapes of one span: whole, or as the two halves that share it."""
     x, width = LEFT + span.start_s * scale, (span.end_s - span.start_s) * scale
     for entry, offset, height in _halves(span.entry):
         fill = _colour(entry)
@@ -171,7 +171,7 @@ def _action(span: Span, y: float, scale: float, replicas: int, *, staged: bool) 
 
 
 def _halves(entry: Entry) -> Iterator[tuple[Action, float, float]]:
-    """(action, offset from the top of the row, height): a cell and a half of a microbatch have half of the row each."""
+    """Yields (action, offset from the top of the row, height). Actions of a cell and halves of a microbatch get half a row."""
     if isinstance(entry, Cell):
         yield entry.first, 0.0, ROW / 2
         yield entry.second, ROW / 2, ROW / 2
@@ -181,13 +181,13 @@ def _halves(entry: Entry) -> Iterator[tuple[Action, float, float]]:
 
 
 def _fitting(entry: Action, width: float, replicas: int, *, staged: bool) -> str:
-    """The longest label that fits: the whole one, op and microbatch, the microbatch, or nothing."""
+    """Returns the longest label that fits: full label, op and microbatch, microbatch, or nothing."""
     choices = (label(entry, replicas=replicas, stages=staged), f"{entry.op.value}{entry.mb}", str(entry.mb))
     return next((text for text in choices if len(text) * CHARACTER + 2 <= width), "")
 
 
 def _colour(entry: Action) -> str:
-    """The colour of an action; those of every other replica are mixed with white."""
+    """Returns the colour of an action; for every other replica it is mixed with white."""
     colour = COLOURS[entry.op]
     if entry.replica % 2 == 0:
         return colour
@@ -196,7 +196,7 @@ def _colour(entry: Action) -> str:
 
 
 def _is_dark(colour: str) -> bool:
-    """Is white text easier to read on it than black?"""
+    """True if white text is easier to read on this colour than black."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 
@@ -206,7 +206,7 @@ def _hover(span: Span) -> str:
 
 
 def _axis(makespan_s: float, y: float, scale: float) -> Iterator[Shape]:
-    """Times at round distances, about 100 pixels apart."""
+    """Yields times at round distances, about 100 pixels apart."""
     step = round_step(100 / scale)
     for tick in range(ceil(makespan_s / step + 1e-9)):
         x = LEFT + tick * step * scale
@@ -215,7 +215,7 @@ def _axis(makespan_s: float, y: float, scale: float) -> Iterator[Shape]:
 
 
 def _memory(timeline: Timeline, top: float, scale: float) -> Iterator[Shape]:
-    """What each worker holds over time, all strips on one scale, with the peak beside each."""
+    """Yields what each worker holds over time, all strips on one scale, with the peak next to each."""
     levels_of_all = [level for levels in timeline.memory for level in levels]
     in_bytes = max((level.bytes for level in levels_of_all), default=0.0) >= REAL_BYTES
     tallest = max((level.bytes if in_bytes else level.activations for level in levels_of_all), default=0.0)
@@ -234,7 +234,7 @@ def _memory(timeline: Timeline, top: float, scale: float) -> Iterator[Shape]:
 
 
 def _steps(values: Sequence[tuple[float, float]], end: float) -> Iterator[tuple[float, float]]:
-    """The outline under a curve that changes in steps, from zero back to zero."""
+    """Yields the outline under a step curve, from zero back to zero."""
     held = 0.0
     yield values[0][0], 0.0
     for time, value in values:
@@ -246,7 +246,7 @@ def _steps(values: Sequence[tuple[float, float]], end: float) -> Iterator[tuple[
 
 
 def _size(count: float) -> str:
-    """Bytes with a unit."""
+    """Returns bytes with a unit."""
     for unit, power in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= power:
             return f"{count / power:.3g} {unit}"
@@ -254,7 +254,7 @@ def _size(count: float) -> str:
 
 
 def _legend(timeline: Timeline, top: float, width: int) -> tuple[list[Shape], int]:
-    """What occurs, with its colour, in as many lines as it takes."""
+    """Returns the legend of everything that occurs, and its number of lines."""
     found = [a for spans in timeline.compute for span in spans for a in actions(span.entry)]
     entries = [(COLOURS[op], name, False) for op, name in NAMES.items() if any(a.op is op for a in found)]
     if any(a.replica % 2 for a in found):

@@ -1,4 +1,4 @@
-"""A picture as PNG, drawn by matplotlib (`pip install 'meshwright[plot]'`)."""
+"""Draws a picture as PNG with matplotlib (`pip install 'meshwright[plot]'`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIGN = {"start": "left", "middle": "center", "end": "right"}
 
 
 def to_png(picture: Picture, *, scale: float = 2.0) -> bytes:
-    """The PNG of a picture, with `scale` pixels for each of its pixels.
+    """Returns the PNG of a picture, with `scale` pixels for each of its pixels.
 
     Raises:
         MeshwrightError: matplotlib is not installed.
@@ -22,7 +22,7 @@ def to_png(picture: Picture, *, scale: float = 2.0) -> bytes:
         figures, patches = import_module("matplotlib.figure"), import_module("matplotlib.patches")
     except ImportError as error:
         raise MeshwrightError(
-            "a PNG is drawn by matplotlib, which is not installed", fix="pip install 'meshwright[plot]', or --format svg"
+            "a PNG needs matplotlib, which is not installed", fix="pip install 'meshwright[plot]', or --format svg"
         ) from error
     figure = figures.Figure(figsize=(picture.width / 100, picture.height / 100), dpi=100 * scale)
     axes = figure.add_axes((0, 0, 1, 1))

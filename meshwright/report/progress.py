@@ -1,4 +1,4 @@
-"""How a run goes on: a bar and a wait on a terminal; elsewhere, as in the log of a batch job, lines as they come."""
+"""Progress of a run: a bar and a status line on a terminal; elsewhere (for example in a batch job's log) plain lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.status import Status
 
 
 class TerminalBar:
-    """Steps done of all, with a few numbers beside."""
+    """A progress bar over the steps, with a few numbers next to it."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         self.progress = Progress(
@@ -31,28 +31,28 @@ class TerminalBar:
         self.progress.start()
 
     def at(self, done: int) -> None:
-        """So many steps are done."""
+        """Sets the number of finished steps."""
         self.progress.update(self.task, completed=done)
 
     def say(self, numbers: Mapping[str, float]) -> None:
-        """Show these numbers."""
+        """Shows these numbers."""
         self.numbers.update(numbers)
         self.progress.update(self.task, numbers="  ".join(number_text(name, value) for name, value in self.numbers.items()))
 
     def close(self) -> None:
-        """Leave it as it is."""
+        """Stops the bar and leaves it on the screen."""
         self.progress.stop()
 
 
 class Stream(StrEnum):
-    """Where lines go."""
+    """Where lines are written."""
 
     STDOUT = "stdout"
     STDERR = "stderr"
 
 
 class Lines:
-    """Lines that are written at once; on a terminal a phase is shown while it lasts, and logs are left to the bar."""
+    """Writes lines at once. On a terminal it shows the running phase, and leaves logs to the bar."""
 
     def __init__(self, stream: Stream = Stream.STDOUT) -> None:
         self.stream = stream
@@ -61,29 +61,29 @@ class Lines:
 
     @property
     def on_terminal(self) -> bool:
-        """Do lines go to a terminal?"""
+        """True if lines go to a terminal."""
         return self._file.isatty()
 
     def begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Starts a phase."""
         self._stop()
         if self._console.is_terminal:
             self._status = self._console.status(f"{phase} ...")
             self._status.start()
 
     def end(self, phase: str, seconds: float | None) -> None:
-        """It is over; None: it has failed, and somebody else says why."""
+        """Ends a phase. `seconds=None` means that it failed; the error is reported elsewhere."""
         self._stop()
         if seconds is not None:
             self.write(f"{phase}: {seconds:.1f} s")
 
     def log(self, step: int, total: int, numbers: Mapping[str, object]) -> None:
-        """Numbers of a step, as they are logged."""
+        """Writes the logged numbers of a step."""
         shown = [number_text(name, value) for name, value in numbers.items() if isinstance(value, int | float)]
         self.write("  ".join([f"step {step}/{total}", *shown]))
 
     def write(self, line: str) -> None:
-        """A line, now."""
+        """Writes a line and flushes."""
         print(line, file=self._file, flush=True)
 
     @property
@@ -97,14 +97,14 @@ class Lines:
 
 
 def number_text(name: str, value: float) -> str:
-    """A number of a log with its name, or with its unit where it is a speed."""
+    """Returns a logged number with its name, or with its unit if it is a speed."""
     if name.endswith("_per_second"):
         return f"{value:,.0f} {name.removesuffix('_per_second').replace('_', ' ')}/s"
     return f"{name} {value:.3e}" if value and abs(value) < 1e-3 else f"{name} {value:.4g}"
 
 
 def size_text(size: float) -> str:
-    """Bytes in the unit in which they have few digits."""
+    """Returns bytes with a suitable unit."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"

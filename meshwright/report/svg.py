@@ -1,4 +1,4 @@
-"""A picture as SVG: text that browsers, papers and README files show, written without any library."""
+"""Writes a picture as SVG text, without any library; browsers, papers and README files can show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
 
 def to_svg(picture: Picture) -> str:
-    """The SVG text of a picture; spans have their action and times as tooltips."""
+    """Returns the SVG text of a picture; spans have their action and times as tooltips."""
     size = f'width="{picture.width:g}" height="{picture.height:g}" viewBox="0 0 {picture.width:g} {picture.height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">'
     return "\n".join([head, *map(_element, picture.shapes), "</svg>\n"])

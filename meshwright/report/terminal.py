@@ -1,7 +1,7 @@
-"""A timeline in the terminal: a coloured grid with one row per worker, and what it costs.
+"""A timeline in the terminal: a coloured grid with one row per worker, and a table of costs.
 
-Colours are written as plain escape codes, one per action: a library that lays out text cell by cell takes longer over a
-large grid than its simulation.
+Colours are plain escape codes, one per action. A library that lays out text cell by cell would take longer for a large grid
+than its simulation.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from meshwright.report.time_grid import SYMBOLS, Bar, Paint, drawn, narrowest, o
 
 BOLD, DIM, WHITE = "1", "2", "37"
 COLOURS = {Op.F: "34", Op.B: "32", Op.I: "36", Op.W: "33", Op.R: "35"}
-"""Codes of the terminal: blue, green, cyan, yellow, magenta."""
+"""Terminal colour codes: blue, green, cyan, yellow, magenta."""
 
 WIDEST = 600
-"""More slots than this are not told apart."""
+"""The most slots that are drawn as slots."""
 WIDTH, NARROWEST = 120, 40
-"""Columns of the grid where nobody says how many, and the fewest that it is drawn in."""
+"""Default width of the grid in columns, and the smallest width."""
 MEANING = {
     Op.F: "forward",
     Op.B: "backward",
@@ -32,7 +32,7 @@ MEANING = {
 
 
 def timeline_text(schedule: Schedule, timeline: Timeline, *, colour: bool = False, width: int = WIDTH) -> str:
-    """The grid in at most `width` columns, the totals, and a line per worker."""
+    """Returns the grid in at most `width` columns, the totals, and a line per worker."""
 
     def paint(text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if colour and text else text
@@ -50,7 +50,7 @@ def timeline_text(schedule: Schedule, timeline: Timeline, *, colour: bool = Fals
 
 
 def _table(timeline: Timeline, paint: Paint) -> list[str]:
-    """What each worker does, and what it holds where that is known: a measured timeline has times alone."""
+    """Returns what each worker does, and what it holds if known: a measured timeline has times only."""
     found: dict[str, Callable[[int], float]] = {
         "busy": timeline.busy_s,
         "idle": lambda w: timeline.makespan_s - timeline.busy_s(w),
@@ -67,7 +67,7 @@ def _table(timeline: Timeline, paint: Paint) -> list[str]:
 
 
 def _grid(schedule: Schedule, timeline: Timeline, width: int, paint: Paint) -> list[str]:
-    """One line per worker under a time axis: slots with spaces between them where they fit, else rows of time."""
+    """Returns one line per worker under a time axis: separate slots if they fit, otherwise columns of time."""
     folded, replicas = schedule.stages > schedule.workers, schedule.placement.replicas
     bars = [
         [Bar(s.start_s, s.end_s, s.entry, label(s.entry, replicas=replicas, stages=folded), _code(s)) for s in spans]
@@ -86,7 +86,7 @@ def _grid(schedule: Schedule, timeline: Timeline, width: int, paint: Paint) -> l
 
 
 def _slots(rows: Sequence[Sequence[Bar]], makespan_s: float, unit: float, width: int, paint: Paint) -> list[str] | None:
-    """Equal slots, each wide enough for every label; None where they are more than fit."""
+    """Draws equal slots, each wide enough for every label; None if they do not fit."""
     count = round(makespan_s / unit)
     shown = [[bar for bar in row if bar.end_s > bar.start_s] for row in rows]
     cell = max((len(bar.label) for row in shown for bar in row), default=1)
@@ -104,7 +104,7 @@ def _slots(rows: Sequence[Sequence[Bar]], makespan_s: float, unit: float, width:
 
 
 def _legend(schedule: Schedule, rows: Sequence[Sequence[Bar]], width: int, paint: Paint, narrow: int | None) -> list[str]:
-    """What letters and signs mean, those that occur, in lines of the given width."""
+    """Explains the letters and signs that occur, in lines of the given width."""
     found = ops_in(rows)
     words = [f"{op.value} {meaning}" for op, meaning in MEANING.items() if op in found]
     replicas, largest = schedule.placement.replicas, schedule.microbatches * schedule.steps - 1
@@ -130,19 +130,19 @@ def _legend(schedule: Schedule, rows: Sequence[Sequence[Bar]], width: int, paint
 
 
 def _painted(slots: Sequence[str], codes: Sequence[tuple[int, int, str]], paint: Paint) -> str:
-    """A row of slots: each (first slot, slot behind the last, code) in its colour, gaps between them dim."""
+    """Joins a row of slots: each (first slot, end slot, code) in its colour, gaps between them dim."""
     parts, done = [], 0
-    for first, behind, code in (*codes, (len(slots), len(slots), DIM)):
+    for first, end, code in (*codes, (len(slots), len(slots), DIM)):
         if first > done:
             parts.append(paint(" ".join(slots[done:first]), DIM))
-        if behind > first:
-            parts.append(paint(" ".join(slots[first:behind]), code))
-        done = behind
+        if end > first:
+            parts.append(paint(" ".join(slots[first:end]), code))
+        done = end
     return " ".join(parts)
 
 
 def slot_length(timeline: Timeline) -> float | None:
-    """The longest time of which all starts and lengths are whole multiples, if the grid stays drawable."""
+    """Returns the longest time that divides all starts and lengths, if the grid stays drawable."""
     lengths = sorted({round(s.end_s - s.start_s, 9) for spans in timeline.compute for s in spans if s.end_s > s.start_s})
     if not lengths:
         return None
@@ -155,7 +155,7 @@ def slot_length(timeline: Timeline) -> float | None:
 
 
 def _code(span: Span) -> str:
-    """The colour of an action; those of every other replica are bold."""
+    """Returns the colour code of an action; every other replica is bold."""
     first = actions(span.entry)[0]
     code = COLOURS.get(first.op, WHITE)
     return f"{BOLD};{code}" if first.replica % 2 else code

@@ -1,11 +1,11 @@
-"""Rows of time: every column is the same time, whatever things cost, and the picture fits a width.
+"""Rows of time: every column has the same duration, and the grid fits a given width.
 
     0         10        20
   0 0123.......B0=4B1=5B2=
   1 .0123....B0=4B1=5B2=.
 
-A span is as many columns wide as it is long, and has its label where that fits. Where spans would be narrower than a column,
-the time axis goes on below, in several bands.
+A span is as many columns wide as it is long, and has its label if that fits. If spans would be narrower than a column, the
+time axis continues below, in several bands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.ir.text_grid import GOES_ON, IDLE
 
 MOST_BANDS = 8
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"
-"""Microbatches as one character."""
+"""A microbatch as one character."""
 
 Paint = Callable[[str, str], str]
 """(text, code) -> the text in that colour."""
@@ -36,7 +36,7 @@ class Bar(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How time becomes columns: so many bands of so many columns, each column of `column_s`."""
+    """How time maps to columns: `bands` bands of `columns` columns, each column of `column_s`."""
 
     column_s: float
     columns: int
@@ -46,7 +46,7 @@ class Scale(NamedTuple):
 def drawn(
     rows: Sequence[Sequence[Bar]], makespan_s: float, slot_s: float | None, *, width: int, paint: Paint, dim: str
 ) -> list[str]:
-    """The bands, each with its time axis and one line per worker."""
+    """Returns the bands, each with its time axis and one line per worker."""
     prefix = _prefix(rows)
     scale = scaled(rows, makespan_s, slot_s, width=width - prefix)
     cells = [_cells(row, scale) for row in rows]
@@ -61,14 +61,14 @@ def drawn(
 
 
 def _prefix(rows: Sequence[Sequence[Bar]]) -> int:
-    """Columns before the first time: the number of a worker and a space."""
+    """Returns the columns before the first time: a worker's number and a space."""
     return len(str(len(rows) - 1)) + 1
 
 
 def scaled(rows: Sequence[Sequence[Bar]], makespan_s: float, slot_s: float | None, *, width: int) -> Scale:
-    """The fewest bands in which short spans have a column, or one more if they have two then and so room for a label.
+    """Returns the fewest bands in which short spans have a column; one more if they then have two, enough for a label.
 
-    Where times have a common slot, it is whole columns wide.
+    If times have a common slot, it is a whole number of columns wide.
     """
     lengths = sorted(bar.end_s - bar.start_s for row in rows for bar in row if bar.end_s > bar.start_s)
     shortest = next(length for length in lengths if length >= sum(lengths) / len(lengths) / 8)
@@ -82,7 +82,7 @@ def scaled(rows: Sequence[Sequence[Bar]], makespan_s: float, slot_s: float | Non
 
 
 def axis(scale: Scale, first: int, last: int) -> str:
-    """Times at round distances, each over the column in which it is."""
+    """Returns times at round distances, each above its column."""
     distance = round_step(scale.column_s * 10)
     line = ""
     tick = ceil(first * scale.column_s / distance - 1e-9)
@@ -95,13 +95,13 @@ def axis(scale: Scale, first: int, last: int) -> str:
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... (times a power of ten) that is at least this."""
+    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... (times a power of ten) that is at least `least`."""
     power = 10.0 ** floor(log10(least))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))
 
 
 def _cells(row: Sequence[Bar], scale: Scale) -> list[tuple[str, str]]:
-    """One (character, colour) per column; a span without a column of its own takes one that is free."""
+    """Returns one (character, colour) per column; a span shorter than a column takes a free one."""
     found = [(IDLE, "")] * (scale.columns * scale.bands)
     for bar in row:
         begin, end = round(bar.start_s / scale.column_s), round(bar.end_s / scale.column_s)
@@ -113,18 +113,18 @@ def _cells(row: Sequence[Bar], scale: Scale) -> list[tuple[str, str]]:
 
 
 def shortened(bar: Bar, columns: int) -> str:
-    """What fits of a label, filled up to the length of its span."""
+    """Returns as much of a label as fits, padded to the length of its span."""
     if len(bar.label) <= columns:
         return bar.label.ljust(columns, GOES_ON)
     if columns == 1:
-        alone = isinstance(bar.entry, Action) and bar.entry.op is Op.F and bar.entry.mb < len(SYMBOLS)
-        return _short(bar.entry)[-1 if alone else 0]
+        only_microbatch = isinstance(bar.entry, Action) and bar.entry.op is Op.F and bar.entry.mb < len(SYMBOLS)
+        return _short(bar.entry)[-1 if only_microbatch else 0]
     text = _short(bar.entry)
     return (text if len(text) <= columns else text[0]).ljust(columns, GOES_ON)
 
 
 def _short(entry: Entry) -> str:
-    """A letter, small for every other pipeline, and the microbatch as one character; two of them with + between."""
+    """Returns a letter (small for every other replica) and the microbatch as one character; a cell has + between two."""
     if isinstance(entry, Cell):
         return f"{_short(entry.first)}+{_short(entry.second)}"
     if not isinstance(entry, Action):
@@ -134,19 +134,19 @@ def _short(entry: Entry) -> str:
 
 
 def narrowest(rows: Sequence[Sequence[Bar]], makespan_s: float, slot_s: float | None, *, width: int) -> int | None:
-    """The fewest columns of a span whose label is shortened; None where all labels are whole."""
+    """Returns the fewest columns of a span whose label is shortened; None if all labels fit."""
     scale = scaled(rows, makespan_s, slot_s, width=width - _prefix(rows))
     shown = [(bar, round(bar.end_s / scale.column_s) - round(bar.start_s / scale.column_s)) for row in rows for bar in row]
     return min((columns for bar, columns in shown if len(bar.label) > columns and bar.end_s > bar.start_s), default=None)
 
 
 def ops_in(rows: Sequence[Sequence[Bar]]) -> set[Op]:
-    """Which kinds of action there are to explain."""
+    """Returns the kinds of action that occur."""
     return {action.op for row in rows for bar in row for action in actions(bar.entry)}
 
 
 def _line(cells: Sequence[tuple[str, str]], paint: Paint, dim: str) -> str:
-    """Columns as text, runs of one colour painted together."""
+    """Joins columns to a text; runs of one colour are painted together."""
     parts: list[str] = []
     done = 0
     for index in range(1, len(cells) + 1):

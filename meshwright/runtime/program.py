@@ -88,10 +88,9 @@ class Program:
             place = last_read.get(before[-ahead].slot, index) if len(before) >= ahead else -1
             behind[min(place, index)].append(instruction)
             before.append(instruction)
-        moved = {id(instruction) for instructions in behind.values() for instruction in instructions}
         found = list(behind[-1])
         for index, instruction in enumerate(self.instructions):
-            if id(instruction) not in moved:
+            if not instruction.receives:
                 found.append(instruction)
             found += behind[index]
         return tuple(found)

@@ -1,8 +1,8 @@
-"""A file here is a schedule; its name is what users type. `build` finds it, checks the options and calls it.
+"""Each file here is a schedule; its file name is what users type. `build` finds it, checks the options and calls it.
 
 A schedule file has one function `build(*, workers, microbatches, ...) -> Schedule`. Its other keyword arguments are its
-options; `steps` and `costs` are passed to those that ask for them. A schedule with a flush builds one step. A user's own
-function `package.module:function` is a builder too, wherever a name is taken; it may leave out sizes.
+options; `steps`, `costs` and `cluster` are passed only if it takes them. A schedule with a flush builds one step. A user's own
+function `package.module:function` can be used wherever a name can; it may leave out sizes.
 """
 
 from __future__ import annotations
@@ -47,12 +47,21 @@ GIVEN = ("workers", "microbatches", "steps", "costs", "cluster")
 
 
 def names() -> list[str]:
-    """All schedules, by file name."""
+    """The names of all schedules.
+
+    Returns:
+        The names, sorted. Each is a file in `meshwright/schedules/`.
+
+    Examples:
+        >>> from meshwright import schedules
+        >>> "chimera" in schedules.names()
+        True
+    """
     return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
 
 
 def builder(name: str) -> Callable[..., Schedule]:
-    """The build function of a schedule."""
+    """Returns the build function of a schedule."""
     if isinstance(name, str) and ":" in name:
         return own_builder(name)
     if not isinstance(name, str) or name not in names():
@@ -62,34 +71,58 @@ def builder(name: str) -> Callable[..., Schedule]:
 
 
 def summary(name: str) -> str:
-    """The first line of a schedule's file: what it is."""
+    """What a schedule is, in one line.
+
+    Args:
+        name: The schedule.
+
+    Returns:
+        The first line of its file.
+
+    Examples:
+        >>> from meshwright import schedules
+        >>> schedules.summary("gpipe").startswith("GPipe")
+        True
+    """
     builder(name)
     return (importlib.import_module(f"{__name__}.{name}").__doc__ or "").partition("\n")[0]
 
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:
-    """All keyword arguments of a schedule's build function, with their types."""
+    """Returns all keyword arguments of a schedule's build function, with their types."""
     return parameters_of(builder(name))
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a schedule: what its build function takes beside sizes and costs."""
+    """The options of a schedule.
+
+    Args:
+        name: A schedule, or `package.module:function`.
+
+    Returns:
+        The keyword arguments of its build function, without sizes and costs.
+
+    Examples:
+        >>> from meshwright import schedules
+        >>> list(schedules.options("interleaved"))
+        ['chunks']
+    """
     return {key: parameter for key, parameter in parameters(name).items() if key not in GIVEN}
 
 
 def needed(name: str) -> frozenset[str]:
-    """The arguments that a build function has no default for."""
+    """Returns the arguments of a build function that have no default."""
     return frozenset(key for key, parameter in parameters(name).items() if parameter.default is parameter.empty)
 
 
 def capped(name: str) -> dict[str, object] | None:
-    """The options under which a schedule makes use of its option `memory`: its CAPPED, or any; None if it has no such option."""
+    """Returns the options under which a schedule uses its option `memory` (its CAPPED); None if it has no such option."""
     found: dict[str, object] = getattr(_module(name), "CAPPED", {})
     return found if "memory" in options(name) else None
 
 
 def compared(name: str) -> tuple[dict[str, object], ...]:
-    """The sets of options worth comparing: a schedule file's COMPARED, or its defaults alone."""
+    """Returns the sets of options worth comparing: COMPARED of the schedule file, or only the defaults."""
     found: tuple[dict[str, object], ...] = getattr(_module(name), "COMPARED", ({},))
     return found
 
@@ -108,7 +141,29 @@ def build(
     cluster: Cluster | None = None,
     **chosen: object,
 ) -> Schedule:
-    """Build a schedule by name, for so many steps; texts of options are converted."""
+    """Build a schedule by name.
+
+    Args:
+        name: A schedule, or `package.module:function`.
+        workers: Workers of one pipeline.
+        microbatches: Microbatches of one step.
+        steps: How many steps the lists hold.
+        costs: One cost for each stage, for schedules whose order depends on them.
+        cluster: The links between workers, for the same schedules.
+        **chosen: Options of the schedule. Texts are converted to the declared types.
+
+    Returns:
+        The schedule, not lowered.
+
+    Raises:
+        MeshwrightError: There is no such schedule or option, or it does not run at these sizes.
+
+    Examples:
+        >>> from meshwright import schedules
+        >>> schedule = schedules.build("zero_bubble", workers=4, microbatches=8, variant="h1")
+        >>> schedule.name, schedule.workers
+        ('zero_bubble', 4)
+    """
     for what, count in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=4")
@@ -118,8 +173,8 @@ def build(
         options = "".join(f", {key}={value}" for key, value in values.items())
         raise MeshwrightError(
             f"{workers} workers, {microbatches} microbatches and {steps} steps{options} make {size} actions, "
-            f"at most {LARGEST} are built",
-            fix="fewer steps, stages or microbatches: one period stands for training of any length",
+            f"the limit is {LARGEST}",
+            fix="fewer steps, stages or microbatches: one period describes training of any length",
         )
     takes = parameters(name)
     given = {"steps": steps, "costs": costs, "cluster": cluster}
@@ -133,7 +188,7 @@ def build(
 def shaped(
     name: str, *, costs: Callable[[Schedule], Sequence[StageCost] | None], cluster: Cluster | None = None, **given: Any
 ) -> Schedule:
-    """Build a schedule by name with `costs(schedule)`: how many rows there are follows from the schedule, built without them."""
+    """Builds a schedule by name with `costs(schedule)`. It is first built without costs, to know the number of stages."""
     schedule = build(name, **given)
     found = costs(schedule) if "costs" in parameters(name) else None
     if found is None and (cluster is None or "cluster" not in parameters(name)):
@@ -142,7 +197,7 @@ def shaped(
 
 
 def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:
-    """Options of a schedule in their declared types; a schedule, an option or a value that does not exist is refused."""
+    """Returns the options in their declared types. Raises on an unknown schedule, option or value."""
     known = options(name)
     if unknown := sorted(set(chosen) - set(known)):
         listed = ", ".join(f"{key}={values_of(p)}" for key, p in known.items()) or f"{name} has no options"
@@ -151,9 +206,9 @@ def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:
 
 
 def _converted(name: str, parameter: inspect.Parameter, value: object) -> object:
-    """An option's value in its declared type; `Literal` types list what is allowed."""
+    """Returns an option's value in its declared type; `Literal` types list the allowed values."""
     kind = parameter.annotation
-    if kind is parameter.empty:  # a user's own function need not say what it takes
+    if kind is parameter.empty:  # a user's own function may have no annotations
         return value
     allowed = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
     kinds: list[object] = [type(a) for a in allowed[:1]] or [k for k in _members(kind) if k is not type(None)]
@@ -173,7 +228,7 @@ def _members(kind: object) -> tuple[object, ...]:
 
 
 def _as(kind: object, value: object) -> object | None:
-    """`value`, perhaps a text, as bool, int, float or str; None where it is not one."""
+    """Returns `value`, possibly a text, as bool, int, float or str; None if it cannot be converted."""
     if kind is bool:
         return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value).lower())
     if isinstance(value, bool):
@@ -190,7 +245,7 @@ def _as(kind: object, value: object) -> object | None:
 
 
 def values_of(parameter: inspect.Parameter) -> str:
-    """What an option may be, for help and errors."""
+    """Describes the allowed values of an option, for help and errors."""
     kind = parameter.annotation
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(str(a) for a in typing.get_args(kind))

@@ -1,20 +1,21 @@
-"""Chimera (Li & Hoefler, SC'21): two pipelines in opposite directions over the same workers fill each other's bubbles.
+"""Chimera (Li & Hoefler, SC'21): two pipelines in opposite directions on the same workers fill each other's bubbles.
 
     0: F0 F1 .  F2 B2 F3 B3 B0 .  B1        down: replica 0, stage k on worker k
     1: .  F0 F2 F1 F3 B2 B0 B3 B1 .         up:   replica 1, stage k on worker D-1-k
     2: .  F2 F0 F3 F1 B0 B2 B1 B3 .
     3: F2 F3 .  F0 B0 F1 B1 B2 .  B3
 
-In a unit of D microbatches each direction runs D/2 of them in slots of unit length: forward i of stage k in slot k + 2i,
-backward i in slot 2D-1-k + 2i. The slots of the two directions never meet, so sorting by slot is the whole merge.
+In a unit of D microbatches, each direction runs D/2 of them in slots of unit length: forward i of stage k in slot k + 2i,
+backward i in slot 2D-1-k + 2i. The slots of the two directions never collide, so sorting by slot merges them.
 
-    direct    unit after unit, 2D slots apart
+    direct    one unit after another, 2D slots apart
     doubling  a slot holds two forwards or one backward; double units, 3D slots apart
     halving   a slot holds one forward (`half_forward`: two halves) or half a backward; units 3D slots apart
-    steady    ours: the order of a folded wave, unfolded; no seam between units (28 instead of 30 at D=4, N=8, B=2F)
+    steady    not in the paper: the order of a folded wave, unfolded; no gap between units (28 instead of 30 slots at
+              D=4, N=8, B=2F)
 
-`pairs` (f) puts f such pairs on the same workers, D/f apart: 2f replicas and f times fewer bubbles. `split` takes backwards
-apart and fills their weight halves into the gaps of the steady order, with at most D activations alive.
+`pairs` (f) puts f such pairs on the same workers, D/f apart: 2f replicas and f times fewer bubbles. `split` splits backwards
+and fills their weight halves into the gaps of the steady order, with at most D activations alive.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def build(
     half_forward: bool = False,
     split: bool = False,
 ) -> Schedule:
-    """Whole units of D microbatches (doubling: 2D), or fewer; `split` and `steady` take any even number."""
+    """Needs whole units of D microbatches (doubling: 2D), or fewer; `split` and `steady` take any even number."""
     _refuse(workers, microbatches, pairs, mode, half_forward, split)
     placement = Placement.of(lambda r, stage: worker_of(workers, pairs, r, stage), stages=workers, replicas=2 * pairs)
     backward = Op.I if split else Op.B
@@ -78,9 +79,9 @@ def _refuse(workers: int, microbatches: int, pairs: int, mode: str, half_forward
             f"chimera: pairs={pairs} does not divide {workers} / 2", fix=" or ".join(f"pairs={f}" for f in good)
         )
     if half_forward and mode != "halving":
-        raise MeshwrightError("chimera: half_forward belongs to mode=halving", fix="mode=halving")
+        raise MeshwrightError("chimera: half_forward needs mode=halving", fix="mode=halving")
     if (split and mode not in ("direct", "steady")) or (mode == "steady" and pairs > 1):
-        raise MeshwrightError(f"chimera: mode={mode}, pairs={pairs}, split={split} do not go together", fix="mode=direct")
+        raise MeshwrightError(f"chimera: mode={mode}, pairs={pairs}, split={split} cannot be combined", fix="mode=direct")
     unit = 2 * workers if mode == "doubling" else workers
     whole = mode != "steady" and not (split and pairs == 1)
     step = 4 * pairs if mode == "doubling" else 2 * pairs

@@ -1,15 +1,16 @@
-"""Cyclic data parallelism (Fournier & Oyallon, 2403.08837): workers run whole microbatches, two time steps apart.
+"""Cyclic data parallelism (Fournier & Oyallon, 2403.08837): each worker runs whole microbatches, two time steps apart.
 
-    1: F1 F2 F3 B3 B2 B1 F1 F2 ..        N = 3: from time step 4 on every stage is in use by exactly one worker,
-    2: .  .  F1 F2 F3 B3 B2 B1 ..        so activations alive are constant, N (N + 1) / 2, and gradients travel
-    3: .  .  .  .  F1 F2 F3 B3 ..        from worker to worker as running sums instead of in one all-reduce
+    1: F1 F2 F3 B3 B2 B1 F1 F2 ..        N = 3: from time step 4 on every stage is used by exactly one worker,
+    2: .  .  F1 F2 F3 B3 B2 B1 ..        so the number of live activations is constant, N (N + 1) / 2, and gradients
+    3: .  .  .  .  F1 F2 F3 B3 ..        are passed from worker to worker as running sums, without an all-reduce
 
-Worker i of round t (1-based) reads version t of stage j where it is there in time, i + j >= K + 1 + margin, else t - 1:
-v2 has margin 0, v1 always reads t - 1. A worker updates its one copy right before the forward that wants the new version.
+Worker i of round t (1-based) reads version t of stage j if it exists in time, i + j >= K + 1 + margin, else version t - 1.
+v2 has margin 0; v1 always reads t - 1. A worker updates its one copy of the parameters right before the forward that needs
+the new version.
 
-The stagger is data: `turn` hands stage j on from F(m) to B(m - (K - j)) to F(m + 1). Stages of unequal cost keep only the
-turns that delay the first round's starts, by the lead that lets the v2 mask hold. Leads are rounded up to whole actions, so
-that round 1 stalls once on a worker (mostly for less than a third of a round), and later rounds do not.
+The stagger is part of the schedule: a `turn` passes stage j from F(m) to B(m - (K - j)) to F(m + 1). With unequal stages, only
+the turns that delay the starts of the first round are kept, by the lead that the v2 rule needs. Leads are rounded up to whole
+actions, so round 1 stalls once on a worker (mostly for less than a third of a round), and later rounds do not.
 """
 
 from __future__ import annotations
@@ -94,4 +95,4 @@ def _refuse(workers: int, microbatches: int, stages: int, rule: str, margin: int
     if margin is not None and not 0 <= margin <= workers:
         raise MeshwrightError(f"cyclic: margin must be 0 to {workers}, got {margin}", fix="margin=0")
     if margin is not None and rule == "v1":
-        raise MeshwrightError("cyclic: a margin belongs to rule=v2; v1 is the largest margin there is", fix="rule=v2")
+        raise MeshwrightError("cyclic: margin needs rule=v2; v1 has the largest margin", fix="rule=v2")

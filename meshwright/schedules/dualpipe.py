@@ -1,6 +1,6 @@
-"""DualPipe (DeepSeek-V3): Chimera's two directions, backwards in halves, and forwards that overlap backwards in cells.
+"""DualPipe (DeepSeek-V3): the two directions of Chimera, split backwards, and forwards that overlap backwards in cells.
 
-It is DualPipeV unfolded: worker w of the V becomes workers w and D-1-w, its shallow stage in one direction and its deep
+It is DualPipeV unfolded: worker w of the V becomes workers w and D-1-w, with its shallow stage in one direction and its deep
 stage in the other. The first half of the microbatches runs down (replica 0), the second half up (replica 1).
 """
 
@@ -14,7 +14,7 @@ from meshwright.schedules.dualpipev import folded_lists
 
 
 def build(*, workers: int, microbatches: int) -> Schedule:
-    """An even number of workers and of microbatches; the bubble is the published one from 2D-2 microbatches on."""
+    """Needs an even number of workers and of microbatches; the bubble is the published one from 2D-2 microbatches on."""
     if workers % 2:
         raise MeshwrightError(f"dualpipe needs an even number of workers, got {workers}", fix=f"--workers {workers + 1}")
     if microbatches % 2:

@@ -1,11 +1,11 @@
-"""DualPipeV: DualPipe cut in half (Sea AI Lab): stages in a V, forwards and backwards of the two legs overlap in cells.
+"""DualPipeV (Sea AI Lab): DualPipe cut in half. Stages form a V; forwards and backwards of its two legs overlap in cells.
 
-Worker w, with n microbatches (at least 2D-1 are planned), in phases; capitals are its shallow stage, small letters its
-deep one, a bracket is a cell, i and w are the halves of a backward:
+The phases of worker w with n microbatches (at least 2D-1 are planned) are below. Capital letters are its shallow stage, small
+letters its deep stage, a bracket is a cell, and i and w are the two halves of a backward:
 
     F x 2(D-1-w),  Ff x (w+1),  iwf x (D-1-w),  [Fb][fB] x (n-2D+1+w),  b[fB] x (D-1-w),  bB x (w+1),  wI x (D-1-w),  w x (w+1)
 
-The second half of the bB phase runs as input halves, whose weight halves fill the drain.
+The second half of the bB phase runs as input halves; their weight halves fill the drain.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from meshwright.schedules._orders.wave import letters
 
 
 def build(*, workers: int, microbatches: int) -> Schedule:
-    """Any number of microbatches; the bubble is the published one from 2D-1 on."""
+    """Takes any number of microbatches; the bubble is the published one from 2D-1 on."""
     return Schedule("dualpipev", Placement.zigzag(workers, legs=2), microbatches, folded_lists(workers, microbatches))
 
 
 def folded_lists(workers: int, microbatches: int) -> tuple[tuple[Action | Cell, ...], ...]:
-    """The lists on a V; DualPipe unfolds them."""
+    """Returns the lists on a V; DualPipe unfolds them."""
     planned = max(microbatches, 2 * workers - 1)
     return tuple(
         tuple(
@@ -36,7 +36,7 @@ def _phases(worker: int, workers: int, microbatches: int) -> str:
     before, own = workers - 1 - worker, worker + 1
     main = "[Fb][fB]" * (microbatches - 2 * workers + 1 + worker)
     if worker == workers - 1:
-        main = main.replace("[Fb]", "Fb", 1)  # at the turn the first pair has nothing to overlap with
+        main = main.replace("[Fb]", "Fb", 1)  # on the last worker the first pair cannot overlap
     last = "bB" * own
     last = last[:own] + last[own:].replace("b", "i").replace("B", "I")
     return "F" * (2 * before) + "Ff" * own + "iwf" * before + main + "b[fB]" * before + last + "wI" * before + "w" * own

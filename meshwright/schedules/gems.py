@@ -1,9 +1,9 @@
-"""GEMS: two replicas in opposite directions take turns, so that a worker holds one activation at a time.
+"""GEMS: two replicas in opposite directions take turns, so a worker holds one activation at a time.
 
     0: F0 .  .  .  B0 =  F1 B1 =  F2 .  .  .  .  B2 =
     1: .  F0 B0 =  F1 .  .  .  .  B1 =  F2 B2 =  .  .
 
-Even microbatches go down, odd ones up; the next forward follows the wave of backwards.
+Even microbatches run down, odd ones up; the next forward follows the wave of backwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.ir.schedule import Schedule
 
 
 def build(*, workers: int, microbatches: int) -> Schedule:
-    """Forward and backward of one microbatch, then of the next, from the other end."""
+    """Runs forward and backward of one microbatch, then of the next one from the other end."""
     placement = Placement.mirrored(workers)
     period = tuple(
         tuple(

@@ -1,12 +1,12 @@
-"""Hanayo (SC'23): Chimera folded along its mirror, so that no replica is needed: stages zigzag over the workers in waves.
+"""Hanayo (SC'23): Chimera folded in half, so it needs no second replica; stages zigzag over the workers in waves.
 
     D = 3, one wave: worker 0 holds stages 0 and 5, worker 1 stages 1 and 4, worker 2 stages 2 and 3
     0: 0F0 0F1 0F2 .   .   5F0 5B0 5F1 5B1 ...
     1: .   1F0 1F1 4F0 1F2 4F1 4B0 ...
     2: .   .   2F0 3F0 2F1 3F1 ...
 
-Groups of D microbatches follow each other without a seam: with W waves the bubble is (2D-2) of the longer of a chunk's
-forward and backward, however many microbatches there are.
+Groups of D microbatches follow each other without a gap. With W waves the bubble is (2D-2) times the longer of a chunk's
+forward and backward, independent of the number of microbatches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMPARED = ({"waves": 1}, {"waves": 2})
 
 
 def build(*, workers: int, microbatches: int, waves: int = 1) -> Schedule:
-    """2 W D stages; any number of microbatches, best in multiples of D."""
+    """Has 2 W D stages; takes any number of microbatches, best in multiples of D."""
     if waves < 1:
         raise MeshwrightError(f"hanayo needs at least one wave, got {waves}", fix="waves=1")
     lists = steady(workers, microbatches, waves=waves)

@@ -1,7 +1,7 @@
-"""Interleaved 1F1B (Megatron-LM): v chunks of layers per worker, so that a fill costs 1/v of a stage each.
+"""Interleaved 1F1B (Megatron-LM): v chunks of layers per worker; filling the pipeline takes chunks of 1/v of a stage.
 
-Stage s is chunk s // D of worker s mod D. Microbatches go through a worker in groups of D: a group passes its first chunk,
-then its second, and so on; backwards take the chunks in reverse.
+Stage s is chunk s // D of worker s mod D. Microbatches pass a worker in groups of D: a group runs the first chunk, then the
+second, and so on; backwards run the chunks in reverse.
 
     D = 2, v = 2, N = 2:
     0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1      (warm-up 2 (D-1-w) + (v-1) D forwards, then one forward, one backward)
@@ -17,7 +17,7 @@ from meshwright.ir.schedule import Schedule
 
 
 def build(*, workers: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Megatron's order; microbatches come in whole groups of D."""
+    """Megatron's order; needs whole groups of D microbatches."""
     if chunks < 1:
         raise MeshwrightError(f"interleaved needs at least one chunk per worker, got {chunks}", fix="chunks=2")
     if microbatches % workers:

@@ -1,12 +1,12 @@
-"""SPP's execution order (Luo et al., INFOCOM'22): one order for stages and the channels between them, from S and M alone.
+"""SPP's execution order (Luo et al., INFOCOM'22): one order for stages and for the channels between them, from S and M only.
 
-Stage, channel, stage, ... are K = 2S-1 resources in a row. In cycle t, block j of a microbatch's tour serves microbatch
-t - j: a forward of resource k in cycle k + m, its backward in cycle 2K-2-k + m, backwards first within a cycle. The makespan
-stays within (M + 4S - 4) C + max A of C, the work of the busiest resource per microbatch, and A, the syncs.
+Stage, channel, stage, ... are K = 2S-1 resources in a row. In cycle t, block j of a microbatch's path serves microbatch
+t - j: forward m of resource k runs in cycle k + m, its backward in cycle 2K-2-k + m, and backwards come first within a cycle.
+The makespan is at most (M + 4S - 4) C + max A, where C is the work of the busiest resource per microbatch and A are the syncs.
 
-    strict=true   these lists as they are, for stages and channels; a stage starts 4(S - n) forwards ahead
-    strict=false  work-conserving: the first element of the list that is ready, decided from costs
-    memory        from costs, with at most so many activations alive: the best of a portfolio that contains both
+    strict=true   uses these lists unchanged, for stages and channels; stage n starts 4(S - n) forwards ahead
+    strict=false  work-conserving: runs the first ready element of the list, decided from costs
+    memory        from costs, with at most this many activations alive: the best of several orders, both above included
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def build(
     strict: bool | None = None,
     memory: int | None = None,
 ) -> Schedule:
-    """Stages and channels in SPP's order, strict unless said otherwise, or what follows from it under costs and a cap."""
+    """Stages and channels in SPP's order (strict by default), or an order derived from it for given costs and a cap."""
     if memory is not None and strict:
         raise MeshwrightError(
-            f"listed: strict=true keeps its lists as they are, which takes no memory={memory}", fix=f"memory={memory} alone"
+            f"listed: strict=true does not change its lists, so it takes no memory={memory}", fix=f"memory={memory} alone"
         )
     if memory is not None and memory < 1:
         raise MeshwrightError(f"listed needs memory for at least one activation, got memory={memory}", fix=f"memory={workers}")
@@ -57,7 +57,7 @@ def build(
 
 
 def _chain(costs: Sequence[StageCost], microbatches: int, cluster: Cluster) -> Chain:
-    """Stages and the half-duplex channels between them; where channels take no time they are left out, but for latency."""
+    """Returns the stages and the half-duplex channels between them. Channels without a transfer time are left out."""
     plain = Chain.of(costs, microbatches, cluster.link.latency_s)
     links = [cluster.between(s, s + 1) for s in range(len(costs) - 1)]
     there = [link.busy_s(cost.output_bytes) for link, cost in zip(links, costs, strict=False)]
@@ -69,12 +69,12 @@ def _chain(costs: Sequence[StageCost], microbatches: int, cluster: Cluster) -> C
 
 
 def _mixed(stages: Sequence[float], channels: Sequence[float]) -> tuple[float, ...]:
-    """Stage, channel, stage, ..."""
+    """Returns stage, channel, stage, ..."""
     return tuple(stages[k // 2] if k % 2 == 0 else channels[k // 2] for k in range(2 * len(stages) - 1))
 
 
 def _schedule(workers: int, microbatches: int, words: Words) -> Schedule:
-    """Lists for the stages and, where the words have them, for the channels."""
+    """Builds lists for the stages and, if the words contain them, for the channels."""
     channels: list[ChannelOrder] = []
     if len(words) > workers:
         for k, row in enumerate(actions_of(words[1::2])):

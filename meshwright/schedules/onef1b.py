@@ -1,10 +1,10 @@
-"""1F1B (DAPPLE, PipeDream-flush): as soon as a backward can run, alternate.
+"""1F1B (DAPPLE, PipeDream-flush): alternate forward and backward as soon as a backward can run.
 
     0: F0 F1 F2 .  .  .  .  B0 =  .  B1 =  .  B2 =
     1: .  F0 F1 .  .  B0 =  F2 B1 =  .  B2 =  .  .
     2: .  .  F0 B0 =  F1 B1 =  F2 B2 =  .  .  .  .
 
-More forwards first hide slow transfers, if neighbours agree on how many.
+More forwards at the start hide slow transfers, if neighbours agree on their number.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def build(
     warmup: Literal[1, 2, 4] = 1,
     memory: int | None = None,
 ) -> Schedule:
-    """`warmup` times the usual forwards before the first backward; or as many as pay, with at most `memory` alive."""
+    """Runs `warmup` times the usual forwards before the first backward; or with `memory`, as many as help under that cap."""
     if memory is not None and warmup > 1:
         raise MeshwrightError(
-            f"onef1b: memory={memory} finds the forwards ahead by itself, warmup={warmup} gives them", fix="one of the two"
+            f"onef1b: memory={memory} chooses the warm-up itself, but warmup={warmup} is given", fix="give only one of the two"
         )
     if memory is None:
         lists = tuple(one_f_one_b(stage, microbatches, warmup * (workers - 1 - stage)) for stage in range(workers))
@@ -42,7 +42,7 @@ def build(
 
 
 def one_f_one_b(stage: int, microbatches: int, warm: int) -> tuple[Action, ...]:
-    """`warm` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Returns `warm` forwards, then alternating forwards and backwards, then the remaining backwards."""
     warm = min(warm, microbatches)
     forwards = [Action(Op.F, stage, mb) for mb in range(microbatches)]
     backwards = [Action(Op.B, stage, mb) for mb in range(microbatches)]
@@ -53,7 +53,7 @@ def one_f_one_b(stage: int, microbatches: int, warm: int) -> tuple[Action, ...]:
 def _within(
     memory: int, workers: int, microbatches: int, costs: Sequence[StageCost] | None, cluster: Cluster | None
 ) -> tuple[tuple[Action, ...], ...]:
-    """Consistent extra warm-up from costs and latency, under a cap."""
+    """Chooses a consistent extra warm-up from costs and latency, under a cap."""
     from meshwright.schedules._orders.order_search import search
     from meshwright.schedules._orders.order_strings import Chain, actions_of, caps
 

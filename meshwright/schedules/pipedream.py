@@ -1,6 +1,6 @@
-"""PipeDream: 1F1B without a flush; every microbatch updates the weights, and a backward uses its forward's version.
+"""PipeDream: 1F1B without a flush. Every microbatch updates the weights; a backward uses the version of its forward.
 
-A stage with w stages behind it has w microbatches in flight, so its forward m reads version m - w, and it keeps w + 1
+A stage with w stages after it has w microbatches in flight. So its forward m reads version m - w, and it keeps w + 1
 versions: D on the first stage, one on the last. A round is a single microbatch here.
 """
 
@@ -11,7 +11,7 @@ from meshwright.schedules._orders.no_flush import endless
 
 
 def build(*, workers: int, microbatches: int, steps: int = 1) -> Schedule:
-    """`steps` times `microbatches` rounds of one microbatch each."""
+    """Runs `steps` times `microbatches` rounds of one microbatch each."""
     return endless(
         "pipedream",
         workers=workers,

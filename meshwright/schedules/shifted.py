@@ -1,14 +1,14 @@
-"""Shifted critical path (Merak, TPDS'23): 1F1B under recompute, three edits that each take time off the critical path.
+"""Shifted critical path (Merak, TPDS'23): 1F1B with recompute, and three changes that each shorten the critical path.
 
-    early  R needs the kept input, not the gradient: recompute while waiting for it
-    last   the last stage runs B right after F, so what it would recompute it still has: no recompute there
-    full   the stage before it is now the busiest: it pulls its third forward in front of its first backward
+    early  R needs the kept input, not the gradient: recompute while waiting for the gradient
+    last   the last stage runs B right after F, so its activations are still there: no recompute on it
+    full   the stage before the last is now the busiest: it runs its third forward before its first backward
 
     p = 4, m = 8, F = 1, B = 2, R = 1: 44 with recompute inside B, then 41, 39, 38
     2: ..012raarbb3rcc4rdd5ree6rff7rggrhh....      (digits forward, r recompute, letters backward)
     3: ...0aa1bb2cc3dd.4ee.5ff.6gg.7hh.......
 
-With fewer than three microbatches there is nothing to pull forward, and `full` is `last`.
+With fewer than three microbatches there is no third forward to move, and `full` equals `last`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.schedules.onef1b import one_f_one_b
 
 
 def build(*, workers: int, microbatches: int, level: Literal["early", "last", "full"] = "full") -> Schedule:
-    """1F1B with R actions in front of the backwards; `level` says how many of the edits apply."""
+    """1F1B with R actions before the backwards; `level` says how many of the changes apply."""
     lists = [one_f_one_b(stage, microbatches, workers - 1 - stage) for stage in range(workers)]
     if level == "full" and workers > 1 and microbatches >= 3:
         lists[workers - 2] = _pulled(workers - 2, microbatches)
@@ -33,7 +33,7 @@ def build(*, workers: int, microbatches: int, level: Literal["early", "last", "f
 
 
 def _pulled(stage: int, microbatches: int) -> tuple[Action, ...]:
-    """F0 F1 F2, B0, B1, then F and B in turn."""
+    """Returns F0 F1 F2, B0, B1, then F and B in turn."""
     forwards = [Action(Op.F, stage, mb) for mb in range(microbatches)]
     backwards = [Action(Op.B, stage, mb) for mb in range(microbatches)]
     steady = [action for pair in zip(forwards[3:], backwards[2:], strict=False) for action in pair]

@@ -1,10 +1,10 @@
-"""ZB-V (Qi et al., 2024): stages in a V, backwards in halves; equal parts leave no bubble inside a worker's span.
+"""ZB-V (Qi et al., 2024): stages form a V, backwards are split; equal halves leave no bubble inside a worker's span.
 
     D = 3: stages 0, 1, 2 run down, 3, 4, 5 back up; worker 0 holds the first and the last
     0: 0F0 0F1 0F2 .   .   5F0 5I0 5W0 ...
 
-Forwards and input halves keep the steady order of a wave; weight halves fill the gaps, with at most D activations of a
-worker alive, as in 1F1B.
+Forwards and input halves keep the steady order of a wave. Weight halves fill the gaps, with at most D activations alive on a
+worker, as in 1F1B.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.schedules._orders.wave import steady
 def build(
     *, workers: int, microbatches: int, costs: Sequence[StageCost] | None = None, cluster: Cluster | None = None
 ) -> Schedule:
-    """Costs, where given, decide where the gaps are."""
+    """If costs are given, they decide where the gaps are."""
     stages = 2 * workers
     costs = rows_for(costs, stages)
     orders = steady(workers, microbatches, backward=Op.I)

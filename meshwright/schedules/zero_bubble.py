@@ -1,12 +1,12 @@
-"""Zero-bubble 1F1B (Qi et al., ICLR'24): backwards in halves; what nobody waits for, the weight half, fills the bubbles.
+"""Zero-bubble 1F1B (Qi et al., ICLR'24): backwards are split; weight halves, which no worker waits for, fill the bubbles.
 
     0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 ..     h1: as much memory as 1F1B (D activations), bubble (D-1)(F + I - W)
     1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 ..     h2: 2D-1 activations, no bubble within a worker's span for F = I = W
     2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 ..     auto: from costs and latency, with at most `memory` activations alive
 
-An activation counts from its F to its W. `rest` is what one that only waits for its W weighs against a full one, where
-that is known: memory is then freed in part by I, as the paper counts it. `span` makes the longest worker span short, which is
-what the paper reports, instead of the makespan.
+An activation counts from its F to its W. `rest` is the weight of an activation that only waits for its W, relative to a full
+one, if that is known: I then frees part of the memory, as in the paper. `span` minimizes the longest worker span, which the
+paper reports, instead of the makespan.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def build(
     rest: float = 1.0,
     span: bool = False,
 ) -> Schedule:
-    """The closed forms, or the best that a short search finds under a memory cap."""
+    """Returns a closed form, or the best order that a short search finds under a memory cap."""
     if variant != "auto":
         for option, given in (("memory", memory is not None), ("rest", rest != 1.0), ("span", span)):
             if given:
-                raise MeshwrightError(f"zero_bubble: {option} belongs to variant=auto, got variant={variant}", fix="variant=auto")
+                raise MeshwrightError(f"zero_bubble: {option} needs variant=auto, got variant={variant}", fix="variant=auto")
         words = linear(workers, microbatches, workers if variant == "h1" else 2 * workers - 1)
     else:
         memory = workers if memory is None else memory
@@ -49,7 +49,7 @@ def build(
             raise MeshwrightError(
                 f"zero_bubble: memory={memory}, rest={rest}", fix="memory of at least 1, rest above 0 and at most 1"
             )
-        memory = min(memory, microbatches + 2 * workers)  # more is never alive
+        memory = min(memory, microbatches + 2 * workers)  # more are never alive
         costs = rows_for(costs, workers)
         words = _auto(StageLine.of(costs, microbatches, hop_s(costs, cluster)), memory, rest, span)
     return Schedule("zero_bubble", Placement.line(workers), microbatches, actions_of(words))

@@ -1,4 +1,4 @@
-"""(Schedule, costs, cluster) -> Timeline: one engine, and a compiled fast path that must agree with it."""
+"""(Schedule, costs, cluster) -> Timeline: a plain engine, and a compiled fast path that must give the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["compile", "simulate"]
 
 
 def compile(schedule: Schedule, cluster: Cluster | None = None, *, sync: Sync | str = Sync.EAGER) -> Compiled:
-    """Prepare a schedule for many simulations: numba, cached on disk; needs the extra `fast`."""
+    """Prepares a schedule for many simulations with numba, cached on disk. Needs the extra `fast`."""
     try:
         from meshwright.simulate.compiled import Compiled
     except ImportError as error:

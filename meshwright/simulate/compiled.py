@@ -1,12 +1,12 @@
-"""The compiled path: one schedule, many costs. It sweeps the same program as the plain engine, and must agree with it.
+"""The compiled path: one schedule, many costs. It sweeps the same program as the plain engine and must give the same times.
 
     from meshwright.simulate import compile
     program = compile(schedule)
     program.makespan(costs)           one plan
     program.makespans(array)          many plans: array[plan, stage, field], fields in the order of StageCost
 
-Nothing here is imported before someone asks for it: numba's first compile takes seconds (then it is cached on disk), so
-the command line always takes the plain path.
+Import this file only on demand: numba's first compile takes seconds (then it is cached on disk), so the command line always
+uses the plain path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Array = NDArray[np.float64]
 
 
 class Compiled:
-    """A lowered schedule as arrays; costs enter linearly, so that a plan is one small product and one sweep."""
+    """A lowered schedule as arrays. Costs enter linearly, so a plan takes one small product and one sweep."""
 
     def __init__(self, schedule: Schedule, cluster: Cluster | None = None, *, sync: Sync | str = Sync.EAGER) -> None:
         cluster = cluster or Cluster()
@@ -51,7 +51,7 @@ class Compiled:
         self._linear(cluster)
 
     def _linear(self, cluster: Cluster) -> None:
-        """Costs of classes as sums over (class, stage): found by asking the price of each cost field on its own."""
+        """Finds the coefficients of each (class, stage) by pricing each cost field alone."""
         program, schedule = self.program, self.program.schedule
         rows = [(number, stage, what) for number, (_, w) in enumerate(program.classes) for stage, what in _terms(w)]
         self._row_class = np.array([number for number, _, _ in rows], np.int32)
@@ -67,11 +67,11 @@ class Compiled:
         self._latency = np.array([latency for _, latency in program.table(free)])
 
     def makespan(self, costs: Sequence[StageCost]) -> float:
-        """The makespan of one plan."""
+        """Returns the makespan of one plan."""
         return float(self.makespans(self._array(costs)[None])[0])
 
     def times(self, costs: Sequence[StageCost]) -> tuple[Array, Array]:
-        """Start of every node of the program, and when what it makes is there."""
+        """Returns the start of every node, and the time when its output is available."""
         busy = _busy(self._row_class, self._row_stage, self._coefficient, self._array(costs), len(self._latency))
         count = len(self._class)
         starts, ready = np.empty(count), np.empty(count)
@@ -79,7 +79,7 @@ class Compiled:
         return starts, ready
 
     def makespans(self, costs: Array) -> Array:
-        """The makespans of many plans: `costs[plan, stage, field]`."""
+        """Returns the makespans of many plans: `costs[plan, stage, field]`."""
         costs = np.ascontiguousarray(costs, np.float64)
         if costs.ndim != 3 or costs.shape[1:] != (self.stages, len(FIELDS)):
             raise MeshwrightError(
@@ -104,7 +104,7 @@ class Compiled:
 
 
 def _terms(what: Any) -> list[tuple[int, Any]]:
-    """The parts of a class whose costs add up, each with the stage whose costs they are."""
+    """Returns the parts of a class whose costs are added, each with its stage."""
     if isinstance(what, Message):
         return [(what.value.stage, what)]
     if isinstance(what, Cell):

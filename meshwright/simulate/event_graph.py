@@ -1,14 +1,14 @@
-"""A lowered schedule as a graph of events in a fixed order: all that is left to do for given costs is one sweep.
+"""A lowered schedule as a graph of events in a fixed order, so that for given costs only one sweep is needed.
 
 A node is a compute entry on its worker, a message on its link, or a collective of its group. It starts when everything it
 waits for is ready:
 
-    compute     the entry before it on the worker; the messages and collectives that bring what it reads
-    message     the entries before its send on the sender; the message before it on the link (half duplex: in either
-                direction, in the order of the lists); the message that brought the value, where it is handed on
-    collective  the entries before it on every member, and each member's collective before
+    compute     the previous entry of the worker; the messages and collectives that deliver what it reads
+    message     the entries before its send on the sender; the previous message on the link (half duplex: in either
+                direction, in the order of the lists); the message that delivered the value, if it is passed on
+    collective  the entries before it on every member, and each member's previous collective
 
-The receiver's side does not hold a message up: receives are posted ahead. Nodes that cost the same share a class.
+The receiver does not delay a message, because receives are posted ahead. Nodes with the same cost share a class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.ir.cluster import Duplex
 
 
 class Message(NamedTuple):
-    """A value on its way."""
+    """A value that is sent from one worker to another."""
 
     value: Value
     source: int
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class EventGraph:
-    """Nodes in an order in which each comes after all it waits for."""
+    """Nodes in an order in which each comes after everything it waits for."""
 
     def __init__(self, flow: Flow, duplex: Duplex = Duplex.FULL) -> None:
         schedule = flow.schedule
@@ -50,7 +50,7 @@ class EventGraph:
         self._collective: list[int] = [-1] * schedule.workers
         self._brought: list[dict[int, int]] = [{} for _ in range(schedule.workers)]
         self._link: dict[tuple[int, int], int] = {}
-        self._narrow = all(len(team) == 1 for copy in schedule.placement.teams for teams in copy for team in teams)
+        self._narrow = all(len(team) == 1 for replica in schedule.placement.teams for teams in replica for team in teams)
         events, blocked = rendezvous(schedule)
         if blocked is not None:
             worker, index = next(iter(blocked.at.items()))
@@ -94,7 +94,7 @@ class EventGraph:
         assert len(group) == len(event)
 
     def _inputs(self, worker: int, index: int) -> list[int]:
-        """The computation before an entry of a worker, and what brings the values it reads."""
+        """Returns the previous computation of the worker, and the nodes that deliver the values an entry reads."""
         brought = self._brought[worker]
         waits = [brought[value] for value in self.flow.reads[worker][index] if value in brought]
         if self._compute[worker] >= 0:
@@ -132,7 +132,7 @@ class EventGraph:
         return found
 
     def table(self, price: Price) -> list[tuple[float, float]]:
-        """For each class how long its nodes occupy their lane, and the latency behind that."""
+        """Returns for each class how long its nodes occupy their lane, and the latency after that."""
         return [
             price.message_s(*what) if isinstance(what, Message) else (price.entry_s(worker, what), 0.0)
             for worker, what in self.classes
@@ -140,7 +140,7 @@ class EventGraph:
 
 
 def sweep(program: EventGraph, table: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Start of every node, and when what it makes is there: the plain engine."""
+    """The plain engine: returns the start of every node, and the time when its output is available."""
     starts: list[float] = []
     ready: list[float] = []
     free: list[float] = []

@@ -1,12 +1,12 @@
-"""A lower bound on the makespan of any order on this placement, reported beside it.
+"""A lower bound on the makespan of any order on this placement, reported next to the makespan.
 
-Every worker (and every half-duplex link) is taken as one machine with heads and tails: an operation cannot start before
-the longest chain of inputs in front of it, and the longest chain behind it follows. The preemptive schedule that always
-runs the released operation with the longest tail is the best any order can do on that machine. On a chain of stages this
-is the head, round-trip, tail bound of pipeline planning.
+Every worker (and every half-duplex link) is treated as one machine with heads and tails: an operation cannot start before
+the longest chain of inputs before it has run, and the longest chain after it still follows. The preemptive schedule that
+always runs the released operation with the longest tail is optimal on that machine, so no order can be shorter. On a chain
+of stages this is the head, round-trip, tail bound of pipeline planning.
 
-Which actions a schedule pairs in cells is its choice, so cells are opened first. What a cell hides of its actions makes no
-chain shorter, since it ends with the longer one, but every worker's work: by half of `overlap` at most, however it pairs.
+A schedule chooses which actions it pairs in cells, so cells are opened first. Overlap in a cell makes no chain shorter,
+because the cell ends with its longer action. But it reduces the work of a worker, by at most half of `overlap`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPUTE = "compute"
 
 
 def lower_bound(program: EventGraph, price: Price) -> float:
-    """The largest one-machine bound over all workers and links."""
+    """Returns the largest one-machine bound over all workers and links."""
     cells = any(isinstance(what, Cell) for _, what in program.classes)
     share = 1.0
     if cells:
@@ -37,7 +37,7 @@ def lower_bound(program: EventGraph, price: Price) -> float:
     machines = [_machine(program, what) for _, what in program.classes]
     jobs: dict[Hashable, list[Job]] = defaultdict(list)
     for places, class_, job in zip(program.places, program.class_of, found, strict=True):
-        # What takes no time makes no machine busier: the longest chain has it already.
+        # Nodes that take no time add no work to a machine; the longest chain already contains them.
         if job[1] and (where := machines[class_]) is not None:
             if where == COMPUTE:
                 head, length, tail = job
@@ -48,7 +48,7 @@ def lower_bound(program: EventGraph, price: Price) -> float:
 
 
 def _opened(program: EventGraph) -> EventGraph:
-    """The same schedule with the actions of its cells one after the other."""
+    """Returns the same schedule with the actions of its cells one after the other."""
     schedule = program.schedule
     lists = tuple(
         tuple(e for entry in entries for e in ((entry,) if isinstance(entry, Transfer) else actions(entry)))
@@ -58,7 +58,7 @@ def _opened(program: EventGraph) -> EventGraph:
 
 
 def one_machine(jobs: list[Job]) -> float:
-    """Jackson's preemptive rule: the makespan, tails included, that no order of these jobs beats."""
+    """Jackson's preemptive rule: the makespan, tails included, that no order of these jobs can beat."""
     released = sorted(jobs)
     queue: list[list[float]] = []
     time = best = 0.0
@@ -84,9 +84,9 @@ def one_machine(jobs: list[Job]) -> float:
 
 
 def _chains(program: EventGraph, price: Price) -> list[Job]:
-    """For each node the longest chain of inputs before it, its length, and the longest chain after it.
+    """For each node, the longest chain of inputs before it, its length, and the longest chain after it.
 
-    Only real dependencies count: what a value needs, never the order of a list.
+    Only dependencies through values count, not the order of a list.
     """
     table = program.table(price)
     before = _needs(program)
@@ -100,15 +100,15 @@ def _chains(program: EventGraph, price: Price) -> list[Job]:
         done.append(head + lengths[node] + latency[node])
     tails = list(latency)
     for node in range(len(before) - 1, -1, -1):
-        behind = lengths[node] + tails[node]
+        rest = lengths[node] + tails[node]
         for need in before[node]:
-            if latency[need] + behind > tails[need]:
-                tails[need] = latency[need] + behind
+            if latency[need] + rest > tails[need]:
+                tails[need] = latency[need] + rest
     return list(zip(heads, lengths, tails, strict=True))
 
 
 def _needs(program: EventGraph) -> list[list[int]]:
-    """For each node those that make what it reads; a message reads at its sender only."""
+    """For each node, the nodes that make what it reads; a message reads at its sender only."""
     flow = program.flow
     producer: list[dict[int, int]] = [{} for _ in flow.lists]
     found: list[list[int]] = []
@@ -125,7 +125,7 @@ def _needs(program: EventGraph) -> list[list[int]]:
 
 
 def _machine(program: EventGraph, what: Entry | Message) -> Hashable:
-    """What a class of nodes occupies: a link, `COMPUTE` on its worker, or nothing that only one can have."""
+    """Returns what a class of nodes occupies: a link, `COMPUTE` on its worker, or None if it needs no exclusive resource."""
     if isinstance(what, Message):
         ends = (what.source, what.target)
         return ends if program.duplex is Duplex.FULL else tuple(sorted(ends))

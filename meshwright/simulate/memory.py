@@ -1,4 +1,4 @@
-"""What every worker holds over time: the lifetimes of its values laid over the clock."""
+"""What every worker holds over time: computed from the lifetimes of its values and the times of its entries."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Times = Sequence[tuple[float, float]]
 
 
 def memory(found: Iterable[Life], times: Times) -> tuple[Level, ...]:
-    """Levels of bytes and activations of one worker.
+    """Returns the levels of bytes and activations of one worker.
 
-    At one time the entries that took time end first, then all else goes by the list: an entry that takes no time has its
-    inputs and its outputs at once, like any other. So peaks are those of the list, however little its entries take.
+    At equal times, entries with a duration end first; all other changes follow the list. An entry without a duration still
+    holds its inputs and its outputs at the same time. So peaks follow the list, however short its entries are.
     """
     changes: list[tuple[float, bool, int, bool, float, float]] = []
     for life in found:
@@ -33,7 +33,7 @@ def memory(found: Iterable[Life], times: Times) -> tuple[Level, ...]:
 
 
 def _when(times: Times, moment: int) -> tuple[float, bool, int]:
-    """The time of a moment, and its place among those of the same time."""
+    """Returns the time of a moment, and its rank among moments of the same time."""
     if moment == BEFORE:
         return 0.0, False, moment
     start, end = times[moment // 2]

@@ -1,9 +1,8 @@
-"""Stage-aware recompute (Merak): the least that every stage has to recompute so that no worker exceeds a byte budget.
+"""Stage-aware recompute (Merak): the least recompute per stage that keeps every worker under a byte budget.
 
-A stage holds fewer microbatches in flight the later it comes, so under one budget later stages keep more. Peaks are
-simulated, with all that lives there (messages, gradients, versions), never taken from a closed
-ratio. Dropping a little costs more than it frees, as the kept input and the working set come on top: a stage drops nothing,
-or enough.
+Later stages hold fewer microbatches in flight, so under one budget they keep more. Peaks are simulated with everything that
+is alive (messages, gradients, versions); they never come from a closed formula. Dropping very little costs more memory than
+it frees, because the kept input and the working set are added. So a stage drops nothing, or enough.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.simulate.simulator import simulate
 
 HALVINGS = 20
-"""Steps of the search for a share; without layers it ends within a millionth."""
+"""Steps of the binary search for a share; without layers the result is exact to one millionth."""
 
 
 def stage_aware(
@@ -33,19 +32,41 @@ def stage_aware(
     cluster: Cluster | None = None,
     layers: Sequence[int | Sequence[float]] | None = None,
 ) -> tuple[Recompute, ...]:
-    """The least share per stage under the budget, of which some may be reserved, in whole layers where those are given.
+    """The least that every stage has to recompute so that no worker exceeds a budget.
 
-    `layers` has for each stage their number, or the bytes that are kept of it when none, one, two ... all of them are dropped;
-    a share is then one of layers. All stages of a worker drop the same share; a stage on several workers drops what the
-    tightest of them needs. What a schedule has settled to recompute by actions of its own it recomputes by them, or not at all.
-    Recompute takes as long as the forward, where costs do not say otherwise.
+    All stages of a worker drop the same share. A stage on several workers drops what the tightest of them needs. A schedule
+    that has its own recompute actions uses them for a stage, or the stage recomputes nothing. Recompute takes as long as the
+    forward where costs do not say otherwise.
+
+    Args:
+        schedule: The schedule.
+        costs: One cost for each stage, with bytes.
+        budget_bytes: The most that a worker may hold.
+        reserved_bytes: How much of the budget is taken by something else.
+        cluster: The links between workers.
+        layers: For each stage its number of layers, or the bytes that it keeps when none, one, two ... all of them are
+            dropped. The shares are then whole layers.
+
+    Returns:
+        For each stage how it recomputes; pass it to `lower`.
+
+    Raises:
+        MeshwrightError: A worker exceeds the budget even if it recomputes everything.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("onef1b", workers=2, microbatches=4)
+        >>> cost = mw.StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=8.0, output_bytes=1.0)
+        >>> found = mw.stage_aware(schedule, [cost, cost], budget_bytes=14.0, layers=[4, 4])
+        >>> [each.share for each in found]
+        [0.25, 0.0]
     """
     if isnan(budget_bytes):
         raise MeshwrightError("the budget is not a number", fix="budget_bytes=16e9")
     rows = [cost if cost.recompute_s else replace(cost, recompute_s=cost.forward_s) for cost in costs]
     table = None if layers is None else [_dropped(of) for of in layers]
     if table is not None and len(table) != schedule.stages:
-        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, layers are given for {len(table)}")
+        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, but layers are given for {len(table)}")
 
     def choice(shares: Sequence[float], *, of_bytes: bool = False) -> tuple[Recompute, ...]:
         found = _of_stages(schedule, shares)
@@ -55,7 +76,7 @@ def stage_aware(
         return _settled(schedule, found)
 
     def over(shares: Sequence[float]) -> dict[int, float]:
-        """The workers that exceed the budget, with their peaks."""
+        """Returns the workers that exceed the budget, with their peaks."""
         timeline = simulate(with_recompute(schedule, choice(shares, of_bytes=True)), rows, cluster)
         found = {worker: timeline.peak_bytes(worker) + reserved_bytes for worker in range(schedule.workers)}
         return {worker: peak for worker, peak in found.items() if peak > budget_bytes * (1 + 1e-12)}
@@ -64,11 +85,11 @@ def stage_aware(
 
 
 def _least(schedule: Schedule, over: Callable[[Sequence[float]], dict[int, float]], budget_bytes: float) -> list[float]:
-    """The least share of each worker with which nobody exceeds the budget."""
+    """Returns the least share of each worker with which no worker exceeds the budget."""
     shares = [0.0] * schedule.workers
     tight: set[int] = set()
     while more := over(shares):
-        # What others drop of a stage that this worker holds too costs it its kept input: it may have to drop as well.
+        # If another worker drops a shared stage, this worker has to hold the kept input, and may have to drop as well.
         if set(more) <= tight:
             return [float(worker in tight) for worker in range(schedule.workers)]
         tight |= set(more)
@@ -76,7 +97,7 @@ def _least(schedule: Schedule, over: Callable[[Sequence[float]], dict[int, float
         if stuck := {worker: peak for worker, peak in full.items() if worker in tight}:
             worker, peak = min(stuck.items())
             raise MeshwrightError(
-                f"worker {worker} needs {peak:.6g} bytes even with full recompute, the budget is {budget_bytes:.6g}",
+                f"worker {worker} needs {peak:.6g} bytes even with full recompute, but the budget is {budget_bytes:.6g}",
                 fix="more workers, a smaller microbatch or a larger budget",
             )
         low, shares = [0.0] * schedule.workers, [float(worker in tight) for worker in range(schedule.workers)]
@@ -89,7 +110,7 @@ def _least(schedule: Schedule, over: Callable[[Sequence[float]], dict[int, float
 
 
 def with_recompute(schedule: Schedule, choice: Sequence[Recompute]) -> Schedule:
-    """A schedule that drops these shares; actions that would have nothing to recompute are left out."""
+    """Returns the schedule with these shares, without R actions that have nothing to recompute."""
     none = {stage for stage, how in enumerate(choice) if not how.share}
 
     def kept(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -100,7 +121,7 @@ def with_recompute(schedule: Schedule, choice: Sequence[Recompute]) -> Schedule:
 
 
 def _settled(schedule: Schedule, shares: Sequence[float]) -> tuple[Recompute, ...]:
-    """Shares as a schedule can recompute them: where it has settled that itself, early where it does, else nothing."""
+    """Returns shares that the schedule can use. If it sets its recompute itself: early where it is early, otherwise none."""
     if schedule.recompute is None:
         return tuple(map(Recompute, shares))
     pairs = zip(shares, schedule.recompute, strict=True)
@@ -108,19 +129,19 @@ def _settled(schedule: Schedule, shares: Sequence[float]) -> tuple[Recompute, ..
 
 
 def _dropped(layers: int | Sequence[float]) -> list[float]:
-    """The share of a stage's bytes that is dropped with none, one, two ... all of its layers."""
+    """Returns the share of a stage's bytes that is dropped with none, one, two ... all of its layers."""
     if isinstance(layers, int):
         return [n / layers for n in range(layers + 1)] if layers else [0.0]
     if len(layers) < 2 or any(b > a for a, b in pairwise(layers)) or layers[-1] < 0:
         raise MeshwrightError(
-            f"the bytes that a stage keeps fall from layer to layer, got {list(layers)[:8]}",
-            fix="one number for each count of layers that are dropped",
+            f"the bytes that a stage keeps must decrease from layer to layer, got {list(layers)[:8]}",
+            fix="one number for each number of dropped layers",
         )
     return [1.0 - kept / layers[0] if layers[0] else n / (len(layers) - 1) for n, kept in enumerate(layers)]
 
 
 def _of_stages(schedule: Schedule, shares: Sequence[float]) -> list[float]:
-    """Each stage's share: the largest of its workers'."""
+    """Returns the share of each stage: the largest share of its workers."""
     found = [0.0] * schedule.stages
     for worker, held in enumerate(schedule.placement.held):
         for _, stage in held:

@@ -1,4 +1,4 @@
-"""Simulate a schedule: lower it where needed, sweep it once, and say when everything happens and what it holds."""
+"""Simulates a schedule: lowers it if needed, sweeps it once, and returns the times and the memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,28 @@ def simulate(
     sync: Sync | str = Sync.EAGER,
     overlap: float = 0.0,
 ) -> Timeline:
-    """Predict when every action, message and sync happens, and what each worker holds."""
+    """Predict when every action, message and sync happens, and what each worker holds.
+
+    Args:
+        schedule: The schedule. One that is not lowered is lowered first.
+        costs: One cost for each stage.
+        cluster: The links between workers; None: messages take no time.
+        sync: When gradients are added up, for a schedule that is not lowered.
+        overlap: How much of the shorter action a cell hides, from 0 to 1.
+
+    Returns:
+        The timeline: spans, memory, bubble and a lower bound.
+
+    Raises:
+        MeshwrightError: The costs are not for as many stages as there are, or the schedule breaks a law.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("chimera", workers=4, microbatches=4)
+        >>> timeline = mw.simulate(schedule, mw.even_costs(stages=4, workers=4))
+        >>> timeline.makespan_s, timeline.bubble_ratio, timeline.lower_bound_s
+        (16.0, 0.25, 16.0)
+    """
     cluster = cluster or Cluster()
     refuse_unproved(schedule)
     flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
@@ -42,7 +63,7 @@ def simulate(
 
 
 def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:
-    """Spans, memory, copies and the bound from the times of a program's nodes."""
+    """Returns spans, memory, parameter copies and the lower bound from the times of a program's nodes."""
     schedule, flow = program.schedule, program.flow
     spans: list[Span] = []
     times: list[list[tuple[float, float]]] = [[(0.0, 0.0)] * len(entries) for entries in flow.lists]
@@ -64,7 +85,7 @@ def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: 
 
 
 def _lanes(schedule: Schedule, what: Entry | Message) -> tuple[Lane, ...]:
-    """What the places of a node occupy, one after the other."""
+    """Returns the lane of each place of a node, in order."""
     if isinstance(what, Message):
         return (Lane.SEND, Lane.RECEIVE)
     group = collective(schedule, what) if isinstance(what, Action) else ()

@@ -68,7 +68,25 @@ _OPTIONAL = frozenset({"data_seed", "save_total_limit", "eval_steps", "eval_dela
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """Hugging Face's arguments, with `parallel`: degrees, a Parallel, or a plan file. None trains in one process."""
+    """The training arguments of Hugging Face, and two more.
+
+    All arguments of `transformers.TrainingArguments` have their usual names and meanings. Those that Meshwright does not
+    support are refused when the object is made.
+
+    Args:
+        parallel: The plan: a mapping such as `dict(pp=4, schedule="chimera")`, a `Parallel`, or a plan file. None trains in
+            one process.
+        loss_kind: `mean` if the model's loss is a mean over rows or labels, `sum` if it is a sum.
+
+    Raises:
+        MeshwrightError: A value is not possible, or an argument is not supported; `fix` says what to use instead.
+
+    Examples:
+        >>> from meshwright import TrainingArguments
+        >>> args = TrainingArguments(output_dir="out", max_steps=100, parallel=dict(pp=4, schedule="chimera", microbatches=8))
+        >>> args.plan.processes, args.plan.microbatches
+        (4, 8)
+    """
 
     parallel: dict | str | None = field(  # type: ignore[type-arg]  # as HfArgumentParser reads it
         default=None, metadata={"help": "A plan: a JSON or TOML file, or JSON text such as '{\"pp\": 4}'."}

@@ -29,7 +29,7 @@ from meshwright.ir.reader import Reader, positive, text
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.data import named_datasets as datasets
-from meshwright.train.models.model_names import model_file
+from meshwright.train.models.model_names import resolve_model
 from meshwright.train.trainer import Trainer
 
 SCHEMA = 1
@@ -75,13 +75,11 @@ class Job:
             raise MeshwrightError(f"a row has at least 1 token, got --length {self.length}", fix="--length 64")
         own_arguments = {name: value for name, value in self.arguments.items() if name != "resume_from_checkpoint"}
         args = arguments({"output_dir": OUTPUT, **own_arguments, "parallel": dict(self.parallel)})
-        own = ":" in self.model
-        known = None if own else model_file(self.model)
-        build = function(self.model) if known is None else known.build
-        name = self.dataset or (known.dataset if known is not None else None)
+        model = resolve_model(self.model)
+        name = self.dataset or model.dataset
         if name is None:
             raise MeshwrightError(f"{self.model} needs data to train on", fix="--dataset stdlib, or package.module:function")
-        most = known.positions if known is not None else None
+        most = model.positions
         if most is not None and self.length is not None and self.length > most and ":" not in name:
             raise MeshwrightError(f"{self.model} takes {most} tokens per row, not {self.length}", fix=f"--length {most}")
         length = self.length or min(64, most or 64)
@@ -89,7 +87,9 @@ class Job:
             train, evaluation = function(name)(), None
         else:
             train, evaluation = (datasets.named(name, length=length, evaluation=which) for which in (False, True))
-        return Trainer(model_init=partial(_built, build, self.model), args=args, train_dataset=train, eval_dataset=evaluation)
+        return Trainer(
+            model_init=partial(_built, model.build, self.model), args=args, train_dataset=train, eval_dataset=evaluation
+        )
 
 
 def _built(build: Any, name: str) -> Any:

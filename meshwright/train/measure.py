@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def measure(trainer: Trainer, *, steps: int = 3) -> Measurement:
-    """Measure a trainer's job on this machine: `steps` traced steps for the costs, and one more to compare with.
+    """Measure a trainer's job on this machine.
 
     Args:
         trainer: A trainer that could train now. It is not changed, and nothing is written.
-        steps: How many steps the costs are the mean of. Two steps before them warm up.
+        steps: How many steps the costs are the mean of. Two steps before them warm up, one after them is compared with.
 
     Returns:
         The schedule, the costs of its stages in seconds and bytes, and the timeline of the last step.
@@ -41,9 +41,11 @@ def measure(trainer: Trainer, *, steps: int = 3) -> Measurement:
     Raises:
         MeshwrightError: The data set is too short, or this is not rank 0 of a job that torchrun has started.
 
-    Example:
+    Examples:
+        ```python
         found = meshwright.measure(trainer)
         Path("costs.json").write_text(meshwright.costs_to_json(found.costs))
+        ```
     """
     found = measured(trainer, steps)
     if found is None:

@@ -58,13 +58,40 @@ def parallelize(
     loss_kind: str = "mean",
     check_capture: bool = True,
 ) -> Session:
-    """Cut a model into the stages of a plan and join the other ranks; close the session when done.
+    """Cut a model into the stages of a plan and join the other ranks, for your own training loop.
 
-    `optimizer` is one of the model's parameters, or what makes one; `scheduler` one of that optimizer, or what makes one.
-    Of a model without weights (`meshwright.sketch`) each rank fills its own stages: as its seed says, or from `weights`, a
-    safetensors file or folder, here or in the sketch. `loss_kind="sum"` says that the loss is a sum over rows or labels;
-    `check_capture=False` leaves out the comparison of captured layers with the model. Submodules that are in evaluation while
-    the model is in training stay there until the session is closed.
+    Submodules that are in evaluation while the model is in training stay there until the session is closed.
+
+    Args:
+        model: A module, a list of layers, or a sketch (`meshwright.sketch`), of which each rank fills its own stages.
+        example_batch: A batch like those that `step` will get.
+        plan: A `Parallel`, a mapping, or a plan file; None is one process.
+        optimizer: An optimizer of the model's parameters, or a function that makes one.
+        scheduler: A learning-rate schedule of that optimizer, or a function that makes one.
+        loss: A loss of your own, `f(output, target)`; None uses the model's.
+        clip: The largest norm of a gradient; None does not clip.
+        seed: Where dropout starts.
+        precision: `fp32`, `bf16` or `fp16`: what layers compute in.
+        weights: A safetensors file or folder that a sketch is filled from.
+        device: `cpu` to train without the GPU; None takes what is there.
+        loss_kind: `mean` if the loss is a mean over rows or labels, `sum` if it is a sum.
+        check_capture: False leaves out the comparison of the captured layers with the model.
+
+    Returns:
+        The session of this rank. Close it when done, or use it in a `with` block.
+
+    Raises:
+        MeshwrightError: The plan needs other ranks than there are, or the model cannot be captured.
+
+    Examples:
+        >>> import torch
+        >>> import meshwright as mw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        >>> batch = (torch.ones(4, 4), torch.zeros(4, 4))
+        >>> with mw.parallelize(model, batch, dict(pp=1, microbatches=2)) as session:
+        ...     losses = [session.step(batch).loss for _ in range(3)]
+        >>> losses[2] < losses[0]
+        True
     """
     parallel = settled(Parallel.of(asked(plan)))
     refuse_world(parallel)

@@ -49,7 +49,38 @@ from meshwright.train.setup.where import launched, refuse_world, run_on_ranks
 
 
 class Trainer:
-    """Trains a model under a plan."""
+    """Trains a model under a plan, with the names and habits of the Trainer of Hugging Face.
+
+    The same script trains in one process, on local workers that the trainer starts, or under torchrun.
+
+    Args:
+        model: A module, a list of layers, or a sketch (`meshwright.sketch`).
+        args: The training arguments; `args.parallel` is the plan.
+        data_collator: Makes a batch of rows.
+        train_dataset: The rows to train on.
+        eval_dataset: The rows to evaluate on, or a mapping of several sets by name.
+        processing_class: A tokenizer or processor, saved with the model.
+        model_init: Builds the model, instead of `model`. Each rank then fills only its own stages.
+        compute_loss_func: A loss of your own, `f(outputs, labels, num_items_in_batch)`.
+        compute_metrics: Metrics of an evaluation.
+        callbacks: Callbacks of Hugging Face.
+        optimizers: An optimizer and a learning-rate schedule, instead of those that `args` name.
+        optimizer_cls_and_kwargs: An optimizer class and its arguments.
+        preprocess_logits_for_metrics: Applied to predictions before they are kept.
+        workers: A pool of workers that is running already.
+        check_capture: False leaves out the comparison of the captured layers with the model before the first step.
+
+    Raises:
+        MeshwrightError: The model cannot be captured, differs from its captured layers, or cannot train under this plan.
+
+    Examples:
+        ```python
+        args = meshwright.TrainingArguments(output_dir="out", max_steps=100, parallel=dict(pp=2, schedule="chimera"))
+        trainer = meshwright.Trainer(model=model, args=args, train_dataset=rows)
+        trainer.train()
+        trainer.save_model("out/model")
+        ```
+    """
 
     log_metrics, save_metrics, save_state = reports.log_metrics, reports.save_metrics, reports.save_state
     """What scripts of Hugging Face end with, as it is there."""
@@ -73,7 +104,6 @@ class Trainer:
         workers: Workers | None = None,
         check_capture: bool = True,
     ) -> None:
-        """`check_capture=False` leaves out the comparison of captured layers with the model before the first step."""
         self.args = args or TrainingArguments(output_dir="trainer_output")
         if not isinstance(self.args, TrainingArguments):
             raise MeshwrightError(

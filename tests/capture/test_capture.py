@@ -264,9 +264,9 @@ X = torch.ones(4, 4)
         (Branches, (X,), r"cannot be captured(.|\n)*test_capture.py:\d+, in forward: return self.layer"),
         (NeedsTwo, {"x": X}, "no column 'mask', which the model needs; it has 'x'"),
         (NeedsTwo, {"x": X, "mask": X, "more": X}, "does not take the column 'more'"),
-        (NeedsTwo, (X,), "1 tensors, the model needs 2: x, mask"),
+        (NeedsTwo, (X,), "1 tensors, but the model needs 2: x, mask"),
         (NeedsTwo, {"x": X, "mask": [1]}, "the batch has list at 'mask'"),
-        (NeedsOne, {"ids": X}, "cannot do without a column that the batch lacks .*; the batch has 'ids'"),
+        (NeedsOne, {"ids": X}, "model needs a column that the batch lacks .*; the batch has 'ids'"),
     ],
 )
 def test_what_cannot_be_captured_says_why(build: Build, batch: Any, what: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -81,10 +81,10 @@ def test_experts_with_sparse_routing(pool: Pool) -> None:
     ("build", "data", "plan", "what"),
     [
         (c.LongSkip, c.tokens, {"pp": 11, "microbatches": 2}, "LongSkip has 10 layers and cannot be cut into 11 stages"),
-        (c.LongSkip, c.only_tokens, {"pp": 2}, "the batch has 1 tensors, the model needs 2: tokens, labels"),
+        (c.LongSkip, c.only_tokens, {"pp": 2}, "the batch has 1 tensors, but the model needs 2: tokens, labels"),
         (c.LongSkip, c.no_labels, {"pp": 2}, "no column 'labels', which the model needs"),
         (c.LongSkip, c.tokens, {"pp": 2, "stages": ["layers.9"]}, "no layer of LongSkip begins with the module 'layers.9'"),
-        (c.LongSkip, c.tokens, {"pp": 2, "stages": "layers.9"}, "stages names the modules that stages begin with"),
+        (c.LongSkip, c.tokens, {"pp": 2, "stages": "layers.9"}, "stages must list the modules that stages begin with"),
     ],
 )
 def test_what_cannot_run_is_said_before_any_worker_starts(build: Any, data: Any, plan: dict[str, Any], what: str) -> None:

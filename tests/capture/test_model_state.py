@@ -155,7 +155,7 @@ def test_a_step_takes_lists_and_arrays_and_refuses_what_is_no_number() -> None:
         given = {"x": batch["x"].numpy(), "labels": batch["labels"].tolist(), "unused": None}
         assert session.step(given).loss == pytest.approx(wanted) == session.evaluate(given).loss  # type: ignore[arg-type]
         for wrong in ({**batch, "x": ["a", "b", "c", "d"]}, "text", None):
-            with pytest.raises(MeshwrightError, match=r"column 'x' of the batch is no tensor|a batch is a tuple or a mapping"):
+            with pytest.raises(MeshwrightError, match=r"'x' of the batch is not a tensor|a batch must be a tuple or a mapping"):
                 session.step(wrong)  # type: ignore[arg-type]
 
 

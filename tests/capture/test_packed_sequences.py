@@ -100,7 +100,7 @@ def test_one_flattened_row_trains_right_and_is_warned_about(tmp_path: Path, capl
     model = copy.deepcopy(found.model)
     with caplog.at_level(logging.WARNING, logger="meshwright"):
         output = found.train()
-    assert "makes one row of 4 samples" in caplog.text and "1 of its 2 are empty" in caplog.text
+    assert "puts 4 samples into one row" in caplog.text and "1 of 2 are empty" in caplog.text
     batch = partial(found.data_collator, TEXTS)()
     assert output.training_loss == pytest.approx(float(model(**batch, use_cache=False).loss.detach()), rel=1e-5)
 
@@ -111,4 +111,4 @@ def test_a_cache_that_hides_packing_is_warned_about(caplog: pytest.LogCaptureFix
         model = llama(use_cache=cached)
         caplog.clear()
         with mw.parallelize(model, packed(0), {"pp": 1}, optimizer=torch.optim.SGD(model.parameters(), lr=0.0)):
-            assert ("finds packed sequences only without a cache" in caplog.text) == cached
+            assert ("detects packed sequences only without a cache" in caplog.text) == cached

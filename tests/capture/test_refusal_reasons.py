@@ -183,7 +183,7 @@ def _fails(model: Any, x: Tensor, labels: Tensor) -> Tensor:
 
 
 HERE = r"(.|\n)*at .*test_refusal_reasons.py:\d+, in {}: {}"
-VALUE = "its forward asks for the value of a tensor"
+VALUE = "its forward reads the value of a tensor"
 REFUSED: dict[str, tuple[Inside, str]] = {
     "branch": (_branch, VALUE + HERE.format("_branch", "if x.sum") + r"(.|\n)*torch says: GuardOnDataDependent"),
     "raise that is caught": (_caught, VALUE + HERE.format("_caught", "if x.sum")),
@@ -228,7 +228,7 @@ class Argued(nn.Module):
 
 
 def test_a_column_is_named_only_where_it_is_the_reason() -> None:
-    with pytest.raises(MeshwrightError, match="asks for the value of a tensor"):
+    with pytest.raises(MeshwrightError, match="reads the value of a tensor"):
         flatten(Optional(), {"x": torch.ones(4, 2)})
     with pytest.raises(MeshwrightError, match=r"the model itself fails on this batch(.|\n)*inner"):
         flatten(Argued(), {"x": torch.ones(4, 2)})

@@ -301,12 +301,12 @@ def test_weights_that_do_not_fit_are_refused(saved: Path, tmp_path: Path) -> Non
             skeleton.load(tmp_path / "w.safetensors", [], **more)
 
     refused({k: v for k, v in stored.items() if "ln_f.bias" not in k}, "lack 1 .* 'transformer.ln_f.bias'")
-    refused({**stored, "extra.mask": torch.ones(2)}, "1 tensors that the model has not, the first is 'extra.mask'")
+    refused({**stored, "extra.mask": torch.ones(2)}, "1 tensors that the model does not have, the first is 'extra.mask'")
     refused({**stored, "transformer.ln_f.bias": torch.ones(5)}, r"shape \(5,\) in the weights and \(32,\) in the model")
     refused({k.removeprefix("transformer."): v for k, v in stored.items()}, "stored without 'transformer.'")
     save_file({**stored, "extra.mask": torch.ones(2)}, tmp_path / "w.safetensors")
     skeleton.load(tmp_path / "w.safetensors", [], ignore=["*.mask"])
-    for path, text in (("nowhere", "there is no"), ("empty", "no safetensors file"), ("bad.safetensors", "is no safetensors")):
+    for path, text in (("nowhere", "there is no"), ("empty", "no safetensors file"), ("bad.safetensors", "is not a safetensors")):
         (tmp_path / "empty").mkdir(exist_ok=True)
         (tmp_path / "bad.safetensors").write_bytes(b"x" * 20)
         with pytest.raises(MeshwrightError, match=text):

@@ -351,7 +351,9 @@ def test_what_autocast_changes_is_found_where_layers_run_under_it(model: type[ha
     checked = verdict_of(bf16)
     assert checked is not None and any(run.startswith("training under bfloat16") for run in checked[0].runs)
     if model is _AsksDtype:
-        with pytest.raises(MeshwrightError, match=r"(?s)the captured layers are not the model.*only under autocast to bfloat16"):
+        with pytest.raises(
+            MeshwrightError, match=r"(?s)the captured layers differ from the model.*only under autocast to bfloat16"
+        ):
             check_start(bf16)
     else:
         check_start(bf16)

@@ -174,7 +174,7 @@ def test_compare_never_takes_a_recompute_for_free(tmp_path: Path) -> None:
     file.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 4))
     found = compared("--costs", str(file), "--memory", "20")
     assert found["shifted"]["step_s"] == 38 and found["onef1b"]["step_s"] == 33
-    assert " r " in meshwright("compare").stdout and "no price is given" in meshwright("compare").stdout
+    assert " r " in meshwright("compare").stdout and "no cost is given" in meshwright("compare").stdout
 
 
 def test_compare_shows_bytes_units_stale_weights_and_what_they_mean(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_one_row_is_reported_as_one() -> None:
         (("vit-small", "--length", "9"), "vit-small takes pictures"),
         (
             ("tests.support.captured_models:LongSkip", "--batch-function", "tests.support.captured_models:tokens", "--rows", "3"),
-            "says how many rows",
+            "decides the number of rows",
         ),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_model_without_positions_takes_any_length_and_a_file_takes_none(tmp_pa
     done = meshwright("inspect", "config.json", "--length", "80", "--json", "-o", "layers.json", cwd=tmp_path)
     assert done.returncode == 0 and [2, 80, 16] in [v["shape"] for v in json.loads(done.stdout)["stages"][0]["boundary"]]
     done = meshwright("inspect", "layers.json", "--rows", "3", cwd=tmp_path)
-    assert done.returncode == 2 and "layers for one size" in done.stderr
+    assert done.returncode == 2 and "layers for one batch size" in done.stderr
 
 
 def test_an_own_module_by_name() -> None:

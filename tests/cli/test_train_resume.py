@@ -49,9 +49,9 @@ def test_a_run_goes_on_from_the_named_checkpoint(flag: str, whole: Path, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--resume-from-checkpoint", "nowhere"), "nowhere is not there"),
+        (("--resume-from-checkpoint", "nowhere"), "nowhere does not exist"),
         (("--resume-from-checkpoint", ""), "is a folder, got ''"),
-        (("--resume", "nowhere"), "nowhere is not there"),
+        (("--resume", "nowhere"), "nowhere does not exist"),
         (("--resume", "last", "--resume-from-checkpoint", "nowhere"), "both say what to resume from"),
     ],
 )

@@ -68,7 +68,7 @@ def test_repeats_of_nothing_take_no_memory(period: list[str]) -> None:
     ],
 )
 def test_sizes_beyond_memory_are_refused_at_once(name: str, sizes: dict[str, int]) -> None:
-    with pytest.raises(MeshwrightError, match="at most 5000000 are built"):
+    with pytest.raises(MeshwrightError, match="the limit is 5000000"):
         schedules.build(name, **sizes)
 
 
@@ -84,9 +84,9 @@ def test_flags_that_a_file_replaces_are_refused_beside_it(tmp_path: Path) -> Non
     costs.write_text(costs_to_json([StageCost(1.0, 1.0, 1.0)] * 4))
     cluster.write_text(cluster_to_json(Cluster(Link(0.5))))
     done = meshwright("simulate", "onef1b", "--costs", str(costs), "--forward", "9", "--sync-cost", "2")
-    assert done.returncode == 2 and "stands instead of --forward, --sync-cost" in done.stderr
+    assert done.returncode == 2 and "replaces --forward, --sync-cost" in done.stderr
     done = meshwright("simulate", "onef1b", "--cluster", str(cluster), "--send", "3")
-    assert done.returncode == 2 and "stands instead of --send" in done.stderr
+    assert done.returncode == 2 and "replaces --send" in done.stderr
     both = ("simulate", "onef1b", "--costs", str(costs))
     assert meshwright(*both, "--send", "0.1").returncode == meshwright(*both, "--cluster", str(cluster)).returncode == 0
 
@@ -113,7 +113,7 @@ def test_only_plain_digits_are_numbers(text: str) -> None:
 def test_a_timeline_has_rows_for_all_workers_or_none(key: str) -> None:
     data = json.loads(simulate(_lowered(), even_costs(stages=2, workers=2)).to_json())
     data[key] = data[key][:1]
-    with pytest.raises(MeshwrightError, match="2 workers, and rows for 1"):
+    with pytest.raises(MeshwrightError, match="2 workers, but rows for 1"):
         Timeline.from_json(json.dumps(data))
 
 

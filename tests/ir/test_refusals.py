@@ -46,7 +46,7 @@ LONG = {"schema": 1, "kind": "schedule", "name": "x", "microbatches": 1, "placem
     ],
 )
 def test_a_file_that_unrolls_to_too_much_is_refused(more: dict[str, object]) -> None:
-    with pytest.raises(MeshwrightError, match=r"unrolls to [0-9]+ entries .*at most 5000000") as found:
+    with pytest.raises(MeshwrightError, match=r"unrolls to [0-9]+ entries .*the limit is 5000000") as found:
         schedule_from_json(json.dumps({**LONG, **more}))
     assert "repeats" in str(found.value.fix)
 
@@ -70,21 +70,21 @@ MALFORMED: dict[str, dict[str, Any]] = {
     "microbatches .* got 8.0": {"microbatches": 8.0},
     "repeats .* got -1": {"repeats": -1},
     "parts .* at least 1, got 0": {"parts": 0},
-    "no Placement but NoneType": {"placement": None},
+    "not a Placement but NoneType": {"placement": None},
     "every replica needs the same stages": {"placement": Placement(())},
     r"at least one, got \[0\]": {"placement": Placement(((),))},
     "teams of a placement are tuples": {"placement": Placement((((0, 1, 2, 3),),))},  # type: ignore[arg-type]
     "stage 1 of replica 0 has no team": {"placement": line(((0,),), (), ((2,),), ((3,),))},
     "stage 1 of replica 0 has a team without workers": {"placement": line(((0,),), ((),), ((2,),), ((3,),))},
-    r"different workers, got \(1, 1\)": {"placement": line(((0,),), ((1, 1),), ((2,),), ((3,),))},
+    r"workers of a team must differ, got \(1, 1\)": {"placement": line(((0,),), ((1, 1),), ((2,),), ((3,),))},
     r"at least 0, got \(-1,\)": {"placement": line(((0,),), ((-1,),), ((2,),), ((3,),))},
     "whole number of rows": {"placement": replace(ONEF1B.placement, rows=-1)},
     "one tuple of entries per worker": {"period": ("0F0",) * 4},
-    "'0F0' in the period of worker 0 is no entry": {"period": (("0F0",),) * 4},
-    "in the drain of worker 0 is no entry": {"drain": ((Action("F", 0, 0),),) * 4},  # type: ignore[arg-type]
-    r"Cell\(.* is no entry": {"period": ((Cell(Action(Op.F, 0, 0), None),),) * 4},  # type: ignore[arg-type]
-    r"Transfer\(.* is no entry": {"period": ((Transfer(True, None, 1),),) * 4},  # type: ignore[arg-type]
-    "4 workers, there are 1 lists": {"prologue": ((),)},
+    "'0F0' in the period of worker 0 is not an entry": {"period": (("0F0",),) * 4},
+    "in the drain of worker 0 is not an entry": {"drain": ((Action("F", 0, 0),),) * 4},  # type: ignore[arg-type]
+    r"Cell\(.* is not an entry": {"period": ((Cell(Action(Op.F, 0, 0), None),),) * 4},  # type: ignore[arg-type]
+    r"Transfer\(.* is not an entry": {"period": ((Transfer(True, None, 1),),) * 4},  # type: ignore[arg-type]
+    "4 workers, but there are 1 lists": {"prologue": ((),)},
     "stage 0 recomputes a share of 2.0": {"recompute": (Recompute(2.0),) * 4},
     "share of nan": {"recompute": (Recompute(float("nan")),) * 4},
     "one Recompute": {"recompute": (1.0,) * 4},
@@ -107,7 +107,7 @@ def test_check_says_what_is_malformed(reason: str) -> None:
 
 @pytest.mark.parametrize("width", [[0, 1, 1, 1], [1, -1, 1, 1], [1, 1.5, 1, 1], [1, True, 1, 1], [1, 1, 1, float("nan")]])
 def test_a_width_is_at_least_one_worker(width: list[int]) -> None:
-    with pytest.raises(MeshwrightError, match="whole number of at least one worker"):
+    with pytest.raises(MeshwrightError, match="whole number of workers, at least one"):
         widen(ONEF1B, width)
 
 
@@ -122,7 +122,7 @@ def test_a_turn_needs_both_its_ends() -> None:
     here, nowhere, later = Action(Op.F, 0, 1), Action(Op.F, 0, 1, replica=3), Action(Op.F, 0, 8)
     for turn in ((here, nowhere), (nowhere, here)):
         result = check(replace(ONEF1B, turns=(turn,)))
-        assert not result.ok and result.reason and "0F1@3, which nobody runs" in result.reason
+        assert not result.ok and result.reason and "0F1@3, which no worker runs" in result.reason
     assert check(replace(ONEF1B, turns=((here, later),))).ok
     for steps in (1, 2, 3, 5):
         assert check(schedules.build("cyclic", workers=4, microbatches=4, steps=steps)).ok
@@ -133,8 +133,8 @@ def test_a_turn_needs_both_its_ends() -> None:
     [
         ("onef1b", {"warmup": 4, "memory": 4}, "memory=4 .* warmup=4"),
         ("listed", {"strict": True, "memory": 4}, "strict=true .* memory=4"),
-        ("zero_bubble", {"variant": "h1", "rest": 0.5}, "rest belongs to variant=auto, got variant=h1"),
-        ("zero_bubble", {"variant": "h2", "span": True}, "span belongs to variant=auto, got variant=h2"),
+        ("zero_bubble", {"variant": "h1", "rest": 0.5}, "rest needs variant=auto, got variant=h1"),
+        ("zero_bubble", {"variant": "h2", "span": True}, "span needs variant=auto, got variant=h2"),
         ("zero_bubble", {"rest": float("nan")}, "option rest cannot be nan"),
     ],
 )
@@ -165,7 +165,7 @@ def test_csv_refuses_cells_that_it_could_not_read_back(text: str) -> None:
 
 @pytest.mark.parametrize("schema", [0, -1, "1", True, None, 1.0])
 def test_what_is_no_schema_number_is_not_a_newer_one(schema: object) -> None:
-    with pytest.raises(MeshwrightError, match="is no schema number") as found:
+    with pytest.raises(MeshwrightError, match="is not a schema number") as found:
         schedule_from_json(json.dumps({**LONG, "schema": schema}))
     assert found.value.fix == '"schema": 1'
 
@@ -188,5 +188,5 @@ def test_compare_refuses_a_cost_file_that_fits_no_schedule_at_once(tmp_path: Pat
     file = tmp_path / "costs.json"
     file.write_text(json.dumps([{"forward_s": 1.0}] * 3))
     with pytest.raises(MeshwrightError, match="fits no schedule: 4 workers have 4 stages or a multiple, which 3 rows") as found:
-        compare(workers=4, microbatches=8, costs=file)
+        compare(workers=4, microbatches=8, file=file)
     assert found.value.fix == "one row per stage: 4" and "\n" not in found.value.what

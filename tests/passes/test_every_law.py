@@ -41,7 +41,7 @@ LAWS: list[tuple[Law, Schedule, int, str | None, list[str]]] = [
     (Law.ONCE, handmade("0F0 0B0", "0F0@1 0B0@1", placement=Placement.mirrored(2)), 0, None, ["microbatch 0", "replica"]),
     (Law.ORDER, handmade("0B0 0F0"), 0, "0B0", ["forward must come before"]),
     (Law.ORDER, handmade("0F0 0W0 0I0"), 0, "0W0", ["I must come before"]),
-    (Law.ORDER, handmade("0F0 0B0 0I0"), 0, "0I0", ["backward has been done"]),
+    (Law.ORDER, handmade("0F0 0B0 0I0"), 0, "0I0", ["backward is already done"]),
     (Law.ORDER, handmade("0F0 0R0 0B0"), 0, "0R0", ["stage 0 does not recompute"]),
     (Law.ORDER, handmade("0F0 0B0", recompute=(Recompute(1.0, early=True),)), 0, "0B0", ["recompute must come before"]),
     (Law.VERSION, handmade("0F0 0B0#1"), 0, "0B0#1", ["reads version 1", "forward read 0"]),
@@ -58,7 +58,7 @@ LAWS: list[tuple[Law, Schedule, int, str | None, list[str]]] = [
         low("0F0 0act0>1 0act0>1 0grad0<1 0B0 " + END, "0act0<0 0act0<0 1F0 1B0 0grad0>0 1S N 1U"),
         0,
         "0act0>1",
-        ["sends 0act0", "used up"],
+        ["sends 0act0", "consumed"],
     ),
     (
         Law.READ,
@@ -86,7 +86,7 @@ LAWS: list[tuple[Law, Schedule, int, str | None, list[str]]] = [
         low("0F0 0act0>1 0grad0<1 0B0 " + END, "0act0<0 1F0 1B0 0grad0>0 1S N 1U", turns=TURNS),
         0,
         "0F0",
-        ["makes 1turn0~1", "nobody uses"],
+        ["makes 1turn0~1", "no worker uses"],
     ),
     (
         Law.DEADLOCK,

@@ -171,7 +171,7 @@ def test_every_schedule_can_recompute(name: str, mode: Mode) -> None:
         if schedule.recompute is None:
             proved(lower(schedule, recompute=mode), case)
             continue
-        with pytest.raises(MeshwrightError, match="settled its recompute itself"):
+        with pytest.raises(MeshwrightError, match="sets its recompute itself"):
             lower(schedule, recompute=mode)
 
 

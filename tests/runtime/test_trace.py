@@ -132,7 +132,7 @@ def test_prediction_and_measurement_over_each_other(workers: Workers) -> None:
     assert sum(row.spans for row in found.rows if row.op == "F") == 16
     assert found.to_dict()["ratio"] == found.ratio
     text = versus_text(found)
-    assert "predicted ms" in text and "from its prediction" in text
+    assert "predicted ms" in text and "relative to its prediction" in text
     events = json.loads(both_to_perfetto(predicted, measured.timeline))["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"predicted", "measured"}
     assert sum(e["ph"] == "X" for e in events) == len(predicted.spans) + len(measured.timeline.spans)

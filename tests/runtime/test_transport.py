@@ -18,9 +18,9 @@ from torch import Tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind
 from meshwright.ir.plan.plan import parse_name
-from meshwright.runtime.transport.base import Channel
+from meshwright.runtime.transport.base import Channel, Transport
 from meshwright.runtime.transport.choose import host_identity, open_transport
-from meshwright.runtime.transport.self_test import Timed, ping
+from meshwright.runtime.transport.self_test import ping
 from meshwright.runtime.transport.torch_distributed import TorchTransport
 from tests.support import crew
 
@@ -32,7 +32,7 @@ ALL = [*ASYNCHRONOUS, "strict"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
-def opened(name: str, channels: list[Channel], rank: int) -> Timed:
+def opened(name: str, channels: list[Channel], rank: int) -> Transport:
     if name == "untagged":  # what NCCL gets: one group per channel
         transport = TorchTransport(channels, rank, tagged=False)
         ping(transport, channels, rank, 10.0)

@@ -164,7 +164,7 @@ def test_shifted_falls_back_for_few_microbatches(p: int, m: int, level: str) -> 
         ("chimera", 4, 6, {}, "got 6"),
         ("chimera", 4, 3, {}, "got 3"),
         ("chimera", 4, 4, {"half_forward": True}, "mode=halving"),
-        ("chimera", 4, 4, {"split": True, "mode": "doubling"}, "do not go together"),
+        ("chimera", 4, 4, {"split": True, "mode": "doubling"}, "cannot be combined"),
         ("chimera", 4, 4, {"speed": 9}, "no option 'speed'"),
         ("chimera", 4, 4, {"mode": "tripling"}, "cannot be 'tripling'"),
         ("onef1b", 4, 4, {"warmup": 3}, "cannot be 3"),
@@ -179,7 +179,7 @@ def test_shifted_falls_back_for_few_microbatches(p: int, m: int, level: str) -> 
         ("cyclic", 4, 5, {}, "one microbatch per worker"),
         ("cyclic", 4, 4, {"stages": 5}, "1 to 4 stages"),
         ("cyclic", 4, 4, {"margin": 9}, "margin must be 0 to 4"),
-        ("cyclic", 4, 4, {"rule": "v1", "margin": 1}, "belongs to rule=v2"),
+        ("cyclic", 4, 4, {"rule": "v1", "margin": 1}, "margin needs rule=v2"),
         ("nothing", 4, 4, {}, "no schedule 'nothing'"),
     ],
 )

@@ -141,7 +141,7 @@ def test_auto_is_never_worse_than_the_closed_forms_at_their_memory(
 def test_memory_belongs_to_auto() -> None:
     from meshwright import MeshwrightError
 
-    with pytest.raises(MeshwrightError, match="memory belongs to variant=auto"):
+    with pytest.raises(MeshwrightError, match="memory needs variant=auto"):
         schedules.build("zero_bubble", workers=4, microbatches=4, memory=8)
     with pytest.raises(MeshwrightError, match="memory=0"):
         schedules.build("zero_bubble", workers=4, microbatches=4, variant="auto", memory=0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from meshwright import Cluster, Schedule, StageCost, even_costs, lower, schedules, simulate
 from meshwright.runtime.emulate.emulate import EmulationJob
 from meshwright.runtime.tracing.clock import Timing
-from meshwright.runtime.transport.self_test import Timed
+from meshwright.runtime.transport.base import Transport
 
 Pair = tuple[EmulationJob, float]
 """A job and its predicted makespan."""
@@ -73,7 +73,7 @@ class Late:
     slow_rank: int = -1
     slow_s: float = 0.0
 
-    def __call__(self, transport: Timed) -> Timed:
+    def __call__(self, transport: Transport) -> Transport:
         """Put the delays around a transport's own methods, so that it stays what it is for the executor."""
         rank = dist.get_rank()
         draw = random.Random(self.seed * 1000 + rank)

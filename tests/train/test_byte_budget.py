@@ -204,13 +204,13 @@ def test_budgets_are_read_and_refused() -> None:
     for wrong in (True, 0.5, -3, {}):
         with pytest.raises(MeshwrightError, match="a budget in bytes"):
             Parallel(recompute=wrong)  # type: ignore[arg-type]
-    with pytest.raises(MeshwrightError, match="even with full recompute, the budget is 10"):
+    with pytest.raises(MeshwrightError, match="even with full recompute, but the budget is 10"):
         lists_for(Parallel(pp=2, microbatches=4, recompute="10B"), kept=kept_of(2, 4))
     with pytest.raises(MeshwrightError, match="needs the bytes that stages keep"):
         lists_for(Parallel(pp=2, recompute="10B"))
     cost = StageCost(1.0, 1.0, 1.0, activation_bytes=4.0)
     schedule = schedules.build("gpipe", workers=1, microbatches=2)
-    with pytest.raises(MeshwrightError, match="fall from layer to layer"):
+    with pytest.raises(MeshwrightError, match="must decrease from layer to layer"):
         stage_aware(schedule, [cost], budget_bytes=9.0, layers=[[1.0, 2.0]])
     with pytest.raises(MeshwrightError, match="layers are given for 2"):
         stage_aware(schedule, [cost], budget_bytes=9.0, layers=[1, 1])

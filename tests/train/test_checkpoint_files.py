@@ -54,7 +54,7 @@ def test_a_damaged_file_is_refused_with_its_name_and_passed_over(pool: Pool, sav
             assert rotate.last_good(folder) == folder / "checkpoint-1"
     assert rotate.last_good(saved) == saved / "checkpoint-2"
     run = Run({"pp": 2}, str(tmp_path), 3, resume=str(tmp_path / "1flip" / "checkpoint-2"), optimizer=adamw)
-    assert "does not hold what was written" in refusal(pool, run) and ".safetensors" in refusal(pool, run)
+    assert "has changed since it was written" in refusal(pool, run) and ".safetensors" in refusal(pool, run)
     found = run_on(pool, Run({"pp": 2}, str(tmp_path / "2cut"), 2, resume=True, optimizer=adamw))
     assert found.first == 1
 
@@ -67,7 +67,7 @@ def test_a_folder_without_its_marker_is_never_resumed(pool: Pool, saved: Path, t
         rotate.read_marker(folder / "checkpoint-2")
     named = Run({"pp": 2}, str(folder), 3, resume=str(folder / "checkpoint-2"), optimizer=adamw)
     assert "never finished" in refusal(pool, named)
-    with pytest.raises(MeshwrightError, match="is not there"):
+    with pytest.raises(MeshwrightError, match="does not exist"):
         rotate.read_marker(folder / "checkpoint-7")
     marker = folder / "checkpoint-1" / rotate.MARKER
     content = json.loads(marker.read_text())
@@ -141,7 +141,7 @@ def plain_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         ({"build": partial(gpt, blocks=2, width=16)}, "the model has no|the checkpoint has no"),
         ({"build": partial(gpt, blocks=4, width=32)}, r"in the checkpoint and"),
         ({"build": partial(gpt, blocks=4, width=16, tied=False)}, "the checkpoint has no"),
-        ({"optimizer": momentum}, "trained with AdamW, the optimizer now is SGD"),
+        ({"optimizer": momentum}, "trained with AdamW, but the optimizer now is SGD"),
         ({"optimizer": plain_adamw}, "are in one group of the optimizer, but were trained with weight_decay"),
     ],
 )
@@ -188,7 +188,7 @@ def test_rotation_spares_what_is_to_be_kept_and_tidying_brings_back_names(tmp_pa
     assert mine.is_dir() and (tmp_path / "checkpoint-14").is_dir(), "what is not ours stays"
     assert not [p for p in tmp_path.iterdir() if ".tmp-" in p.name or ".old-" in p.name]
     assert rotate.last_good(tmp_path / "nothing") is None
-    with pytest.raises(MeshwrightError, match="not named"):
+    with pytest.raises(MeshwrightError, match="not have the name of a checkpoint"):
         rotate.step_of(mine)
 
 
@@ -210,5 +210,5 @@ def refused(run: Run, what: str) -> str:
 
 
 def test_refusals(pool: Pool, tmp_path: Path) -> None:
-    assert "data is kept as JSON" in pool.run(refused, Run({"pp": 1}, str(tmp_path), 1), "json", ranks=1)[0]
-    assert "inside a step" in pool.run(refused, Run({"pp": 1}, str(tmp_path), 1), "inside", ranks=1)[0]
+    assert "data cannot be saved as JSON" in pool.run(refused, Run({"pp": 1}, str(tmp_path), 1), "json", ranks=1)[0]
+    assert "during a step" in pool.run(refused, Run({"pp": 1}, str(tmp_path), 1), "inside", ranks=1)[0]

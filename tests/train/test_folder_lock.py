@@ -65,7 +65,7 @@ def test_whose_lock_is_stale(tmp_path: Path) -> None:
         (parent, "on this host\n  try: another output_dir, or wait"),
         (
             replace(me, host="n17", boot="other"),
-            f"on the host n17\n  try: another output_dir, or, if that run is over, remove {path}",
+            f"on the host n17\n  try: use another output_dir, or, if that run has ended, remove {path}",
         ),
         (replace(parent, space="pid:[1]"), "on this host"),
     ):
@@ -75,7 +75,7 @@ def test_whose_lock_is_stale(tmp_path: Path) -> None:
         assert words in str(raised.value)
     for broken in (b"", b"{}", b"\xff", b"[" * 9000, b"9" * 5000, json.dumps({**asdict(me), "pid": True}).encode()):
         path.write_bytes(broken)
-        with pytest.raises(MeshwrightError, match="does not say who writes"):
+        with pytest.raises(MeshwrightError, match="does not tell which run writes"):
             folder_lock.take(tmp_path)
 
 

@@ -121,7 +121,7 @@ def test_a_measurement_comes_back_from_its_file(tmp_path: Path) -> None:
     data = json.loads(text_)
     for change, reason in [
         ({"costs": {"stages": data["costs"]["stages"] * 2}}, "has costs for 2 stages"),
-        ({"steps": [4, 3]}, "steps 4 to 3 are none"),
+        ({"steps": [4, 3]}, "steps 4 to 3 are an empty range"),
         ({"timeline": 5}, "'timeline' of a measurement"),
         ({"schema": 9}, "this version reads up to 1"),
         ({"more": 1}, "unknown keys: more"),
@@ -176,7 +176,7 @@ def test_the_verb_runs_a_model_with_the_flags_of_train(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["."], "no run that was traced"),
+        (["."], "not a run with --trace"),
         ([".", "--pp", "2"], "--pp would have no effect"),
         ([".", "--max-steps", "2"], "--max-steps would have no effect"),
         (

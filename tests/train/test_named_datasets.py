@@ -58,9 +58,9 @@ def test_a_data_set_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("name", "content", "what"),
     [
         ("short.txt", "abc", "has 3 bytes, too few for ten rows of 8"),
-        ("bad.jsonl", "{", "is no JSON"),
+        ("bad.jsonl", "{", "is not JSON"),
         ("bad.jsonl", '{"text": "a"}\n{', "line 2 of"),
-        ("list.jsonl", "[1]", "is no object"),
+        ("list.jsonl", "[1]", "is not an object"),
         ("odd.jsonl", '{"words": 1}', "has 'words'"),
         ("odd.jsonl", '{"input_ids": ["a"]}', "row 1 of"),
         ("large.jsonl", '{"input_ids": [1, %s]}' % ("9" * 25), "row 1 of"),

@@ -88,9 +88,9 @@ def test_sizes_follow_from_an_order_or_are_refused() -> None:
     assert (plan.pp, plan.microbatches, plan.processes, plan.schedule, plan.order) == (4, 8, 8, "zbv", schedule)
     assert stages_of(plan) == 8
     for given, said in (
-        ({"pp": 1}, "pp is 1, and zbv is for 4 workers"),
-        ({"microbatches": 6}, "microbatches is 6, and zbv has 8 per round"),
-        ({"schedule": "gpipe"}, "the schedule is 'gpipe', and the order is called 'zbv'"),
+        ({"pp": 1}, "pp is 1, but zbv is for 4 workers"),
+        ({"microbatches": 6}, "microbatches is 6, but zbv has 8 per round"),
+        ({"schedule": "gpipe"}, "the schedule is 'gpipe', but the order is called 'zbv'"),
         ({"options": {"x": 1}}, "options are"),
     ):
         with pytest.raises(MeshwrightError, match=said):
@@ -106,7 +106,7 @@ def test_widths_follow_from_teams() -> None:
     assert (plan.pp, plan.width, plan.processes) == (2, (2, 1), 3)
     assert lists_for(plan).lists == lists_for(Parallel(order=line, width=(2, 1))).lists
     assert Parallel(order=wide, pp=2, width=(2, 1)) == plan
-    with pytest.raises(MeshwrightError, match=r"width is \(1, 2\), and the teams of onef1b have \(2, 1\)"):
+    with pytest.raises(MeshwrightError, match=r"width is \(1, 2\), but the teams of onef1b have \(2, 1\)"):
         Parallel(order=wide, width=(1, 2))
 
 
@@ -141,7 +141,7 @@ def test_files_and_functions_become_orders(tmp_path: Path) -> None:
 
 def test_own_functions_that_cannot_be_used() -> None:
     for name, given, said in (
-        ("bare", {"pp": 2}, "pp is 2, and bare is for 3 workers"),
+        ("bare", {"pp": 2}, "pp is 2, but bare is for 3 workers"),
         ("bare", {"options": {"x": 1}}, "has no option 'x'"),
         ("own", {"options": {"extra": "many"}}, "option extra cannot be 'many'"),
         ("loud", {}, "raised KeyError: 'mistake'"),
@@ -252,7 +252,7 @@ def test_hostile_orders_and_costs_are_refused() -> None:
     for costs in (5, "x", True, {}, [5], [{}, {"forward_s": -1}], [{"forward_s": 10**400}], deep, [{"forward_s": "1"}], [None]):
         with pytest.raises(MeshwrightError):
             Parallel.of({"costs": costs})
-    with pytest.raises(MeshwrightError, match="an order in 'parallel' and another beside it"):
+    with pytest.raises(MeshwrightError, match="an order in 'parallel' and another one next to it"):
         mw.plan_from_json(json.dumps({"schema": 1, "parallel": {"order": schedule}, "order": schedule}))
 
 
@@ -307,7 +307,7 @@ def test_a_trainer_runs_an_order(pool: Pool, tmp_path: Path) -> None:
     plain.train()
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (trainer, plain)]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-5)
-    with pytest.raises(MeshwrightError, match="microbatches=4 is no multiple of gradient_accumulation_steps=3"):
+    with pytest.raises(MeshwrightError, match="microbatches=4 is not a multiple of gradient_accumulation_steps=3"):
         ours(gpt2(), tmp_path, text(), parallel={"order": order}, gradient_accumulation_steps=3)
     endless = fresh("pipedream_2bw", 2, 4, steps=4)
     with pytest.raises(MeshwrightError, match="a step never ends"):
@@ -367,11 +367,11 @@ def test_compare_and_verify_on_the_command_line(tmp_path: Path) -> None:
     assert "breaks the law of order" in rows[str(bad)]["refused"]
     for words, said in (
         (["verify", "mlp", "--schedule", str(bad)], "breaks the law of order"),
-        (["verify", "mlp", "--schedule", str(good), "--pp", "2"], "pp is 2, and turned is for 4 workers"),
-        (["verify", "mlp", "--schedule", str(good), "-n", "6"], "microbatches is 6, and turned has 8 per round"),
+        (["verify", "mlp", "--schedule", str(good), "--pp", "2"], "pp is 2, but turned is for 4 workers"),
+        (["verify", "mlp", "--schedule", str(good), "-n", "6"], "microbatches is 6, but turned has 8 per round"),
         (["verify", "mlp", "--costs", str(tmp_path / "costs.json")], "there are 2 stages, the costs have 4"),
         (["train", "gpt-tiny", "--schedule", str(bad)], "breaks the law of order"),
-        (["train", "gpt-tiny", "--schedule", str(good), "--pp", "2"], "pp is 2, and turned is for 4 workers"),
+        (["train", "gpt-tiny", "--schedule", str(good), "--pp", "2"], "pp is 2, but turned is for 4 workers"),
     ):
         failed = CliRunner().invoke(app, words)
         assert isinstance(failed.exception, MeshwrightError) and said in str(failed.exception), (words, failed.output)

@@ -76,6 +76,6 @@ def nowhere(run: Run) -> None:
 
 
 def test_refusals(pool: Pool, tmp_path: Path) -> None:
-    assert "hold nothing" in refusal_of(pool, no_room, Run({"pp": 2}, str(tmp_path), 1))
+    assert "cannot hold anything" in refusal_of(pool, no_room, Run({"pp": 2}, str(tmp_path), 1))
     (tmp_path / "file").write_text("")
     assert "file" in refusal_of(pool, nowhere, Run({"pp": 2}, str(tmp_path / "file" / "in"), 1))

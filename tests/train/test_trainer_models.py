@@ -132,7 +132,7 @@ def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest
         ours(gpt2(), tmp_path, text()).evaluate()
     with pytest.raises(MeshwrightError, match="local workers cannot start processes of their own"):
         ours(gpt2(), tmp_path, text(), parallel={"pp": 2}, dataloader_num_workers=1).train()
-    with pytest.raises(MeshwrightError, match="257 workers are more than the 256"):
+    with pytest.raises(MeshwrightError, match="257 workers exceed the limit of 256"):
         ours(gpt2(), tmp_path, text(), parallel={"pp": 257, "microbatches": 1}).train()
     with pytest.raises(MeshwrightError, match="the data set has words"):
         ours(gpt2(), tmp_path, [{"words": [1, 2]}] * 8).train()

@@ -214,5 +214,5 @@ def test_refusals(tmp_path: Path) -> None:
     args = arguments(mw.TrainingArguments, tmp_path)
     with pytest.raises(MeshwrightError, match="model_init is called without arguments"):
         mw.Trainer(model_init=lambda trial: trial, args=args)  # type: ignore[misc, arg-type]
-    with pytest.raises(MeshwrightError, match="building the model gave NoneType"):
+    with pytest.raises(MeshwrightError, match="building the model returned NoneType"):
         mw.Trainer(model_init=lambda: None, args=args)

@@ -47,7 +47,7 @@ def test_rows_of_a_step_and_their_cuts(
         ({"parallel": {"pp": 4}, "per_device_train_batch_size": 2}, "2 rows cannot be cut into 4 microbatches"),
         (
             {"parallel": {"pp": 2, "microbatches": 3}, "gradient_accumulation_steps": 2},
-            "no multiple of gradient_accumulation_steps=2",
+            "not a multiple of gradient_accumulation_steps=2",
         ),
         ({"parallel": "auto"}, "needs the planner, which does not exist yet"),
         ({"parallel": {"pp": 2, "qq": 1}}, "parallel has no 'qq'"),

@@ -130,7 +130,7 @@ def test_columns_that_the_model_does_not_take_are_not_read() -> None:
         without_unused(datasets.Dataset.from_list([{"x": 1, "text": "a"}]), frozenset({"y"}))
     with pytest.raises(MeshwrightError, match="the data set has x"):
         Collate(default_data_collator, frozenset({"y"}))([{"x": 1}])
-    with pytest.raises(MeshwrightError, match="column 'text' of the batch is no tensor"):
+    with pytest.raises(MeshwrightError, match="column 'text' of the batch is not a tensor"):
         Collate(lambda rows: {"text": [row["text"] for row in rows]}, None)([{"text": "a"}])
 
 

@@ -82,12 +82,12 @@ def test_shares_are_between_0_and_1(recompute: Any) -> None:
 
 @pytest.mark.parametrize("width", [3, (2, 1.0), (True, 1), "21", {2: 1}])
 def test_a_width_that_is_none(width: Any) -> None:
-    refused("width names workers per stage", {"pp": 2, "width": width})
+    refused("width must list the workers of each stage", {"pp": 2, "width": width})
 
 
 @pytest.mark.parametrize("options", [3, "chunks=2", {1: 2}, ["chunks"]])
 def test_options_that_are_none(options: Any) -> None:
-    refused("options are a mapping", {"pp": 2, "options": options})
+    refused("options must be a mapping", {"pp": 2, "options": options})
 
 
 def test_none_is_the_default() -> None:
@@ -97,7 +97,7 @@ def test_none_is_the_default() -> None:
 
 @pytest.mark.parametrize("parallel", [3, "pp=2", ["pp"]])
 def test_a_plan_that_is_none(parallel: Any) -> None:
-    refused("parallel is a Parallel or a mapping", parallel)
+    refused("parallel must be a Parallel or a mapping", parallel)
 
 
 def test_names_that_a_plan_has_not() -> None:
@@ -215,13 +215,13 @@ def test_flags_of_an_emulation_that_is_not_asked_for(flag: dict[str, Any]) -> No
 @pytest.mark.parametrize("plan", [{"pp": 2, "dp": 9999}, {"pp": 1, "dp": 257}, {"pp": 2, "width": (250, 7)}], ids=str)
 def test_more_workers_than_one_host_takes(plan: dict[str, Any]) -> None:
     ranks = Parallel.of(plan).processes
-    refused(f"{ranks} workers are more than the 256(.|\\n)*torchrun on more hosts", plan)
+    refused(f"{ranks} workers exceed the limit of 256(.|\\n)*torchrun on more hosts", plan)
 
 
 def test_the_verbs_count_workers_first() -> None:
-    with pytest.raises(MeshwrightError, match="19998 workers are more than the 256"):
+    with pytest.raises(MeshwrightError, match="19998 workers exceed the limit of 256"):
         verb.verify("mlp", dp=9999)
-    with pytest.raises(MeshwrightError, match="300 workers are more than the 256"):
+    with pytest.raises(MeshwrightError, match="300 workers exceed the limit of 256"):
         simulate("onef1b", workers=300, microbatches=4, emulate=Timing.WALL)
 
 

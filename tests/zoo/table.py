@@ -1,4 +1,4 @@
-"""The zoo as a page of the documentation: one row for each family.
+"""Writes the zoo as a page of the documentation: one row per family.
 
 python -m tests.zoo                          try all families and print the table (about ten minutes)
 python -m tests.zoo mamba "llama packed"     some of them
@@ -17,38 +17,38 @@ from tests.zoo.study import Finding, Verdict
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 HEAD = """# A zoo of models
 
-Small models of many families, built from the configurations of transformers with the families' own defaults (dropout, ties,
-windows, routers), and plain PyTorch models. Each is captured, passes the check at the start, is cut into 2 stages (every third
-family into 4 as well), and is compared in one process **with the model itself**: the loss of uneven microbatches, every
-gradient, and evaluation, at the captured size and at another one (other rows, another length, a microbatch of one row). Batches
-are padded and some labels are ignored.
+This page lists small models of many families. Most are built from the configurations of transformers with the defaults of each
+family (dropout, ties, windows, routers); the others are plain PyTorch models. Each model is captured, passes the check at the
+start and is cut into 2 stages (every third family also into 4). It is then compared in one process **with the model itself**:
+the loss of uneven microbatches, every gradient, and evaluation. The comparison runs at the captured size and at another one
+(other rows, another length, a microbatch of one row). Batches are padded and some labels are ignored.
 
-- **exact**: equal to 1e-9 relative in double precision, 1e-5 where the model runs in single precision only.
-- **exact, each size captured**: the same; a graph is for one length (or one size of pictures), and a batch of another size is
-  captured again when it comes.
-- **refused**: an error before any step, with the reason.
+- **exact**: equal to a relative error of 1e-9 in double precision, or 1e-5 if the model runs only in single precision.
+- **exact, each size captured**: the same, but a graph is valid for one length (or one picture size) only. A batch of another
+  size is captured when it first appears.
+- **refused**: an error before the first step, with the reason.
 
 {counts}
 
-The page is written by `python -m tests.zoo --write docs/zoo.md`; `tests/capture/test_zoo.py` holds every row current
-(`make full`), and trains some families of each kind on 2 and 4 local workers against the plain model, and by both
-libraries' trainers.
+`python -m tests.zoo --write docs/zoo.md` writes this page. `tests/capture/test_zoo.py` checks every row (`make full`). It also
+trains some families of each kind on 2 and 4 local workers and compares them with the plain model and with the trainers of both
+libraries.
 """
 
 
 def row(found: Finding) -> str:
-    """A family as a row; numbers that depend on the machine are left out."""
+    """Format a family as a row, without numbers that depend on the machine."""
     stages = ", ".join(map(str, found.stages)) or "-"
     return f"| {found.name} | {said(found)} | {found.layers or '-'} | {stages} | {reason(found.note)} |"
 
 
 def said(found: Finding) -> str:
-    """The verdict in words."""
+    """Return the verdict in words."""
     return "exact, each size captured" if found.again and found.verdict is Verdict.EXACT else found.verdict.value
 
 
 def reason(note: str) -> str:
-    """What was said, in one line, without the paths and addresses of a machine."""
+    """Return the note in one line, without paths and addresses of the machine."""
     line = " ".join(note.split())
     line = re.sub(r"(/[\w.\-]+)+/(site-packages|tests)/", lambda m: "" if m[2] == "site-packages" else "tests/", line)
     line = re.sub(r" at 0x[0-9a-f]+", "", line).replace("|", "/").replace("<", "&lt;")
@@ -56,7 +56,7 @@ def reason(note: str) -> str:
 
 
 def page(kinds: Mapping[str, str], rows: Mapping[str, str]) -> str:
-    """The whole page, from the rows of the families that there are."""
+    """Return the whole page from the rows that exist."""
     known = {name: verdict_of(rows[name]) for name in kinds if name in rows}
     text = HEAD.format(counts=counts(known.values()))
     for kind in dict.fromkeys(kinds.values()):
@@ -69,13 +69,13 @@ def page(kinds: Mapping[str, str], rows: Mapping[str, str]) -> str:
 
 
 def rows_of(target: Path) -> dict[str, str]:
-    """The rows of a page by family."""
+    """Read the rows of a page, by family."""
     lines = target.read_text().splitlines() if target.exists() else []
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ") and "| family |" not in line}
 
 
 def verdict_of(line: str) -> str:
-    """The verdict of a row, in one word."""
+    """Return the verdict of a row in one word."""
     return line.split(" | ")[1].partition(",")[0]
 
 

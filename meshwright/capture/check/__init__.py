@@ -1,1 +1,1 @@
-"""Do captured layers compute what the model computes? Compared in one process, on a small example, before training starts."""
+"""Checks that captured layers compute what the model computes: in one process, on a small example, before training starts."""

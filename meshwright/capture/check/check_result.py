@@ -1,4 +1,4 @@
-"""What a check has found: where captured layers leave the model, and what was run."""
+"""The result of a check: where captured layers differ from the model, and what was run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.errors import MeshwrightError
 
 @dataclass(frozen=True)
 class Difference:
-    """Where captured layers leave the model."""
+    """Where captured layers differ from the model."""
 
     distance: Distance
     example: str
@@ -21,24 +21,24 @@ class Difference:
     reason: Reason
 
     def error(self) -> MeshwrightError:
-        """As users see it."""
+        """Return the error that users see."""
         mode = "training" if self.training else "evaluation"
         first = f"; the first layer that differs: {self.layer}" if self.layer else ""
         how = f"{self.distance.what} differs by {self.distance.error:.1e}" if self.distance.error < inf else self.distance.what
         where = f"{how} in {mode} at {self.example}{first}"
         return MeshwrightError(
-            f"the captured layers are not the model: {where}\n  likely reason: {self.reason.why}", fix=self.reason.fix
+            f"the captured layers differ from the model: {where}\n  likely reason: {self.reason.why}", fix=self.reason.fix
         )
 
 
 @dataclass
 class Verdict:
-    """What a check found, and what it ran: a line for each size and mode."""
+    """What a check found, and what it ran: one line for each size and mode."""
 
     training: Difference | None = None
     evaluation: Difference | None = None
     refused: Reason | None = None
-    """Why the model cannot be captured at all, whatever its numbers."""
+    """Why the model cannot be captured at all, independent of the numbers."""
     draws_in_evaluation: bool = False
     largest: float = 0.0
     runs: list[str] = field(default_factory=list)

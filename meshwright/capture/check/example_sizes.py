@@ -1,8 +1,8 @@
-"""Small examples to compare on: two rows and short, three rows and shorter, one row.
+"""Small examples for the comparison: two rows, three rows that are shorter, and one row.
 
-Rows are cut from the front. Lengths that the trace left open are cut together wherever columns share a size: to the window
-that has the most labels, and for the second size to the end, where padding is. A size that the captured graph refuses is tried
-again with whole lengths, then left out.
+The first rows of the batch are used. Dimensions that the trace left dynamic are shortened together wherever columns share a size:
+to the window with the most labels, and for the second size to the end of the rows, where padding is. If the captured graph cannot
+run a size, it is tried again with whole lengths, and then left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.capture.trace.graph import Flat
 from meshwright.ir.column_names import TARGETS
 
 TOKENS = 8
-"""At most so many tokens per row; the second size has two fewer."""
+"""The largest number of tokens per row; the second size has two fewer."""
 
 IGNORED = -100
 
@@ -40,18 +40,18 @@ class Example:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A size to compare at: the examples to try for it, the smallest first."""
+    """One size for the comparison: the examples to try for it, smallest first."""
 
     rows: int
     examples: tuple[Example, ...]
 
 
 def small_examples(given: Mapping[str, Tensor], flat: Flat) -> Iterator[Wanted]:
-    """The sizes to compare at; if the graph takes none of them, the whole example."""
+    """Yield the sizes for the comparison. If the graph can run none of them, yield the whole example."""
     shapes: list[dict[str, tuple[int, ...]]] = []
     for rows, tokens in ((2, TOKENS), (3, TOKENS - 2), (1, TOKENS)):
         cut = [Example(shortened(given, rows, length, flat)) for length in (tokens, None)]
-        if rows == 3:  # tried first; where it has no label the model's loss is no number, and the next is taken
+        if rows == 3:  # tried first; without labels the loss is nan, and the next example is used
             cut.insert(0, Example(shortened(given, rows, tokens, flat, end=True)))
         allowed = [e for e in cut if flat.refusal(e.shapes) is None and e.shapes not in shapes]
         if allowed:
@@ -65,9 +65,9 @@ def small_examples(given: Mapping[str, Tensor], flat: Flat) -> Iterator[Wanted]:
 def shortened(
     given: Mapping[str, Tensor], rows: int, tokens: int | None, flat: Flat | None = None, *, end: bool = False
 ) -> dict[str, Tensor]:
-    """Columns with some rows, repeated if there are fewer, and at most so many tokens; None keeps lengths whole.
+    """Return columns with this many rows, repeated if there are fewer, and at most `tokens` tokens; None keeps whole lengths.
 
-    A length that `flat` has fixed is not cut.
+    A length that `flat` requires to be fixed is not shortened.
     """
     found = {name: t[torch.arange(rows if len(t) else 0, device=t.device) % max(len(t), 1)] for name, t in given.items()}
     lengths = _open_lengths(given) if tokens is not None else {}
@@ -84,7 +84,7 @@ def shortened(
 
 
 def _open_lengths(given: Mapping[str, Tensor]) -> dict[tuple[str, int], int]:
-    """Sizes that may be cut: a trace leaves them open in every column that has the same size beside its rows."""
+    """Return the dimensions that may be shortened. A size is left out if it is also a static dimension of some column."""
     found: dict[tuple[str, int], int] = {}
     closed: set[int] = set()
     for name, t in given.items():
@@ -98,7 +98,7 @@ def _open_lengths(given: Mapping[str, Tensor]) -> dict[tuple[str, int], int]:
 
 
 def _busiest(columns: Mapping[str, Tensor], size: int, count: int) -> int:
-    """Where the window of `count` tokens starts that has the most labels, or the most tokens that are attended to."""
+    """Return the start of the window of `count` tokens with the most labels, or with the most attended tokens."""
     for name in (*TARGETS, "attention_mask"):
         t = columns.get(name)
         if t is not None and t.dim() == 2 and t.shape[1] == size and not t.is_floating_point():

@@ -1,7 +1,7 @@
-"""A tensor as a few numbers, and how far two of them are apart.
+"""Represents a tensor by a few numbers, and measures how far two tensors are apart.
 
-Whole gradients of a large model take as much memory as the model. Kept of each tensor are its norm and three projections
-on fixed waves; a projection is linear, so that a gradient that arrives in parts is marked part by part.
+Complete gradients of a large model take as much memory as the model. Only the norm and three projections on fixed waves are kept
+of each tensor. A projection is linear, so a gradient that arrives in parts is marked part by part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""The largest relative distance of two runs in this dtype that counts as equal."""
+"""The largest relative distance of two runs in a dtype that counts as equal."""
 
 _WIDTH = 1024
 _WAVES = ((1.7, 0.3), (0.61, 1.1), (2.9, 0.5))
@@ -32,11 +32,11 @@ class Mark:
 
 
 ZERO = Mark(0.0, (0.0,) * len(_WAVES))
-"""The mark of a gradient that never came."""
+"""The mark of a gradient that did not arrive."""
 
 
 def mark(tensor: Tensor) -> Mark:
-    """The mark of a tensor of any dtype and shape."""
+    """Return the mark of a tensor of any dtype and shape."""
     flat = tensor.detach().flatten()
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten()
@@ -58,9 +58,9 @@ def mark(tensor: Tensor) -> Mark:
 
 
 def apart(one: Mark, other: Mark, floor: float = 0.0) -> float:
-    """The distance of two tensors relative to the larger norm, but not to less than `floor`.
+    """Return the distance of two tensors relative to the larger norm, or relative to `floor` if that is larger.
 
-    Two tensors that are both not finite count as equal if the same of their numbers are.
+    Tensors that are not finite count as equal if both have the same projections (nan equals nan).
     """
     pairs = list(zip(one.projections, other.projections, strict=True))
     if not all(isfinite(a) and isfinite(b) for a, b in pairs):

@@ -1,8 +1,8 @@
-"""Which layer is the first that differs? What modules return, looked for among the values of the captured graph.
+"""Finds the first layer that differs: searches the outputs of the model's modules among the values of the captured graph.
 
-A module of the model has no counterpart in the graph, but every value that it returns has: an operation of the graph gave it.
-The first module whose output no operation gave is where captured layers leave the model. If all outputs are there, the same is
-asked of gradients, from the end.
+A module of the model has no counterpart in the graph, but every value that it returns does: an operation of the graph computed
+it. The first module whose output no operation computed is where captured layers differ. If all outputs are found, gradients are
+searched in the same way, from the end.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from meshwright.capture.check.fingerprints import Mark, apart, mark
 from meshwright.capture.check.paired_runs import Run, one_number
 
 LOOSE = 10.0
-"""A value is found at so many tolerances."""
+"""A value counts as found within this many tolerances."""
 
 
 class _Noting(fx.Interpreter):
-    """Runs a layer and shows what each operation gave."""
+    """Runs a layer and reports the result of each operation."""
 
     def __init__(self, body: fx.GraphModule, note: Callable[[Any], None]) -> None:
         super().__init__(body)
@@ -33,7 +33,7 @@ class _Noting(fx.Interpreter):
 
 
 class _Values:
-    """Marks of values, and of the gradients that reach them."""
+    """Marks of values, and of their gradients."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -41,7 +41,7 @@ class _Values:
         self.gradients: dict[int, Mark] = {}
 
     def note(self, found: Any, name: str = "") -> None:
-        """Mark the tensors of a result, and their gradients when they come."""
+        """Mark the tensors of a result, and their gradients when they arrive."""
         for t in found if isinstance(found, tuple | list) else [found]:
             if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
                 number = len(self.values)
@@ -64,9 +64,9 @@ def first_difference(
     tolerance: float,
     outputs: bool,
 ) -> str:
-    """The first layer that differs, as a phrase; empty if nothing between modules does.
+    """Return a phrase for the first layer that differs; empty if all module outputs and their gradients agree.
 
-    `begin` is called before each run; `outputs` says that what the whole returns differs, not its gradients alone.
+    `begin` is called before each run. `outputs` is true if the outputs of the whole model differ, and not only its gradients.
     """
     theirs, ours = _Values(), _Values()
     begin()
@@ -79,7 +79,7 @@ def first_difference(
     begin()
     try:
         _run_noting(layers, given, theirs)
-    except Exception as error:  # a graph that does not run for this size: the last operation that ran says where
+    except Exception as error:  # the graph cannot run this size; the operation that raised is the place
         return f"an operation that raises {type(error).__name__}"
     finally:
         for p in model.parameters():
@@ -91,7 +91,7 @@ def first_difference(
     wrong = [ours.names[n] for n, g in sorted(ours.gradients.items()) if not _is_among(g, known, tolerance)]
     if not wrong:
         return ""
-    return f"what follows the output of {wrong[-1]}" if outputs else f"the gradient that reaches the output of {wrong[-1]}"
+    return f"an operation after the output of {wrong[-1]}" if outputs else f"the gradient that reaches the output of {wrong[-1]}"
 
 
 def _shown(values: _Values, name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -109,7 +109,7 @@ def _first_tensor(tree: Any) -> Tensor | None:
 
 
 def _run_noting(layers: Sequence[Any], given: Mapping[str, Tensor], values: _Values) -> None:
-    """All layers operation by operation, and their backward."""
+    """Run all layers operation by operation, then their backward."""
     crossing: tuple[Any, ...] = ()
     made_again: dict[int, Any] = {}
     for layer in layers:

@@ -1,4 +1,4 @@
-"""The likely reason why captured layers differ from the model, and what to do about it."""
+"""Likely reasons why captured layers differ from the model, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,40 @@ from dataclasses import dataclass
 from torch import nn
 
 NAMED = 3
-"""At most so many places are named."""
+"""The largest number of places that an error names."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why, and what to do."""
+    """A reason, and what to do."""
 
     why: str
     fix: str
 
 
-NO_FUNCTION = "captured layers would keep the value of the capture for ever"
+NO_FUNCTION = "captured layers would always use the value from the capture"
 
 
 def of_state(changed: list[str], generators: list[str], model: nn.Module) -> Reason | None:
-    """A model that changes Python state, or draws from generators outside of torch, at every call."""
+    """A model that changes Python state, or draws from generators outside of torch, in every call."""
     if changed:
         what = ", ".join(changed[:NAMED])
-        return Reason(f"{what} changes with every forward, and {NO_FUNCTION}", "a buffer (register_buffer) for what counts calls")
+        return Reason(f"{what} changes with every forward, and {NO_FUNCTION}", "use a buffer (register_buffer) that counts calls")
     if generators:
         where = _reading(model, generators)
-        return Reason(f"forward draws from {' and '.join(generators)}{where}, and {NO_FUNCTION}", "torch.rand, torch.randint")
+        return Reason(
+            f"forward draws from {' and '.join(generators)}{where}, and {NO_FUNCTION}", "use torch.rand or torch.randint"
+        )
     return None
 
 
 def of_buffers(replaced: list[str]) -> Reason | None:
-    """A model that assigns a new tensor to a buffer, which its captured layers do not see."""
+    """A model that assigns a new tensor to a buffer. Captured layers do not see the new tensor."""
     if not replaced:
         return None
     name = replaced[0].rpartition(".")[2]
     return Reason(
-        f"forward assigns a new tensor to the buffer {replaced[0]}, and captured layers go on with the old one",
+        f"forward assigns a new tensor to the buffer {replaced[0]}, and captured layers keep using the old one",
         f"write into it: self.{name}.copy_(...)",
     )
 
@@ -49,56 +51,56 @@ def of_itself(error: float) -> Reason:
     return Reason(
         f"the model differs from itself by {error:.1e} when it is called again with the same batch and seed: "
         f"forward keeps state outside of its buffers, and {NO_FUNCTION}",
-        "a buffer (register_buffer) for state that changes",
+        "use a buffer (register_buffer) for state that changes",
     )
 
 
 def of_scale(what: str, error: float, scale: float) -> Reason:
-    """A backward that does not grow with the loss."""
+    """A backward that is not proportional to the loss."""
     return Reason(
         f"the model's own backward is not linear: with the loss times {scale:g}, {what} over {scale:g} differs by {error:.1e}. "
-        "An autograd.Function or a hook adds to gradients, or clips them by value; microbatches are added up as sums and divided "
-        "once, so that it would see other gradients than in one process",
-        "an auxiliary loss added to the loss in forward, max_grad_norm in place of clipping by value",
+        "An autograd.Function or a hook adds to gradients, or clips them by value. Gradients of microbatches are summed and "
+        "divided once, so it would see other gradients than in one process",
+        "add an auxiliary loss to the loss in forward; use max_grad_norm instead of clipping by value",
     )
 
 
 def of_mode(model: nn.Module) -> Reason:
-    """Evaluation differs, training does not."""
+    """Evaluation differs, but training does not."""
     asking = _asking_for_mode(model)
     where = f" in {', '.join(asking[:NAMED])}" if asking else ""
     return Reason(
         f"evaluation differs from training: `if self.training`{where}",
-        "the difference in a module without parameters (nn.Dropout is one), or evaluate the model in one process",
+        "put the difference into a module without parameters, such as nn.Dropout, or evaluate the model in one process",
     )
 
 
 def of_gradient() -> Reason:
-    """The forward agrees, the gradients do not."""
+    """The forward agrees, but the gradients do not."""
     return Reason(
-        "the forward is equal: a custom backward, a gradient hook or recomputation that capture does not see",
-        "the same without a custom backward, or a list of layers, which is not captured",
+        "the forward is equal, so capture does not see a custom backward, a gradient hook or recomputation",
+        "remove the custom backward, or pass a list of layers, which is not captured",
     )
 
 
 def of_size(example: str) -> Reason:
-    """The size of the capture agrees, another does not."""
+    """The size of the capture agrees, but another size does not."""
     return Reason(
         f"only at another size than it was captured with ({example}): forward computes a number from sizes, or branches on one",
-        "tensor operations in place of Python numbers and branches, or batches of one size",
+        "use tensor operations instead of Python numbers and branches, or batches of one size",
     )
 
 
 def unknown() -> Reason:
-    """Nothing points anywhere."""
+    """The reason is not known."""
     return Reason(
         "the trace does not compute what forward computes",
-        "a list of layers, which is not captured; please report the model as a bug",
+        "pass a list of layers, which is not captured; please report the model as a bug",
     )
 
 
 def _asking_for_mode(model: nn.Module) -> list[str]:
-    """The modules whose forward reads `self.training`, torch's own left out."""
+    """Return the modules whose forward reads `self.training`, without torch's own."""
     return _with_names(model, {"training"})
 
 
@@ -108,7 +110,7 @@ def _reading(model: nn.Module, generators: list[str]) -> str:
 
 
 def _with_names(model: nn.Module, names: set[str]) -> list[str]:
-    """The modules whose forward uses one of these names; if none does, those with such a method. torch's are left out."""
+    """Return the modules whose forward uses one of these names, or else those with another method that does; not torch's own."""
     in_forward, elsewhere = list[str](), list[str]()
     for path, module in model.named_modules():
         own = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in ("torch", "builtins")]

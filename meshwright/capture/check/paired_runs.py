@@ -1,8 +1,8 @@
-"""What is compared: a run of the model itself, and a run of its captured layers, each as marks.
+"""The two runs that are compared: the model itself and its captured layers, each recorded as marks.
 
-Captured layers run as in an engine: every stage starts from detached leaves, and its backward begins with the gradients
-that the next stage has sent. Gradients come from `.backward()`, because reentrant checkpoints refuse `torch.autograd.grad`;
-each is marked when it arrives and freed.
+Captured layers run as in the engine: every stage starts from detached leaves, and its backward begins with the gradients of the
+next stage. Gradients come from `.backward()`, because reentrant checkpoints do not support `torch.autograd.grad`. Each gradient
+is marked when it arrives, and then freed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from meshwright.capture.trace.batch_columns import Columns
 from meshwright.capture.trace.export import results
 
 FLOOR = 1e-3
-"""A gradient is compared relative to its own norm, but not to less than this share of the largest one."""
+"""A gradient is compared relative to its own norm, but at least to this fraction of the largest norm."""
 
 
 class Ran(NamedTuple):
-    """What a forward returned, by name, and how its backward is run."""
+    """What a forward returned, by name, and a function that runs its backward."""
 
     outputs: dict[str, Tensor]
     backward: Callable[[float], None]
-    """Given what the loss is multiplied by."""
+    """Takes the factor that the loss is multiplied by."""
 
 
 Run = Callable[[Mapping[str, Tensor]], Ran]
@@ -38,7 +38,7 @@ Run = Callable[[Mapping[str, Tensor]], Ran]
 
 @dataclass
 class Seen:
-    """The marks of a run: outputs and gradients by name, and buffers as it left them."""
+    """The marks of a run: outputs and gradients by name, and the buffers at the end."""
 
     outputs: dict[str, Mark] = field(default_factory=dict)
     gradients: dict[str, Mark] = field(default_factory=dict)
@@ -47,16 +47,16 @@ class Seen:
 
 
 class Distance(NamedTuple):
-    """What is furthest apart in two runs."""
+    """The largest difference between two runs."""
 
     what: str
     error: float
 
 
 def model_run(model: nn.Module, columns: Columns, names: Sequence[str], written: set[str] | None = None) -> Run:
-    """Runs the model itself; `names` are the outputs that capture has kept.
+    """Return a function that runs the model itself. `names` are the outputs that capture kept.
 
-    Parameters that it writes into in evaluation have their values back afterwards; their names are added to `written`.
+    Parameters that the model writes into in evaluation are restored after the run; their names are added to `written`.
     """
 
     def run(given: Mapping[str, Tensor]) -> Ran:
@@ -72,7 +72,7 @@ def model_run(model: nn.Module, columns: Columns, names: Sequence[str], written:
 
 
 def layers_run(layers: Sequence[nn.Module], starts: Sequence[int], names: Sequence[str]) -> Run:
-    """Runs captured layers; each stage begins at one of `starts`, which ends with the number of layers."""
+    """Return a function that runs captured layers. `starts` are the first layers of the stages, then the number of layers."""
 
     def run(given: Mapping[str, Tensor]) -> Ran:
         values: tuple[Tensor, ...] = ()
@@ -99,9 +99,9 @@ def see(
     under: Any = None,
     scale: float = 1.0,
 ) -> Seen:
-    """Run, and mark what came out; `grad` says whether a graph is recorded, `under` is a context for the forward.
+    """Run, and mark the results. `grad` enables autograd; `under` is a context manager for the forward.
 
-    Gradients are those of the loss times `scale`, divided by it.
+    The loss is multiplied by `scale`, and the gradients are divided by it.
     """
     found = Seen()
     parameters = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -133,7 +133,7 @@ def see(
 
 
 def furthest(own: Seen, captured: Seen, tolerance: float) -> Distance:
-    """The largest distance; of those above the tolerance the first kind: outputs, then buffers, then gradients."""
+    """Return the largest distance. Outputs come before buffers and gradients: the first kind above the tolerance is returned."""
     largest = max((of.norm for of in own.gradients.values()), default=0.0)
     kinds = (
         ("the output", own.outputs, captured.outputs, 0.0),
@@ -152,7 +152,7 @@ def furthest(own: Seen, captured: Seen, tolerance: float) -> Distance:
 
 
 def one_number(output: Tensor) -> Tensor:
-    """A loss as it is; of other outputs a weighted mean, so that every element has a gradient."""
+    """Return a loss as it is, and a weighted mean of other outputs, so that every element has a gradient."""
     if not output.dim():
         return output.real if output.is_complex() else output
     real = torch.view_as_real(output) if output.is_complex() else output

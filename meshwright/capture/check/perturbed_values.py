@@ -1,6 +1,7 @@
-"""Values that are all alike hide differences: a gate that starts at zero, an average that nothing has moved yet.
+"""Changes constant tensors during a check, because equal values hide differences.
 
-While a model is checked, parameters and buffers that hold one value throughout hold different ones near it.
+Examples are a gate that starts at zero and a running average that was never updated. While a model is checked, parameters and
+buffers whose elements are all equal get different values near the original.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 _SAMPLE = 64
-"""Elements that are looked at before a whole tensor is."""
+"""How many elements are compared before the whole tensor is."""
 
 
 @contextmanager
 def stirred(model: nn.Module) -> Iterator[None]:
-    """Give what is constant other values, and its own back at the end."""
+    """Give constant tensors other values, and restore them at the end."""
     every = dict.fromkeys((*model.parameters(), *model.buffers()))
     kept = {t: t.detach().clone() for t in every if _is_constant(t)}
     generator = torch.Generator().manual_seed(0)
@@ -34,7 +35,7 @@ def stirred(model: nn.Module) -> Iterator[None]:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Does it hold numbers, and one number only?"""
+    """True for a floating-point tensor whose elements are all equal."""
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return False
     values = tensor.detach().flatten()

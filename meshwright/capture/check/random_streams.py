@@ -1,8 +1,8 @@
-"""Random numbers for two runs that are compared: equal seeds, or a seed for each draw.
+"""Random numbers for two runs that are compared: equal seeds, or one seed per draw.
 
-Where both runs draw the same numbers in the same order, one seed makes them equal. Some models draw numbers that nobody
-uses (layers that are dropped at a rate of zero); capture leaves such draws out. Then each draw starts from a seed of its own,
-made of the operation, its shape and how often it came before.
+If both runs draw the same numbers in the same order, equal seeds make them equal. Some models draw numbers that are not used
+(layers with a drop rate of zero), and capture leaves such draws out. In that case each draw gets a seed of its own, computed from
+the operation and its shape.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # no public way sees every draw; missing, capture could not run either
 
 from meshwright.capture.trace.operations import is_random
+from meshwright.torch_internals import DispatchMode
 
 
 def seed_all(number: int) -> None:
-    """Seed torch, Python, and numpy where the script has loaded it."""
+    """Seed torch and Python, and numpy if it is loaded."""
     torch.manual_seed(number)
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -29,7 +29,7 @@ def seed_all(number: int) -> None:
 
 
 def python_states() -> dict[str, Any]:
-    """The state of each generator outside of torch, by the name that a user knows it by."""
+    """Return the state of each generator outside of torch, by the name that users know."""
     found: dict[str, Any] = {"random": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -38,7 +38,7 @@ def python_states() -> dict[str, Any]:
 
 
 def keep_states() -> Callable[[], None]:
-    """Note the state of all generators; the returned function restores it."""
+    """Save the state of all generators. The returned function restores it."""
     own, numpy = random.getstate(), sys.modules.get("numpy")
     theirs = None if numpy is None else numpy.random.get_state()
     here = torch.get_rng_state()
@@ -55,8 +55,8 @@ def keep_states() -> Callable[[], None]:
     return restore
 
 
-class Draws(TorchDispatchMode):
-    """Every draw starts from the seed of its operation and shape, so that a draw that nobody uses moves no other."""
+class Draws(DispatchMode):
+    """Seeds every draw by its operation and shape, so that an unused draw does not affect the others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -67,8 +67,8 @@ class Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Alike(TorchDispatchMode):
-    """Every number that is drawn is the same, so that a row does not depend on which others are drawn with it."""
+class Alike(DispatchMode):
+    """Makes all drawn numbers equal, so that a row does not depend on the other rows that are drawn with it."""
 
     VALUE = 0.4
 
@@ -80,7 +80,7 @@ class Alike(TorchDispatchMode):
         return found
 
 
-class Counted(TorchDispatchMode):
+class Counted(DispatchMode):
     """Counts the draws."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A model that a check has run is afterwards what it was: buffers, gradients, modes, attributes, random states."""
+"""Restores a model after a check has run it: buffers, gradients, modes, attributes and random states."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from meshwright.capture.check.random_streams import keep_states
 
 PLAIN = (bool, int, float, complex, str, tuple, type(None))
-"""Attributes of these types are compared: a forward that changes one behaves differently at the next call."""
+"""Attributes of these types are compared: if a forward changes one, the next call behaves differently."""
 
 
 @contextmanager
 def untouched(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Run a model and the layers that were captured from it; put everything back, whatever happens."""
+    """Restore a model and its captured layers at the end, also after an error."""
     modules = list(dict.fromkeys(module for root in (model, *layers) for module in root.modules()))
     modes = [module.training for module in modules]
     held = {module: dict(vars(module)) for module in model.modules()}
@@ -49,7 +49,7 @@ def untouched(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give tensors the values that were kept of them."""
+    """Restore the saved values of tensors."""
     with torch.no_grad():
         for tensor, kept in values:
             if not torch.equal(tensor, kept):
@@ -57,7 +57,7 @@ def put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def plain_attributes(model: nn.Module) -> dict[str, Any]:
-    """The numbers and texts that modules have as attributes, by path; modes are left out."""
+    """Return numbers and strings that modules have as attributes, by path. `training` is left out."""
     found = {}
     for path, module in model.named_modules():
         owner = path or type(module).__name__
@@ -73,7 +73,7 @@ def _buffers(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def _is_container(name: str, value: Any) -> bool:
-    """A list, dict or set of the user's; those of torch itself begin with an underscore and are left alone."""
+    """True for a list, dict or set of the user. Names of torch's own begin with an underscore."""
     return type(value) in (list, dict, set) and not name.startswith("_")
 
 

@@ -1,4 +1,4 @@
-"""A model that writes into its own weights in evaluation (RWKV scales them there) has them back after the check has run it."""
+"""Restores the weights of a model that writes into them in evaluation, as RWKV does when it rescales them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # as in streams.py
+
+from meshwright.torch_internals import DispatchMode, written_arguments
 
 
 @contextmanager
 def weights_kept(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Weights, and attributes that say what was done to them, are put back at the end; gives the old values of those written."""
+    """Restore weights and module attributes at the end. Yields the old values of the weights that were written."""
     seen = _Writes(model)
     held = {module: dict(vars(module)) for module in model.modules()}
     try:
@@ -22,13 +23,13 @@ def weights_kept(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         if seen.kept:
             for name, values in seen.kept.items():
-                seen.parameters[name].data.copy_(values)  # unseen by autograd: a backward may still come
+                seen.parameters[name].data.copy_(values)  # not recorded by autograd, because a backward may still follow
             for module, before in held.items():
                 vars(module).update(before)
 
 
-class _Writes(TorchDispatchMode):
-    """Keeps a copy of each parameter that is about to be written into."""
+class _Writes(DispatchMode):
+    """Copies each parameter before it is written into."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -38,10 +39,8 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for place, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._keep(args[place] if place < len(args) else kwargs.get(argument.name))
+        for written in written_arguments(func, args, kwargs):
+            self._keep(written)
         return func(*args, **kwargs)
 
     def _keep(self, written: Any) -> None:
@@ -53,7 +52,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; views of it begin at the same place, and tensors of a trace have none."""
+    """Return the address of a tensor's storage, which views share. Tensors of a trace have none (-1)."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:

@@ -1,10 +1,10 @@
-"""The check itself: a model and its captured layers at several sizes, in training and in evaluation.
+"""Compares a model with its captured layers at several sizes, in training and in evaluation.
 
-verdict = compare(model, layers, starts, flat, example)
-verdict.training                       what differs while it trains; None if nothing does
-verdict.evaluation                     the same for evaluation
+    verdict = compare(model, layers, starts, flat, example)
+    verdict.training                       what differs in training; None if nothing does
+    verdict.evaluation                     the same for evaluation
 
-The model runs first. A size at which it fails by itself is no difference. Nothing of the model is changed.
+The model runs first. A size at which the model itself fails does not count as a difference. The model is not changed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from meshwright.capture.trace.batch_columns import Columns, columns_of
 from meshwright.capture.trace.graph import Flat
 
 LOUDER = 4096.0
-"""What a loss is multiplied by to see whether its gradients are too; a power of two rounds nothing."""
+"""The factor that the loss is multiplied by to test whether gradients scale with it. A power of two causes no rounding."""
 
 BUDGET_S = 60.0
-"""Sizes that would begin later than this are left out, and the log says so."""
+"""Sizes that would start after this many seconds are skipped, with a note."""
 
 
 @dataclass
 class Check:
-    """A model and its captured layers, ready to be compared."""
+    """A model and its captured layers, ready for the comparison."""
 
     model: nn.Module
     layers: Sequence[nn.Module]
@@ -49,7 +49,7 @@ class Check:
     columns: Columns
     tolerance: float
     dtype: torch.dtype | None = None
-    """What layers compute in under autocast."""
+    """The dtype that layers compute in under autocast."""
     budget_s: float = BUDGET_S
     modes: tuple[bool, ...] = (True, False)
     """Compare in training, in evaluation, or in both."""
@@ -65,7 +65,7 @@ class Check:
         self.buffers = dict(self.model.named_buffers())
 
     def run(self, given: dict[str, Tensor]) -> Verdict:
-        """Compare at all sizes; stops at the first difference of each mode."""
+        """Compare at all sizes. Each mode stops at its first difference."""
         begun, found, self.whole = time.perf_counter(), self.verdict, Example(given)
         with untouched(self.model, self.layers), stirred(self.model):
             held = dict.fromkeys(b for part in (self.model, *self.layers) for b in part.buffers())
@@ -83,7 +83,7 @@ class Check:
         return found
 
     def _at(self, wanted: Wanted, *, training: bool) -> None:
-        """Compare at a size, in one mode."""
+        """Compare at one size in one mode."""
         backward = training and self.first is None
         chosen = self._runnable(wanted, training=training, backward=backward)
         if chosen is None:
@@ -110,12 +110,12 @@ class Check:
             self._under_autocast(example)
 
     def _runnable(self, wanted: Wanted, *, training: bool, backward: bool) -> tuple[Example, Seen] | None:
-        """The first example of this size that the model itself runs to a loss that is a number."""
+        """Return the first example of this size for which the model itself gives a finite loss, else the last that it runs."""
         last: tuple[Example, Seen] | None = None
         for example in wanted.examples:
             try:
                 seen = self._see(self.own, example, training=training, backward=backward)
-            except Exception as error:  # whatever a model raises by itself is no difference
+            except Exception as error:  # an error of the model itself is not a difference
                 text = str(error).strip().splitlines()
                 mode = "training" if training else "evaluation"
                 why = f"{type(error).__name__}: {text[0] if text else ''}"
@@ -133,7 +133,7 @@ class Check:
         return see(run, example.columns, self.model, backward=backward, grad=training, under=Draws() if keyed else None)
 
     def _begin(self, *, training: bool, seed: int = 0) -> None:
-        """The same start for every run: modes, buffers, random streams."""
+        """Prepare a run, always in the same way: modes, buffers and random states."""
         self.model.train(training)
         for layer in self.layers:
             layer.train(training)
@@ -141,7 +141,7 @@ class Check:
         seed_all(seed)
 
     def _ask_again(self, example: Example, own: Seen) -> None:
-        """A second forward of the model: does it change Python state, draw outside of torch, or return something else?"""
+        """Run the forward again: detect changed Python state, draws outside of torch, and different outputs."""
         self._begin(training=True)
         attributes, states = plain_attributes(self.model), python_states()
         again = see(self.own, example.columns, self.model, backward=False)
@@ -155,7 +155,7 @@ class Check:
             self.verdict.refused = reasons.of_itself(distance.error)
 
     def _ask_louder(self, example: Example, own: Seen) -> None:
-        """Gradients of a larger loss: are they larger by as much? A backward that adds or clips by value is no gradient."""
+        """Test that gradients scale with the loss. A backward that adds to gradients or clips them by value does not."""
         if self.verdict.refused is None:
             self._begin(training=True)
             louder = see(self.own, example.columns, self.model, backward=True, scale=LOUDER)
@@ -164,28 +164,28 @@ class Check:
                 self.verdict.refused = reasons.of_scale(distance.what, distance.error, LOUDER)
 
     def _ask_without_options(self, example: Example, own: Seen) -> None:
-        """Caches are switched off, as Hugging Face's Trainer does: does the model say something else with its own defaults?"""
+        """Warn if the model returns something else with its own defaults. Caches are off, as in the Trainer of Hugging Face."""
         if not self.columns.options:
             return
         plain = model_run(self.model, replace(self.columns, options=()), self.flat.outputs)
         try:
             seen = self._see(plain, example, training=True)
-        except Exception:  # a model that needs its options is called with them
+        except Exception:  # a model that needs these options always gets them
             return
         distance = furthest(Seen(own.outputs), Seen(seen.outputs), self.tolerance)
         if not distance.error <= self.tolerance:
             options = ", ".join(f"{name}={value}" for name, value in self.columns.options)
             self.verdict.warnings.append(
-                f"the model is trained with {options}, and differs by {distance.error:.1e} from what it returns without: "
-                "transformers finds packed sequences only without a cache (config.use_cache = False)"
+                f"the model is trained with {options}, and its output differs by {distance.error:.1e} from that without: "
+                "transformers detects packed sequences only without a cache (config.use_cache = False)"
             )
 
     def _distance(self, example: Example, own: Seen, *, training: bool, backward: bool) -> tuple[Distance, bool]:
-        """How far captured layers are from the model; a second look with a seed for each draw, where the model draws."""
+        """Return how far captured layers are from the model, and whether one seed per draw was needed to compare them."""
         how: dict[str, Any] = {"training": training, "backward": backward}
         try:
             captured = self._see(self.captured, example, **how)
-        except Exception as error:  # what the model runs and its layers do not is a difference, whatever they raise
+        except Exception as error:  # any error of the layers alone is a difference
             text = str(error).strip().splitlines()
             return Distance(f"the captured layers raise {type(error).__name__}: {text[0] if text else ''}", inf), False
         distance = furthest(own, captured, self.tolerance)
@@ -206,7 +206,7 @@ class Check:
         return (keyed, True) if keyed.error <= self.tolerance else (distance, False)
 
     def _drawn(self, run: Run) -> int:
-        """How often something is drawn in evaluation: a training graph may do so where the model does not, and seldom show it."""
+        """Count the draws in evaluation. A training graph may draw where the model does not, and outputs rarely show it."""
         assert self.first is not None
         self._begin(training=False)
         with Counted() as counted:
@@ -214,7 +214,7 @@ class Check:
         return counted.draws
 
     def _under_autocast(self, example: Example) -> None:
-        """The first size once more in the precision that layers will compute in, at the tolerance of that."""
+        """Run the first size again under autocast, with the tolerance of that dtype."""
         assert self.dtype is not None
         device, tolerance = next(iter(example.columns.values())).device.type, TOLERANCE[self.dtype]
         seen = []
@@ -223,7 +223,7 @@ class Check:
             try:
                 under = torch.autocast(device, dtype=self.dtype)
                 seen.append(see(run, example.columns, self.model, backward=False, under=under))
-            except Exception as error:  # as above: what the layers alone raise is a difference
+            except Exception as error:  # as above: an error of the layers alone is a difference
                 if not seen:
                     self.verdict.notes.append(f"the model itself fails under autocast: {type(error).__name__}: {error}")
                     return
@@ -232,11 +232,11 @@ class Check:
         name = str(self.dtype).removeprefix("torch.")
         self.verdict.runs.append(f"training under {name} at {example}: {distance.error:.0e}")
         if not distance.error <= tolerance:
-            reason = Reason(f"only under autocast to {name}: forward asks for dtypes, which a trace fixes", "fp32")
+            reason = Reason(f"only under autocast to {name}: forward reads dtypes, which a trace fixes", "use fp32")
             self.verdict.training = Difference(distance, str(example), True, "", reason)
 
     def _explained(self, distance: Distance, example: Example, *, training: bool) -> Difference:
-        """A difference with its first layer and its likely reason."""
+        """Return a difference with its first layer and its likely reason."""
         reason = reasons.unknown()
         if not training and self.verdict.training is None:
             reason = reasons.of_mode(self.model)
@@ -257,11 +257,11 @@ class Check:
         return Difference(distance, str(example), training, layer, reason)
 
     def _agrees(self, example: Example, *, training: bool) -> bool:
-        """Are captured layers the model at another size?"""
+        """True if captured layers agree with the model at another size."""
         try:
             own = self._see(self.own, example, training=training)
             return self._distance(example, own, training=training, backward=False)[0].error <= self.tolerance
-        except Exception:  # what the model itself refuses says nothing
+        except Exception:  # an error of the model itself proves nothing
             return False
 
 
@@ -277,7 +277,7 @@ def compare(
     budget_s: float = BUDGET_S,
     modes: tuple[bool, ...] = (True, False),
 ) -> Verdict:
-    """Compare a model with layers that were captured from it; both have their weights. `dtype` is that of autocast."""
+    """Compare a model with layers captured from it. Both must have their weights. `dtype` is the dtype of autocast."""
     columns = columns_of(model, example_batch, own_loss=own_loss)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     tolerance = max(TOLERANCE.get(kind, TOLERANCE[torch.float32]) for kind in dtypes)
@@ -289,5 +289,5 @@ def compare(
 def _changed(before: Any, after: Any) -> bool:
     try:
         return bool(before is not after and before != after)
-    except Exception:  # values that cannot be compared are no counters
+    except Exception:  # values that cannot be compared are not counters
         return False

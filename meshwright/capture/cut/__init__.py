@@ -1,1 +1,1 @@
-"""From a flat graph to stages: what is alive where, what layers cost, cut points, stage modules."""
+"""Cuts a flat graph into stages: liveness, costs of layers, cut points and stage modules."""

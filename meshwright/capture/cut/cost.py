@@ -1,8 +1,8 @@
-"""What layers cost: operations from the shapes of products and attention, bytes from what autograd would keep.
+"""Costs of layers: FLOPs from the shapes of matrix products and attention, bytes from what autograd would save.
 
-Operations are those of a forward, two per multiplication and addition; everything else counts one per element. What a
-backward needs is seen by running the layers on the meta device, which computes nothing; where an operation cannot run there,
-it is taken to be every result.
+FLOPs are those of a forward, with two per multiply-add; every other operation counts one per element. To find what a backward
+needs, the layers run on the meta device, which computes nothing. If an operation cannot run there, every result is assumed to be
+saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.capture.trace.operations import PRODUCTS, VIEWS, is_one_of
 
 
 def flops(line: Line, node: Node) -> float:
-    """The operations of one node."""
+    """Return the FLOPs of one node."""
     own = node.size.shape if node.size is not None else ()
     if is_one_of(node.target, ("aten.scaled_dot_product_attention",)):
         query, key, value = (_shape(line, name) for name in node.reads[:3])
@@ -41,10 +41,10 @@ def _shape(line: Line, name: str) -> tuple[int, ...]:
 
 
 def saved(line: Line, places: Sequence[int], model: nn.Module) -> list[int]:
-    """For each layer the bytes that autograd keeps for its backward, parameters left out."""
+    """Return for each layer the bytes that autograd saves for its backward, without parameters."""
     try:
         return _measured(line, places, model)
-    except Exception:  # an operation that needs values cannot run without any
+    except Exception:  # an operation that needs values cannot run on the meta device
         return [sum(_bytes(node.size) for node in line.work[a:b]) for a, b in itertools.pairwise(places)]
 
 
@@ -72,11 +72,11 @@ def _run(module: Captured, values: tuple[Tensor, ...], columns: dict[str, Tensor
     seen: dict[int, tuple[int, UntypedStorage]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()  # held, so that its number stays its own; a tensor would hold the whole graph
+        storage = tensor.untyped_storage()  # kept so that its id stays unique; the tensor would keep the whole graph alive
         seen.setdefault(id(storage), (tensor.numel() * tensor.element_size(), storage))
         return tensor
 
-    inputs = tuple(t + 0 for t in values)  # a layer may change what it is given in place
+    inputs = tuple(t + 0 for t in values)  # a layer may change its inputs in place
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         output = module(*inputs, **columns)
     return sum(size for key, (size, _) in seen.items() if key not in own), output

@@ -1,10 +1,10 @@
-"""The places of a line where it may be cut, and the chain of layers between them.
+"""Finds the places where a line of operations may be cut, and the chain of layers between them.
 
-A place is good where one value crosses besides long skips: in a residual network those are the borders of half blocks. A skip
-is long where what it passes over is deep (four matrix products in a row: more than attention or a feed-forward part has);
-it is carried along, and charged. Between the products that feed attention and the end of attention there is no cut. Of
-several places without work between them one is taken where rows come first in what crosses, then the cheapest, then the one
-that leaves most modules behind it.
+A place is good if at most one value crosses it, not counting long skips. In a residual network these are the borders of half
+blocks. A skip is long if it passes over a deep part: at least four matrix products in a row, more than attention or a
+feed-forward block has. A long skip is sent along, and its bytes count. There is no cut between the products that feed attention
+and the end of attention. Among several places without work between them, the choice prefers a place where all crossing values
+have rows as first dimension, then the fewest bytes, then the one where the most modules have ended.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from meshwright.capture.trace.graph import Node, NodeKind
 from meshwright.capture.trace.operations import CORES, LOOKUPS, PRODUCTS, is_one_of
 
 LONG = 4
-"""So many products in a row make a skip that passes over them long."""
+"""A skip is long if it passes over at least this many products in a row."""
 
 
 @dataclass(frozen=True)
 class LayerChain:
-    """The cuts of a line into layers: `starts[k]` is the first operation of layer k, and ends with their number."""
+    """The cuts of a line into layers: `starts[k]` is the first operation of layer k, followed by the number of operations."""
 
     line: Line
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where layers begin."""
+        """The first operation of each layer."""
         line = self.line
         weighty = [i for i, node in enumerate(line.work) if self._is_weighty(node)]
         if not weighty:
@@ -43,24 +43,24 @@ class LayerChain:
         return (*found, len(line.work))
 
     def is_good(self, place: int) -> bool:
-        """May the line be cut before this operation?"""
+        """True if the line may be cut before this operation."""
         if place in self.inside_attention:
             return False
         line = self.line
         values = line.crossings[place]
         if any(line.flat.by_name[name].size is None for name in values):
-            return False  # a tuple, or a number that was worked out from weights
+            return False  # a tuple, or a number that was computed from weights
         if self._shares_changed_memory(place):
             return False
         return sum(name not in self.long for name in values) <= 1
 
     def bytes_at(self, place: int) -> int:
-        """What crosses a place."""
+        """Return the bytes that cross a place."""
         sizes = [self.line.flat.by_name[name].size for name in self.line.crossings[place]]
         return sum(size.bytes for size in sizes if size is not None)
 
     def _folded(self, place: int) -> int:
-        """How many values cross there that have not one row per row of the batch: they cannot be cut by rows."""
+        """Count the crossing values whose first dimension is not the rows of the batch; they cannot be cut by rows."""
         by_name = self.line.flat.by_name
         return sum(size.shape[:1] != (self._rows,) for n in self.line.crossings[place] if (size := by_name[n].size) is not None)
 
@@ -85,7 +85,7 @@ class LayerChain:
         return frozenset(found)
 
     def _longest(self, first: int, last: int) -> int:
-        """The most products in a row among the operations of a range."""
+        """Return the most products in a row among the operations of a range."""
         depth: dict[str, int] = {}
         best = 0
         for node in self.line.work[first : last + 1]:
@@ -98,16 +98,16 @@ class LayerChain:
 
     @cached_property
     def _before(self) -> dict[str, tuple[str, ...]]:
-        """For each operation those of the line that it reads."""
+        """For each operation, the operations of the line that it reads."""
         on_line = {node.name for node in self.line.work}
         return {node.name: tuple(n for n in self.line.closure([node.name]) if n in on_line) for node in self.line.work}
 
     def is_product(self, node: Node) -> bool:
-        """A matrix product with a parameter."""
+        """True for a matrix product with a parameter."""
         return is_one_of(node.target, PRODUCTS) and self._reads_parameter(node)
 
     def _reads_parameter(self, node: Node) -> bool:
-        """Does it read a parameter, itself or through operations on parameters alone?"""
+        """True if it reads a parameter, directly or through operations on parameters only."""
         by_name = self.line.flat.by_name
         return any(
             (by_name[name].kind is NodeKind.STATE and by_name[name].target in self.line.parameters) or name in self._of_parameters
@@ -116,7 +116,7 @@ class LayerChain:
 
     @cached_property
     def _of_parameters(self) -> frozenset[str]:
-        """Values that are worked out from parameters alone: a transposed or normed weight."""
+        """Values that are computed from parameters only, such as a transposed or normalised weight."""
         by_name, found = self.line.flat.by_name, set[str]()
         for node in self.line.work:
             if node.reads and not is_one_of(node.target, LOOKUPS):
@@ -146,12 +146,12 @@ class LayerChain:
                         if self.is_product(source):
                             feeds = min(feeds, index[before])
                         elif before not in self.long and not is_one_of(source.target, LOOKUPS):
-                            wanted.append(before)  # a bias that all layers share is not made here
+                            wanted.append(before)  # a bias that all layers share was computed elsewhere
                 found |= set(range(feeds + 1, self._end_of_attention(i) + 1))
         return frozenset(found)
 
     def _end_of_attention(self, core: int) -> int:
-        """Softmax is followed by the product with the values; the fused operation is the end itself."""
+        """Return the end of attention. After a softmax it is the product with the values; a fused operation is the end itself."""
         reached = {self.line.work[core].name}
         for i in range(core + 1, min(core + 24, len(self.line.work))):
             node = self.line.work[i]
@@ -162,14 +162,14 @@ class LayerChain:
         return core
 
     def _shares_changed_memory(self, place: int) -> bool:
-        """Would a cut part two views of memory that is changed behind it?"""
+        """True if a cut would separate two views of memory that a later operation changes."""
         line = self.line
         crossing = [memory for name in line.crossings[place] for memory in line.flat.by_name[name].memory]
         later = {memory for node in line.work[place:] for memory in node.writes} if len(crossing) > 1 else set()
         return any(memory in later and crossing.count(memory) > 1 for memory in crossing)
 
     def _depth(self, place: int) -> int:
-        """How many modules stay open over a place."""
+        """Count the modules that contain the operations on both sides of a place."""
         if not 0 < place < len(self.line.work):
             return 0
         a, b = self.line.work[place - 1].path.split("."), self.line.work[place].path.split(".")

@@ -1,8 +1,8 @@
-"""What crosses where: a flat graph as a line of operations, and the values that are alive between two of them.
+"""Liveness: a flat graph as a line of operations, and the values that are alive between two of them.
 
-Values that depend on no parameter and draw no numbers (masks, positions, rotary tables, shifted labels) are made again
-wherever they are read and never cross; neither do parameters. An operation that changes memory in place belongs to what it
-changes: whoever reads that memory later also depends on it.
+Values that depend on no parameter and draw no random numbers (masks, positions, rotary tables, shifted labels) are recomputed in
+every stage that reads them and never cross a cut. Parameters do not cross either. An operation that writes memory in place counts
+as a producer of that memory: a later reader also depends on it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from meshwright.capture.trace.operations import CHECKS, is_one_of
 
 @dataclass(frozen=True)
 class Line:
-    """The operations of a graph that make up its layers, in order; `free` are those that are made again where needed."""
+    """The operations of a graph that form its layers, in order. `free` are the values that are recomputed where needed."""
 
     flat: Flat
     parameters: frozenset[str]
 
     @cached_property
     def state(self) -> frozenset[str]:
-        """State that lives in one layer: parameters, and buffers that change."""
+        """State that belongs to one layer: parameters, and buffers that change."""
         return self.parameters | {name for node in self.flat.nodes for name in node.changes}
 
     @cached_property
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """For each node what must have run before: what it reads, and who has changed that in place."""
+        """For each node, the nodes that must run before it: those that it reads, and those that changed these in place."""
         changed: dict[int, list[str]] = {}
         found: dict[str, tuple[str, ...]] = {}
         for node in self.flat.nodes:
@@ -44,20 +44,20 @@ class Line:
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """The memory that is written into."""
+        """The storages that are written into."""
         return frozenset(memory for node in self.flat.nodes for memory in node.writes)
 
     def is_written(self, name: str) -> bool:
-        """Is the memory of a value changed in place?"""
+        """True if the memory of a value is changed in place."""
         return not self.written.isdisjoint(self.flat.by_name[name].memory)
 
     @cached_property
     def free(self) -> frozenset[str]:
-        """Nodes that depend on no parameter and draw no numbers."""
+        """Nodes that depend on no parameter and draw no random numbers."""
         bound: set[str] = set()
         taken: set[int] = set()
         before = -1
-        while len(bound) != before:  # what is changed in place binds its memory, and that its earlier views
+        while len(bound) != before:  # a write in place binds its memory, and with it earlier views
             before = len(bound)
             for node in self.flat.nodes:
                 if node.kind is NodeKind.STATE and node.target in self.state:
@@ -69,14 +69,14 @@ class Line:
 
     @cached_property
     def work(self) -> tuple[Node, ...]:
-        """The operations that are no one's to repeat, in order; what nothing depends on is left out."""
+        """The operations that must not be repeated, in order. Operations that no result depends on are left out."""
         alive = self._alive()
         return tuple(
             node for node in self.flat.nodes if node.kind is NodeKind.CALL and node.name in alive and node.name not in self.free
         )
 
     def _alive(self) -> set[str]:
-        """What the result depends on; changes of buffers count as results."""
+        """Return the nodes that the result depends on. Changes of buffers count as results."""
         wanted = [ref.name for ref in refs(self.flat.result)]
         wanted += [node.name for node in self.flat.nodes if node.changes]
         seen: set[str] = set()
@@ -89,7 +89,7 @@ class Line:
 
     @cached_property
     def last_use(self) -> dict[str, int]:
-        """For each operation on the line the index of the last one that needs its value; results are needed at the end."""
+        """For each operation on the line, the index of the last operation that needs its value. Results are needed at the end."""
         index = {node.name: i for i, node in enumerate(self.work)}
         found = dict(index)
         for i, node in enumerate(self.work):
@@ -102,7 +102,7 @@ class Line:
         return found
 
     def closure(self, names: Iterable[str]) -> dict[str, None]:
-        """What these nodes read, through everything that is made again on the way."""
+        """Return what these nodes read, following values that are recomputed on the way."""
         found: dict[str, None] = {}
         wanted = [need for name in names for need in self.needs[name]]
         while wanted:

@@ -1,6 +1,6 @@
-"""What the loss of some rows counts: the labels behind a mean cross entropy that are not ignored, else rows.
+"""Computes the weight of the loss of some rows: the number of labels in a mean cross entropy that are not ignored, else rows.
 
-The target of that operation depends on no parameter: it is worked out from columns alone, shift and all, on any rank.
+The target of that operation depends on no parameter. Any rank can compute it from the batch columns alone, including the shift.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshwright.capture.trace.graph import Node, Ref
 from meshwright.capture.trace.operations import is_one_of
 
 MEAN = 1
-"""torch's number for the mean."""
+"""The number that torch uses for `reduction="mean"`."""
 
 
 @dataclass(frozen=True)
 class Weigher:
-    """Counts labels; `columns` are what it reads."""
+    """Counts labels. `columns` are the batch columns that it reads."""
 
     columns: tuple[str, ...]
     targets: fx.GraphModule
@@ -31,14 +31,14 @@ class Weigher:
     classes: Tensor | None = None
 
     def __call__(self, columns: Mapping[str, Tensor]) -> float:
-        """How many labels count; where classes have weights, what they weigh together."""
+        """Return how many labels count; if classes have weights, the sum of the weights of these labels."""
         found: Tensor = self.targets(*(columns[name] for name in self.columns))[0]
         counts = found != self.ignored
         return float(counts.sum() if self.classes is None else self.classes[found[counts]].double().sum())
 
 
 def weigher(line: Line, states: States, device: torch.device | None = None) -> Weigher | None:
-    """The one mean over labels that the loss is made of; None where there is none, or more than one."""
+    """Return the weigher of the only mean over labels in the loss; None if there is no such mean, or more than one."""
     found = [
         node for node in line.work if is_one_of(node.target, ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
     ]
@@ -59,7 +59,7 @@ def weigher(line: Line, states: States, device: torch.device | None = None) -> W
 
 
 def _fixed(line: Line, weights: Any, states: States, device: torch.device | None) -> Tensor | None:
-    """Weights of classes that follow from buffers and constants alone."""
+    """Return class weights if they are computed from buffers and constants only, else None."""
     if not isinstance(weights, Ref) or weights.name not in line.free:
         return None
     graph, columns, _ = free_graph(line, [weights.name], states, device)

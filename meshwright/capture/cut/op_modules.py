@@ -1,7 +1,7 @@
-"""Modules in place of operations, where a module can do more than the bare operation.
+"""Replaces operations by modules where a module can do more than the bare operation.
 
-Products and lookups with a parameter become Linear, Embedding, convolutions and `Rows` again, so that a split backward finds
-them. Dropout becomes a module that hears `train()` and `eval()`; so does every operation with a switch for training.
+Products and lookups with a parameter become Linear, Embedding, convolutions and `RowLookup`, so that a split backward finds them.
+Dropout, and every operation with a switch for training, becomes a module that follows `train()` and `eval()`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from meshwright.capture.trace.operations import function_of, is_one_of
 from meshwright.capture.trace.patches.train_eval_modes import MODE
 
 State = Callable[[Any], nn.Parameter | None]
-"""The parameter that an argument stands for, if it stands for one."""
+"""Returns the parameter that an argument refers to, or None."""
 
 
 class RowLookup(nn.Module):
-    """rows @ weight + bias, with a weight as (in, out)."""
+    """rows @ weight + bias, with a weight of shape (in, out)."""
 
     splits_rows = True
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def forward(self, rows: Tensor) -> Tensor:
-        """The product, in one operation."""
+        """Compute the product in one operation."""
         return torch.mm(rows, self.weight) if self.bias is None else torch.addmm(self.bias, rows, self.weight)
 
 
 class Switched(nn.Module):
-    """An operation of which one argument depends on the mode: its value in evaluation is given."""
+    """An operation with one argument that depends on the mode. `value` is used in evaluation."""
 
     def __init__(self, target: str, place: int | str, value: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Switched(nn.Module):
         self.target = target
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation."""
+        """Run the operation."""
         if self.training:
             return self.operation(*args, **kwargs)
         if isinstance(self.place, str):
@@ -53,14 +53,14 @@ class Switched(nn.Module):
 
 
 class Counts(nn.Module):
-    """An operation that keeps statistics of what it saw, though not in evaluation."""
+    """An operation that updates statistics in training and not in evaluation."""
 
     def __init__(self, target: str) -> None:
         super().__init__()
         self.target, self.operation = target, function_of(target)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation; a norm has its switch for training among its arguments."""
+        """Run the operation. A norm has its switch for training among its arguments."""
         if is_one_of(self.target, ("aten.batch_norm", "aten.instance_norm")):
             return self.operation(*args[:5], self.training, *args[6:], **kwargs)
         return self.operation(*args, **kwargs) if self.training else args[0]
@@ -70,19 +70,19 @@ class Counts(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Of what a module gives in training and what it gives in evaluation, that of the mode."""
+    """Selects the result of a module in training or in evaluation, by the current mode."""
 
     def forward(self, trained: Tensor, evaluated: Tensor) -> Tensor:
-        """One of them."""
+        """Return one of the two."""
         return trained if self.training else evaluated
 
 
 Piece = tuple[nn.Module, Sequence[Any]]
-"""A module, and the arguments that it is called with."""
+"""A module, and the arguments of its call."""
 
 
 def piece(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
-    """A module for an operation, or None where the operation stays as it is."""
+    """Return a module for an operation, or None if the operation stays as it is."""
     if is_one_of(target, (FUNCTION,)):
         return Function(target.removeprefix(f"{FUNCTION}.")), args
     for names, make in _MAKERS:
@@ -92,7 +92,7 @@ def piece(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: Sta
 
 
 def _adopt(module: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Module:
-    """Let a module have parameters that are already there."""
+    """Give existing parameters to a module."""
     module.weight = weight
     module.register_parameter("bias", bias)
     return module
@@ -174,7 +174,7 @@ def _attention(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state
 
 
 def _norm(target: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Piece | None:
-    """Norms that keep no statistics have none to evaluate with: they go by the batch in both modes."""
+    """A norm without running statistics uses those of the batch in both modes, so it needs no switch."""
     return (Counts(target), args) if len(args) > 6 and args[5] is True and args[3] is not None else None
 
 

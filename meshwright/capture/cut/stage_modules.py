@@ -1,4 +1,4 @@
-"""Modules from pieces of a flat graph: one per layer, with the model's own parameters and buffers inside."""
+"""Builds modules from parts of a flat graph: one per layer, with the model's own parameters and buffers inside."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from meshwright.errors import MeshwrightError
 
 
 class Prelude(nn.Module):
-    """What the layers of a stage make again from columns, in one piece: once for all of them."""
+    """Computes the parameter-free values of all layers of a stage from the batch columns, once for all of them."""
 
     def __init__(self, body: fx.GraphModule, columns: tuple[str, ...], names: tuple[str, ...]) -> None:
         super().__init__()
         self.body, self.columns, self.names = body, columns, names
 
     def forward(self, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The values by name."""
+        """Return the values by name."""
         return dict(zip(self.names, self.body(*(columns[name] for name in self.columns)), strict=True))
 
 
 class Captured(nn.Module):
-    """One layer of a captured model: takes what crosses from the layer before, and the batch columns it names.
+    """One layer of a captured model: takes the values that cross from the layer before, and the batch columns that it names.
 
-    `made_again` is where layers that run one after another on the same columns leave what their prelude has made.
+    `made_again` is a table in which layers that run one after another on the same columns share the result of their prelude.
     """
 
     takes_made_again = True
@@ -43,17 +43,17 @@ class Captured(nn.Module):
         self.prelude: Prelude | None = None
         self.free: tuple[str, ...] = ()
         self.original = dict(names)
-        """The model's own name of each parameter in here, and of each buffer that its state_dict holds."""
+        """The model's own name of each parameter in this layer, and of each buffer that is in the state_dict."""
 
     def after(self, prelude: Prelude, free: tuple[str, ...], names: Mapping[str, str]) -> Captured:
-        """The same layer, with these values from a prelude."""
+        """Take these values from a prelude. Returns the layer itself."""
         self.prelude, self.free = prelude, free
         self.batch_columns = tuple(dict.fromkeys((*prelude.columns, *self.direct)))
         self.original |= {f"prelude.{name}": own for name, own in names.items()}
         return self
 
     def forward(self, *values: Tensor, made_again: dict[int, Any] | None = None, **columns: Tensor) -> tuple[Tensor, ...]:
-        """Run the piece."""
+        """Run the layer."""
         direct = [columns[name] for name in self.direct]
         free: list[Any] = []
         if self.prelude is not None:
@@ -66,7 +66,7 @@ class Captured(nn.Module):
 
 
 class States:
-    """Parameters, buffers and constants of a model by name; one that is tied has several names and is one object."""
+    """Parameters, buffers and constants of a model by name. A tied parameter has several names but is one object."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -78,7 +78,7 @@ class States:
         self.kept = frozenset(model.state_dict(keep_vars=True))
 
     def of(self, node: Node, device: torch.device | None) -> Tensor:
-        """The tensor behind a node: a parameter, a buffer, a constant, or a tensor that a module merely has."""
+        """Return the tensor of a node: a parameter, a buffer, a constant, or a plain tensor attribute of a module."""
         name = node.target
         if node.constant is not None and node.size is not None:
             dtype = getattr(torch, node.size.dtype)
@@ -94,7 +94,7 @@ class States:
 
 
 class _Builder:
-    """A graph that grows node by node."""
+    """Builds a graph node by node."""
 
     def __init__(self, line: Line, states: States, device: torch.device | None) -> None:
         self.line, self.states, self.device = line, states, device
@@ -104,7 +104,7 @@ class _Builder:
         self.inplace = False
 
     def value(self, tree: Any) -> Any:
-        """Arguments with nodes of the new graph, and devices where it is to run."""
+        """Replace references by nodes of the new graph, and devices by the device that it will run on."""
         return mapped(tree, self._leaf)
 
     def _leaf(self, leaf: Any) -> Any:
@@ -115,14 +115,14 @@ class _Builder:
         return leaf
 
     def state(self, argument: Any) -> nn.Parameter | None:
-        """The parameter behind a reference."""
+        """Return the parameter that a reference points to, or None."""
         if not isinstance(argument, Ref):
             return None
         node = self.line.flat.by_name[argument.name]
         return self.states.parameters.get(node.target) if node.kind is NodeKind.STATE else None
 
     def add(self, node: Node) -> None:
-        """One more node; parameters and buffers are added where they are first read."""
+        """Add one node. Parameters and buffers are added at their first use."""
         self.inplace |= bool(node.writes) and not node.changes
         kwargs = dict(node.kwargs)
         found = piece(node.target, node.args, kwargs, self.state)
@@ -164,7 +164,7 @@ class _Builder:
             self.names[f"body.{name}.{own}"] = self.states.first[parameter]
 
     def module(self) -> fx.GraphModule:
-        """The graph as a module."""
+        """Return the graph as a module."""
         root = nn.Module()
         for name, found in self.root.items():
             if isinstance(found, nn.Parameter):
@@ -183,7 +183,7 @@ def _names(tree: Any) -> Iterable[str]:
 
 
 def layer(line: Line, first: int, last: int, states: States, device: torch.device | None = None) -> Captured:
-    """The operations first..last-1 of a line as a module that needs no prelude."""
+    """Return the operations first..last-1 of a line as a module that needs no prelude."""
     own = {node.name for node in line.work[first:last]}
     wanted = needed(line, [*own, *_results(line, last)])
     builder = _Builder(line, states, device)
@@ -192,7 +192,7 @@ def layer(line: Line, first: int, last: int, states: States, device: torch.devic
 
 
 def stage(line: Line, places: Sequence[int], states: States, device: torch.device | None = None) -> list[Captured]:
-    """The layers between these places, with one prelude for all of them."""
+    """Return the layers between these places, with one prelude for all of them."""
     pieces = list(pairwise(places))
     free = {(a, b): _free_reads(line, a, b) for a, b in pieces}
     every = tuple(dict.fromkeys(name for names in free.values() for name in names))
@@ -213,19 +213,19 @@ def stage(line: Line, places: Sequence[int], states: States, device: torch.devic
 
 
 def _start(builder: _Builder, taken: Iterable[str], reads: Iterable[str]) -> tuple[str, ...]:
-    """The inputs of a layer: what crosses, then columns that it reads itself."""
+    """Add the inputs of a layer: the crossing values, then the columns that it reads itself."""
     by_name = builder.line.flat.by_name
     columns = dict.fromkeys(name for name in reads if by_name[name].kind is NodeKind.COLUMN and name not in builder.made)
     for name in (*taken, *columns):
         builder.made[name] = builder.graph.placeholder(name)
     for name in columns:
-        if builder.line.is_written(name):  # the batch itself must stay as it is
+        if builder.line.is_written(name):  # the batch itself must not change
             builder.made[name] = builder.graph.call_function(torch.clone, (builder.made[name],))
     return tuple(by_name[name].target for name in columns)
 
 
 def _finish(builder: _Builder, inside: Collection[str], last: int, direct: tuple[str, ...]) -> Captured:
-    """The operations of a layer in order, and what it returns: what crosses, or at the end what the model returns."""
+    """Add the operations of a layer in order, and its results: the crossing values, or the model's results in the last layer."""
     for node in builder.line.flat.nodes:
         if node.name in inside and node.kind is NodeKind.CALL and node.name not in builder.made:
             builder.add(node)
@@ -235,12 +235,12 @@ def _finish(builder: _Builder, inside: Collection[str], last: int, direct: tuple
 
 
 def _results(line: Line, last: int) -> tuple[str, ...]:
-    """What the model returns, where a layer is its last."""
+    """Return the names of the model's results if the layer is the last one."""
     return tuple(_names(line.flat.result)) if last == len(line.work) else ()
 
 
 def _free_reads(line: Line, first: int, last: int) -> tuple[str, ...]:
-    """The values that a layer reads and that depend on no parameter."""
+    """Return the parameter-free values that a layer reads."""
     reads = [name for node in line.work[first:last] for name in node.reads]
     names = dict.fromkeys([*reads, *_results(line, last)])
     kinds = {n: line.flat.by_name[n].kind for n in names}
@@ -250,7 +250,7 @@ def _free_reads(line: Line, first: int, last: int) -> tuple[str, ...]:
 
 
 def _changes_late(line: Line) -> bool:
-    """Does the model change, in place, what depends on no parameter after a layer has read it?"""
+    """True if the model changes a parameter-free value in place after a layer has read it."""
     read: set[int] = set()
     for node in line.flat.nodes:
         if node.name in line.free:
@@ -262,7 +262,7 @@ def _changes_late(line: Line) -> bool:
 
 
 def needed(line: Line, names: Iterable[str]) -> dict[str, None]:
-    """What is made again for these nodes, columns included; what they are is what in-place operations have left."""
+    """Return what must be recomputed for these nodes, including columns and the in-place operations that change their values."""
     names = list(names)
     final = {memory for name in names if name in line.free for memory in line.flat.by_name[name].memory}
     names += [n.name for n in line.flat.nodes if n.name in line.free and not final.isdisjoint(n.writes)]
@@ -274,7 +274,10 @@ def needed(line: Line, names: Iterable[str]) -> dict[str, None]:
 def free_graph(
     line: Line, names: Sequence[str], states: States, device: torch.device | None = None
 ) -> tuple[fx.GraphModule, tuple[str, ...], dict[str, str]]:
-    """Values that depend on no parameter, from columns alone; with the columns, and the names of what is saved in there."""
+    """Build a graph that computes parameter-free values from columns only.
+
+    Returns the graph, its columns, and the names of the saved tensors in it.
+    """
     wanted = needed(line, names)
     builder = _Builder(line, states, device)
     columns = _start(builder, (), wanted)
@@ -286,7 +289,7 @@ def free_graph(
 
 
 def _region(flat: Flat, states: States, device: torch.device | None) -> fx.GraphModule:
-    """A piece of graph that runs under a switch."""
+    """Build the module of a subgraph that runs under a switch such as `no_grad`."""
     builder = _Builder(Line(flat, frozenset()), states, device)
     for node in flat.nodes:
         if node.kind is NodeKind.COLUMN:

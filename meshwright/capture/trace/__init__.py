@@ -1,1 +1,1 @@
-"""From a model to a flat graph of operations, through torch.export."""
+"""Traces a model into a flat graph of operations with torch.export."""

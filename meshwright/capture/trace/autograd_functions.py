@@ -1,7 +1,8 @@
-"""A user's `torch.autograd.Function` while a model is traced: one opaque operation, so that its own backward is kept.
+"""Keeps a user's `torch.autograd.Function` as one opaque operation during tracing, so that its own backward is not lost.
 
-A trace would follow the forward of such a function and drop its backward. Here the forwards of all such classes are replaced,
-for the time of a trace, by one operation whose node remembers class and arguments; a captured layer calls the class itself.
+A trace would follow the forward of such a function and drop its backward. While a model is traced, the forwards of all such
+classes are replaced by one custom operation. Its node records the class and the arguments, and the captured layer calls the class
+itself.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture.trace.operations import is_random
 from meshwright.errors import MeshwrightError
+from meshwright.torch_internals import DispatchMode, written_arguments
 
 FUNCTION = "meshwright.function"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -25,7 +26,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 @torch.library.custom_op("meshwright::function", mutates_args=())
 def function(tensors: list[Tensor], key: str) -> list[Tensor]:
-    """What stands in a trace for a call of a user's function; never run as it is."""
+    """Placeholder for a call of a user's function in a trace; it is never run."""
     raise AssertionError("a captured layer calls the function itself")
 
 
@@ -36,14 +37,14 @@ def _(tensors: list[Tensor], key: str) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSlot:
-    """The place of a tensor among the arguments of a call."""
+    """The position of a tensor among the tensors of a call."""
 
     index: int
 
 
 @dataclass
 class Call:
-    """One call of a function: its class by name, its arguments with slots for tensors, and what a trace saw of it."""
+    """One call of a function: the name of its class, its arguments with slots for tensors, and what the trace observed."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -53,14 +54,14 @@ class Call:
     result: Any = None
 
     def trace(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Run the forward for its shapes; writes into arguments are refused."""
+        """Run the forward to get its output shapes. Raises if the forward writes into its arguments."""
         arguments = [tensors[a.index] if isinstance(a, ArgumentSlot) else a for a in self.arguments]
         context = [_Context(self.name, arguments)] if self.has_context else []
         with _Watching(tensors) as seen, torch.no_grad():
             result = self.forward(*context, *arguments)
         self.random |= seen.draws
         if seen.writes:
-            raise _refused(self.name, "writes into its arguments", "a copy of them, or an in-place operation outside of it")
+            raise _refused(self.name, "writes into its arguments", "copy them first, or do the in-place operation outside of it")
         several = isinstance(result, tuple | list)
         parts = list(result) if several else [result]
         made = [part for part in parts if isinstance(part, Tensor)]
@@ -70,19 +71,19 @@ class Call:
         return [torch.empty_like(t) for t in made]
 
     def returned(self, made: list[Tensor]) -> Any:
-        """What the forward returns, with these tensors in it."""
+        """Return what the forward returns, with these tensors filled in."""
         if isinstance(self.result, tuple):
             return tuple(made[part.index] if isinstance(part, ArgumentSlot) else part for part in self.result)
         return made[self.result.index] if isinstance(self.result, ArgumentSlot) else self.result
 
 
 _CALLS: dict[str, Call] = {}
-"""The calls of the trace that is being made; the operation can only be handed a key."""
+"""The calls of the current trace. The custom operation can only receive a key into this table."""
 
 
 @dataclass
 class _Context:
-    """Stands for the context of a function in a trace, where nothing is kept for a backward."""
+    """Stands for the `ctx` of a function during tracing. It saves nothing, because no backward follows."""
 
     name: str
     arguments: list[Any]
@@ -92,16 +93,16 @@ class _Context:
         self.needs_input_grad = tuple(isinstance(a, Tensor) for a in self.arguments)
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     save_for_forward = mark_non_differentiable = set_materialize_grads = save_for_backward
 
     def mark_dirty(self, *tensors: Any) -> None:
-        raise _refused(self.name, "writes into its arguments (mark_dirty)", "a new tensor as its result")
+        raise _refused(self.name, "writes into its arguments (mark_dirty)", "return a new tensor")
 
 
-class _Watching(TorchDispatchMode):
-    """Sees whether random numbers are drawn, and whether some tensors are written into."""
+class _Watching(DispatchMode):
+    """Records whether random numbers are drawn and whether one of the given tensors is written into."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -110,14 +111,14 @@ class _Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.draws |= is_random(func, args, kwargs or {})
-        written = [args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write]
+        written = written_arguments(func, args, kwargs or {})
         self.writes |= any(isinstance(t, Tensor) and id(t.untyped_storage()) in self.held for t in written)
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def functions_whole() -> Iterator[dict[str, Call]]:
-    """While a model is traced: calls of users' functions are one operation each; the table says what they call."""
+    """While a model is traced, record every call of a user's function as one operation. Yields the table of these calls."""
     own = [cls for cls in _every(torch.autograd.Function) if "forward" in vars(cls) and not cls.__module__.startswith("torch.")]
     kept = {cls: vars(cls)["forward"] for cls in own}
     _CALLS.clear()
@@ -156,19 +157,19 @@ def _standing_for(cls: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named(cls: Any) -> str:
-    """The name that `class_of` finds the class by."""
+    """Return the name by which `class_of` finds the class."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     try:
         found = class_of(name)
     except (ImportError, AttributeError):
         found = None
     if found is not cls:
-        raise _refused(name, "is not found by its name in its module", "a class at the top level of a module")
+        raise _refused(name, "is not found by its name in its module", "define the class at the top level of a module")
     return name
 
 
 def class_of(name: str) -> Any:
-    """A function's class by its name."""
+    """Return the class of a function by its name."""
     module, _, path = name.partition(":")
     at: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -182,7 +183,7 @@ def _plain(name: str, argument: Any) -> Any:
     if isinstance(argument, tuple | list) and all(isinstance(part, _PLAIN) for part in argument):
         return tuple(argument)
     what = type(argument).__name__
-    raise _refused(name, f"takes {what}, which a captured graph cannot hold", "tensors and plain numbers as its arguments")
+    raise _refused(name, f"takes {what}, which a captured graph cannot hold", "pass only tensors and plain numbers")
 
 
 def _refused(name: str, why: str, fix: str) -> MeshwrightError:
@@ -190,14 +191,14 @@ def _refused(name: str, why: str, fix: str) -> MeshwrightError:
 
 
 class Function(nn.Module):
-    """A user's function in a captured layer: called as it is, with its own backward. Returns its tensors."""
+    """Calls a user's function, with its own backward, inside a captured layer. Returns the tensors among its results."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.apply_to = name, class_of(name).apply
 
     def forward(self, *arguments: Any) -> list[Tensor]:
-        """Call it."""
+        """Call the function."""
         result = self.apply_to(*arguments)
         return [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, Tensor)]
 

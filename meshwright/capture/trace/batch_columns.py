@@ -1,7 +1,7 @@
-"""Which tensors of a batch a model is called with, and under which names.
+"""Decides which tensors of a batch the model is called with, and under which names.
 
-A mapping is passed by name. A tuple is passed in the order of the arguments of `forward`; its last tensor stays behind as the
-target where `forward` does not take it. Caches for generation are switched off.
+A mapping is passed by name. A tuple is passed in the order of the arguments of `forward`. If `forward` does not take the last
+tensor of the tuple, that tensor is the target. Caches for generation are switched off.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from meshwright.ir.column_names import TARGETS
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a batch that a model takes; `positional` says that the batch is a tuple of them."""
+    """The columns of a batch that a model takes. `positional` is true if the batch is a tuple."""
 
     names: tuple[str, ...]
     positional: bool
     options: tuple[tuple[str, Any], ...] = ()
 
     def given(self, batch: Any) -> dict[str, Tensor]:
-        """The columns by name."""
+        """Return the columns of a batch by name."""
         if self.positional:
             tensors = (batch,) if isinstance(batch, Tensor) else tuple(batch)
             return dict(zip(self.names, tensors, strict=False))
         return {name: batch[name] for name in self.names}
 
     def call(self, model: nn.Module, given: Mapping[str, Tensor]) -> Any:
-        """Call the model with them."""
+        """Call the model with these columns."""
         if self.positional:
             return model(*(given[name] for name in self.names), **dict(self.options))
         return model(**given, **dict(self.options))
 
 
 def columns_of(model: nn.Module, batch: Any, *, own_loss: bool = False) -> Columns:
-    """What a model takes of a batch; with an own loss function labels are left to that."""
+    """Find the columns that a model takes from a batch. With `own_loss`, labels go to the user's loss function instead."""
     arguments = list(inspect.signature(model.forward).parameters.values())
     named = {a.name for a in arguments if a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY)}
     anything = any(a.kind is a.VAR_KEYWORD for a in arguments)
@@ -52,13 +52,13 @@ def columns_of(model: nn.Module, batch: Any, *, own_loss: bool = False) -> Colum
         if left:
             raise MeshwrightError(
                 f"the model does not take the column {left[0]!r}: its forward has {', '.join(sorted(named))}",
-                fix=f"a batch without {left[0]!r}",
+                fix=f"pass a batch without {left[0]!r}",
             )
         needed = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD and a.default is a.empty]
         if missing := [name for name in needed if name not in batch]:
             raise MeshwrightError(
                 f"the batch has no column {missing[0]!r}, which the model needs; it has {', '.join(map(repr, batch))}",
-                fix=f"a batch with {missing[0]!r}",
+                fix=f"pass a batch with {missing[0]!r}",
             )
         return Columns(tuple(taken), positional=False, options=options)
     return _positional(arguments, (batch,) if isinstance(batch, Tensor) else tuple(batch), options, own_loss)
@@ -77,11 +77,11 @@ def _positional(
     used = count if takes_last else count - 1
     if needed > count:
         raise MeshwrightError(
-            f"the batch has {count} tensors, the model needs {needed}: {', '.join(names[:needed])}",
-            fix=f"a batch with {names[count]!r}",
+            f"the batch has {count} tensors, but the model needs {needed}: {', '.join(names[:needed])}",
+            fix=f"pass a batch with {names[count]!r}",
         )
     if used > len(names) and not many:
-        raise MeshwrightError(f"the batch has {count} tensors, the model takes {len(names)}: {', '.join(names)}")
+        raise MeshwrightError(f"the batch has {count} tensors, but the model takes {len(names)}: {', '.join(names)}")
     names += [f"column{index}" for index in range(len(names), used)]
     return Columns(tuple(names[:used]), positional=True, options=options)
 
@@ -89,4 +89,4 @@ def _positional(
 def _refuse_no_tensors(batch: Mapping[Any, Any]) -> None:
     for name, tensor in batch.items():
         if not isinstance(tensor, Tensor):
-            raise MeshwrightError(f"the batch has {type(tensor).__name__} at {name!r}", fix="tensors only")
+            raise MeshwrightError(f"the batch has {type(tensor).__name__} at {name!r}", fix="use tensors only")

@@ -1,7 +1,7 @@
-"""`torch.export` of a whole model, labels inside, written down as a flat graph.
+"""Runs `torch.export` on a whole model, including its loss, and records the result as a flat graph.
 
-Batch and sequence lengths stay open where the model allows it. The model's weights are looked at by name only, so a model on
-the meta device, without any memory, gives the same graph.
+Batch and sequence lengths stay dynamic where the model allows it. Weights are referred to by name only, so a model on the meta
+device, which has no memory, gives the same graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.export import Dim, export
 from meshwright.capture.trace.autograd_functions import Call, functions_whole
 from meshwright.capture.trace.batch_columns import Columns, columns_of
 from meshwright.capture.trace.failure_reasons import refuse_transforms, unexportable
-from meshwright.capture.trace.from_fx import hint, transcribe
+from meshwright.capture.trace.from_fx import transcribe
 from meshwright.capture.trace.graph import Flat
 from meshwright.capture.trace.meta_stand_ins import standing
 from meshwright.capture.trace.packed_sequences import refuse_flash_columns
@@ -36,30 +36,30 @@ from meshwright.capture.trace.patches.value_checks import checks_pass
 from meshwright.capture.trace.size_conditions import Condition, about_rows, fixed, parsed
 from meshwright.capture.trace.unsupported_modules import require_ready
 from meshwright.errors import MeshwrightError
-from meshwright.torch_internals import size_guards
+from meshwright.torch_internals import size_guards, size_in_example
 
 _SCORES = "logits"
 _HIDDEN = ("hidden_state", "hidden_states", "past_key_values")
 
 
 class _Plain(nn.Module):
-    """The model with its columns in one mapping, and its results in one tuple."""
+    """Wraps the model: takes its columns as one mapping and returns its results as one tuple."""
 
     def __init__(self, model: nn.Module, columns: Columns, seen: Callable[[Iterable[str]], None]) -> None:
         super().__init__()
         self.model, self.columns, self.seen = model, columns, seen
 
     def forward(self, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Loss first."""
-        rows = hint(next(iter(given.values())).shape[0])
+        """Call the model. The loss is the first result."""
+        rows = size_in_example(next(iter(given.values())).shape[0])
         every = enumerate(results(self.columns.call(self.model, given)).items())
-        found = {name: t for at, (name, t) in every if not at or name == _SCORES or hint(t.shape[0]) == rows}
-        self.seen(found)  # a trace undoes what a forward sets on its module
+        found = {name: t for at, (name, t) in every if not at or name == _SCORES or size_in_example(t.shape[0]) == rows}
+        self.seen(found)  # a callback, because a trace reverts attributes that a forward sets on its module
         return tuple(found.values())
 
 
 def flatten(model: nn.Module, example: Any, *, own_loss: bool = False, training: bool = True) -> Flat:
-    """The flat graph of a model for batches like this one; without labels where the loss is another's."""
+    """Trace a model for batches like this one. With `own_loss` the labels are left out, because a loss function takes them."""
     columns = columns_of(model, example, own_loss=own_loss)
     return trace(model, columns, columns.given(example), training=training)
 
@@ -67,7 +67,7 @@ def flatten(model: nn.Module, example: Any, *, own_loss: bool = False, training:
 def trace(
     model: nn.Module, columns: Columns, example: Mapping[str, Tensor], *, training: bool = True, one_row: bool = False
 ) -> Flat:
-    """The same from columns by name. With `one_row` the graph is for the one row of the example, and for no other number."""
+    """Trace a model with columns by name. With `one_row` the graph is valid only for batches of one row."""
     require_ready([model])
     outputs: list[str] = []
     plain = _Plain(model, columns, lambda names: outputs.__setitem__(slice(None), names))
@@ -76,7 +76,7 @@ def trace(
     refuse_uneven(given)
     modes = {module: module.training for module in model.modules()}
     try:
-        model.train(training)  # as a trainer does: a model that keeps parts of it in evaluation says so there
+        model.train(training)  # as a trainer does; a model may override train() to keep parts in evaluation mode
         with _traceable(model) as calls, torch.set_grad_enabled(training):
             program, lengths = _exported(plain, given)
     finally:
@@ -97,7 +97,7 @@ def trace(
 
 @contextlib.contextmanager
 def _traceable(model: nn.Module) -> Iterator[dict[str, Call]]:
-    """While a model is traced: what a graph can hold is made visible to the trace, the rest is refused by name."""
+    """While a model is traced, apply all patches: they show the trace what a graph can hold, and raise for the rest."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(standing(model))
         generators = stack.enter_context(nothing_frozen(model))
@@ -115,7 +115,7 @@ def _traceable(model: nn.Module) -> Iterator[dict[str, Call]]:
 
 
 def _conditions(program: Any, given: Mapping[str, Tensor], lengths: bool) -> tuple[Condition, ...]:
-    """What the trace took for granted about sizes: those that were not open, and torch's own list for the others."""
+    """Return what the trace assumed about sizes: the sizes that were static, and torch's own guards for the dynamic ones."""
     shapes = {name: tuple(t.shape) for name, t in given.items()}
     guards = size_guards(program)
     opened = {name: open_sizes(t, lengths and guards is not None) for name, t in given.items()}
@@ -124,52 +124,55 @@ def _conditions(program: Any, given: Mapping[str, Tensor], lengths: bool) -> tup
 
 
 def refuse_uneven(given: Mapping[str, Tensor]) -> None:
-    """Rows are what a batch is cut by: every column has the same number of them."""
+    """Raise if columns have different numbers of rows: a batch is cut into microbatches by rows."""
     rows = {name: len(t) for name, t in given.items()}
     if len(set(rows.values())) > 1:
         (a, b), *_ = [(x, y) for x in rows for y in rows if rows[x] < rows[y]]
         raise MeshwrightError(
             f"the columns of the batch have different numbers of rows: {a!r} has {rows[a]}, {b!r} has {rows[b]}; a batch is cut "
             "into microbatches by rows",
-            fix=f"one row of {b!r} per row of {a!r}: for example (rows, images, ...) in place of (rows x images, ...)",
+            fix=f"give {b!r} one row per row of {a!r}, for example (rows, images, ...) instead of (rows x images, ...)",
         )
 
 
 def _refuse_rows(flat: Flat, given: Mapping[str, Tensor]) -> None:
-    """A forward that depends on the number of rows computes something else on microbatches than on the whole batch."""
+    """Raise if the forward depends on the number of rows: microbatches would compute something else than the whole batch."""
     if found := about_rows(flat.conditions, {name: tuple(t.shape) for name, t in given.items()}):
         raise MeshwrightError(
             "the forward depends on the number of rows (it branches on it, loops over it, divides by it, or compares rows with "
             f"each other, as contrastive losses do): it was traced for {found}, and microbatches change that number",
-            fix="a mean over rows in place of a division by their number, whole-batch operations in place of a loop over rows",
+            fix="use a mean over rows instead of a division by their number, and batched operations instead of a loop over rows",
         )
 
 
 def _refuse_changed(flat: Flat, parameters: Collection[str], known: Collection[str]) -> None:
-    """Parameters are the optimizer's; a tensor that a module merely has would be changed in one stage and saved nowhere."""
+    """Raise if the forward writes into a parameter, or into a tensor that is neither a parameter nor a buffer.
+
+    Only the optimizer may change parameters. A plain tensor attribute would change on one stage only, and no checkpoint saves it.
+    """
     for name in (name for node in flat.nodes for name in node.changes):
         if name in parameters:
             raise MeshwrightError(
                 f"the forward writes into the parameter {name!r}: copies of it on other ranks, and other versions, would differ",
-                fix="clip or renormalise weights after the optimizer's step (on_step_end), or a parametrization",
+                fix="clip or renormalise weights after the optimizer step (on_step_end), or use a parametrization",
             )
         if name not in known:
             raise MeshwrightError(
                 f"the forward changes {name!r} in place, a tensor that is neither a parameter nor a buffer",
-                fix="register_buffer(name, tensor) in its module",
+                fix="use register_buffer(name, tensor) in its module",
             )
 
 
 def _two_rows(tensor: Tensor, one_row: bool = False) -> Tensor:
-    """One row would be taken for a size that never changes, which `one_row` is for. A column on meta has its place taken."""
+    """Double a single row, because torch.export treats a size of 1 as static; `one_row` keeps it. A meta column becomes zeros."""
     if not tensor.dim():
-        raise MeshwrightError("a column of the batch is a single number", fix="tensors with one row per sample")
+        raise MeshwrightError("a column of the batch is a single number", fix="use tensors with one row per sample")
     tensor = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
     return torch.cat([tensor, tensor]) if tensor.shape[0] == 1 and not one_row else tensor
 
 
 def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> tuple[Any, bool]:
-    """Exported with as many open sizes as the model allows; are lengths among them?"""
+    """Export with as many dynamic sizes as the model allows. The second result is true if sequence lengths are dynamic."""
     problem: Exception | None = None
     for lengths in (True, False):
         shapes = ({name: open_sizes(t, lengths) for name, t in given.items()},)
@@ -178,7 +181,7 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> tuple[Any, bool]:
                 return export(plain, (dict(given),), dynamic_shapes=shapes, strict=False), lengths
         except MeshwrightError:
             raise
-        except Exception as error:  # whatever the model or the tracer raises is the reason
+        except Exception as error:  # the model or the tracer may raise anything
             problem = problem or error
     assert problem is not None
     raise unexportable(plain.model, problem, list(given), lambda: _run(plain, given)) from problem
@@ -190,7 +193,7 @@ def _run(plain: _Plain, given: Mapping[str, Tensor]) -> None:
 
 
 def open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
-    """Rows are open; so are the lengths of columns that hold numbers of tokens, or of sequences of vectors."""
+    """Return the dynamic dimensions of a column: rows, and also the lengths of token columns and of sequences of vectors."""
     is_text = not tensor.is_floating_point() or tensor.dim() == 3
     more = range(1, tensor.dim() if not tensor.is_floating_point() else 2) if lengths and is_text else ()
     return {0: Dim.AUTO, **{dim: Dim.AUTO for dim in more if tensor.shape[dim] > 1}}
@@ -198,7 +201,7 @@ def open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What libraries say about a trace on its way is none of the user's business; what fails is said as an error."""
+    """Silence libraries while tracing. Users do not need their messages; a failure is raised as an error."""
     names = ["torch", "transformers", *(n for n in logging.root.manager.loggerDict if n.startswith(("torch.", "transformers.")))]
     levels = {name: logging.getLogger(name).level for name in names}
     nowhere = io.StringIO()
@@ -214,7 +217,7 @@ def _quiet() -> Iterator[None]:
 
 
 def results(output: Any) -> dict[str, Tensor]:
-    """What a model returned, its loss first, then its scores, then what else it says of its rows; hidden states are left out."""
+    """Return the outputs of a model by name: loss, scores, then outputs with one row per sample. Hidden states are left out."""
     if isinstance(output, Tensor):
         return {"output": output}
     if isinstance(output, Mapping):
@@ -231,5 +234,5 @@ def results(output: Any) -> dict[str, Tensor]:
         return {"output": output[0], **beside}
     raise MeshwrightError(
         f"the model returned {type(output).__name__} without a loss",
-        fix="a batch with labels, or a model that returns a tensor, or an object with .loss",
+        fix="pass a batch with labels, or let the model return a tensor or an object with .loss",
     )

@@ -1,4 +1,4 @@
-"""A traced graph written down as data: nodes by name, sizes as in the example, the module that each operation stands in."""
+"""Converts an exported graph into plain data: nodes by name, sizes of the example, and the module of each operation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from meshwright.capture.trace.graph import Flat, Node, NodeKind, Ref, Size
 from meshwright.capture.trace.operations import is_one_of, is_random, name_of
 from meshwright.capture.trace.storages import Memory
 from meshwright.errors import MeshwrightError
+from meshwright.torch_internals import size_in_example
 
 INNER = "model"
-"""What the model is called inside the module that is traced."""
+"""The attribute name of the model inside the module that is traced."""
 
 
 @dataclass(frozen=True)
 class _Trace:
-    """What is known of the trace as a whole."""
+    """Facts about the whole trace."""
 
     known: Collection[str]
     calls: Mapping[str, Call]
@@ -31,9 +32,10 @@ class _Trace:
 def transcribe(
     graph: torch.fx.Graph, outputs: tuple[str, ...], columns: tuple[str, ...], known: Collection[str], calls: Mapping[str, Call]
 ) -> Flat:
-    """A whole graph; `known` are the names of the model's parameters and buffers, other tensors are kept as constants.
+    """Convert a whole graph.
 
-    `calls` are what stands behind calls of users' functions.
+    `known` are the names of the model's parameters and buffers; other tensors are kept as constants. `calls` is the table of the
+    calls of users' functions.
     """
     nodes: list[Node] = []
     result: Any = None
@@ -71,7 +73,7 @@ def _node(node: torch.fx.Node, columns: Mapping[str, str], trace: _Trace) -> Nod
         if not isinstance(owner, Tensor):
             raise MeshwrightError(
                 f"the forward uses {name!r}, a {type(owner).__name__}, which a captured graph cannot hold",
-                fix="torch's own random numbers, without a generator" if isinstance(owner, torch.Generator) else "tensors only",
+                fix="draw from torch's default generator" if isinstance(owner, torch.Generator) else "use tensors only",
             )
         constant = None if name in trace.known or owner.is_meta else owner.detach().tolist()
         mine = trace.memory.of_state(name, value)
@@ -111,7 +113,7 @@ def _region(graph: torch.fx.Graph, trace: _Trace) -> Flat:
 
 
 def _tree(tree: Any) -> Any:
-    """Arguments with references in place of nodes."""
+    """Replace nodes among arguments by references."""
     if isinstance(tree, torch.fx.Node):
         return Ref(tree.name)
     if isinstance(tree, tuple | list):
@@ -127,23 +129,15 @@ def _tree(tree: Any) -> Any:
 def _size(value: Any) -> Size | None:
     if not isinstance(value, Tensor):
         return None
-    shape = tuple(hint(size) for size in value.shape)
+    shape = tuple(size_in_example(size) for size in value.shape)
     count = 1
     for size in shape:
         count *= size
     return Size(shape, count * value.element_size(), str(value.dtype).removeprefix("torch."))
 
 
-def hint(size: Any) -> int:
-    """An open size as it is in the example; one that depends on the data counts as 1."""
-    if isinstance(size, int):
-        return size
-    known = getattr(size.node, "hint", None)
-    return 1 if known is None else int(known)
-
-
 def _path(node: torch.fx.Node) -> str:
-    """The module that an operation stands in, as the model names it."""
+    """Return the path of the module that an operation belongs to, as the model names it."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

@@ -1,8 +1,8 @@
 """A model's forward pass as flat data: one node per operation, in order, with the sizes of one example.
 
-Nothing in it holds weights or objects of torch's tracer, so that it can be sent to workers, compared and hashed. A node that
-reads a batch column, a parameter or a buffer names it; a region is a piece of graph that runs under a switch (no gradient,
-no autocast), kept with the node that calls it.
+It holds no weights and no objects of torch's tracer, so it can be sent to workers, compared and hashed. A node that reads a batch
+column, a parameter or a buffer refers to it by name. A region is a subgraph that runs under a switch such as `no_grad` or
+disabled autocast; it is stored with the node that calls it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from meshwright.capture.trace.size_conditions import Condition, Shapes, broken
 
 
 class NodeKind(enum.Enum):
-    """What a node is."""
+    """The kind of a node."""
 
     COLUMN = "column"  # a column of the batch
     STATE = "state"  # a parameter or a buffer of the model, or a constant of its forward
-    REGION = "region"  # a piece of graph for a node that calls it
+    REGION = "region"  # a subgraph for the node that calls it
     CALL = "call"  # an operation
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The value of another node, where it stands among arguments."""
+    """A reference to the value of another node, used among arguments."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A tensor of the example."""
+    """Shape, bytes and dtype of a tensor in the example."""
 
     shape: tuple[int, ...]
     bytes: int
@@ -43,13 +43,13 @@ class Size:
 
     @property
     def learns(self) -> bool:
-        """Can a gradient flow through it?"""
+        """True if a gradient can flow through it."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. `size` is None for what is no tensor; `several` says that it is a tuple of them."""
+    """One operation. `size` is None if its value is not a tensor; `several` is true if its value is a tuple of tensors."""
 
     name: str
     kind: NodeKind
@@ -62,23 +62,23 @@ class Node:
     path: str = ""
     body: Flat | None = None
     memory: tuple[int, ...] = ()
-    """The numbers of the memory that its value may live in."""
+    """The numbers of the storages that its value may use."""
     writes: tuple[int, ...] = ()
-    """The memory that it may write into."""
+    """The storages that it may write into."""
     changes: tuple[str, ...] = ()
     """The parameters and buffers that it writes into."""
     constant: Any = None
-    """The values of a tensor that forward itself has made from numbers, as nested lists."""
+    """The values of a tensor that the forward made from plain numbers, as nested lists."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The nodes that it takes values from."""
+        """The nodes whose values it takes."""
         return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Nodes in order, and what the whole returns; `conditions` are what the trace took for granted about sizes."""
+    """The nodes in order, and what the whole graph returns. `conditions` are what the trace assumed about sizes."""
 
     nodes: tuple[Node, ...]
     result: Any
@@ -86,7 +86,7 @@ class Flat:
     columns: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
     training: bool = True
-    """Was the model in training mode? Its operations then switch to evaluation by themselves, where torch's can."""
+    """True if the model was traced in training mode. Torch's own operations then switch to evaluation themselves, if they can."""
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
@@ -100,27 +100,27 @@ class Flat:
 
     @property
     def moved(self) -> tuple[str, ...]:
-        """The buffers that it changes."""
+        """The buffers that the forward changes."""
         return tuple(dict.fromkeys(name for node in self.nodes for name in node.changes))
 
     def refusal(self, shapes: Shapes) -> str | None:
-        """Why a batch with these shapes of columns cannot run on this graph; None where it can."""
+        """Return the condition that a batch with these column shapes breaks, or None if the graph can run it."""
         condition = broken(self.conditions, shapes)
         return None if condition is None else str(condition)
 
     @property
     def random(self) -> bool:
-        """Does a forward draw numbers?"""
+        """True if the forward draws random numbers."""
         return any(node.random or (node.body is not None and node.body.random) for node in self.nodes)
 
     @cached_property
     def digest(self) -> str:
-        """Equal where the graphs are equal."""
+        """A hash that is equal for equal graphs."""
         return sha256(repr((self.nodes, self.result, self.conditions, self.training)).encode()).hexdigest()[:16]
 
 
 def refs(tree: Any) -> Iterator[Ref]:
-    """The references among arguments."""
+    """Yield the references among arguments."""
     if isinstance(tree, Ref):
         yield tree
     elif isinstance(tree, tuple | list):
@@ -134,7 +134,7 @@ def refs(tree: Any) -> Iterator[Ref]:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Arguments with every leaf changed; references are leaves."""
+    """Apply a function to every leaf of the arguments; references are leaves."""
     if isinstance(tree, tuple | list):
         parts = [mapped(part, change) for part in tree]
         return tuple(parts) if isinstance(tree, tuple) else parts

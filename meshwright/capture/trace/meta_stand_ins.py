@@ -1,4 +1,4 @@
-"""Tensors of a device without memory on it: a model on meta looks, while it is traced, like the one that will run."""
+"""Replaces meta tensors during tracing, so that a model on the meta device looks like the model that will run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def standing(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Let others stand on a device (the CPU) for what is on meta, so that a trace has no meta in it; nothing may be computed."""
+    """Replace meta tensors by tensors without storage on a device (default: CPU) during tracing. They cannot be computed with."""
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     blank = {name: tensor for name, tensor in every if tensor.is_meta}
     others = {id(tensor): _hollow(tensor, device or torch.device("cpu")) for tensor in blank.values()}
@@ -29,7 +29,7 @@ def _set(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def _hollow(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same shape and strides on a device; memory that nobody has touched is given back at once."""
+    """Return an empty tensor with the same shape and strides on a device. Its storage is released at once."""
     found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     found.untyped_storage().resize_(0)
     return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found

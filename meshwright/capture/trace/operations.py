@@ -1,4 +1,4 @@
-"""Operations by name: how the functions of a traced graph are written down, found again, and what is special about some."""
+"""Operations by name: converts functions of a traced graph to names and back, and lists operations with special properties."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRODUCTS = (
 
 LOOKUPS = ("aten.embedding",)
 CORES = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
-"""What attention mixes rows with."""
+"""The operations with which attention mixes positions."""
 
 VIEWS = (
     *("aten.view", "aten.slice", "aten.select", "aten.transpose", "aten.permute", "aten.unsqueeze", "aten.squeeze"),
@@ -47,33 +47,38 @@ VIEWS = (
 """Operations whose result may share memory with their first argument."""
 
 CHECKS = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar", "aten.sym_constrain_range")
-"""Operations that only look whether the trace still holds."""
+"""Operations that only check whether an assumption of the trace still holds."""
 
 
 _STANDS_FOR = {"meshwright.ctc_loss.default": "aten.ctc_loss.Tensor"}
-"""Operations of a trace alone, and what a captured layer has for them."""
+"""Operations that exist only during tracing, and the operation that a captured layer uses instead."""
 
 
 def is_one_of(target: str, names: tuple[str, ...]) -> bool:
-    """Is an operation, whatever its overload, among some?"""
+    """True if an operation, in any overload, is one of these."""
     return any(target == name or target.startswith(name + ".") for name in names)
 
 
 def name_of(function: Any) -> str:
-    """The name under which `function_of` finds an operation again."""
+    """Return the name by which `function_of` finds an operation."""
     if hasattr(function, "overloadpacket"):
         return _STANDS_FOR.get(str(function), str(function))
-    if callable(getattr(function, "name", None)) and hasattr(torch.ops.higher_order, function.name()):
+    if is_higher_order(function):
         return f"higher_order.{function.name()}"
     name = getattr(function, "__name__", "")
     for place, where in _PLACES.items():
         if getattr(where, name, None) is function:
             return f"{place}.{name}"
-    raise MeshwrightError(f"the model calls {function!r}, which has no name to be found by", fix="an operation of torch")
+    raise MeshwrightError(f"the model calls {function!r}, which cannot be found by a name", fix="use an operation of torch")
+
+
+def is_higher_order(function: Any) -> bool:
+    """True for an operation on whole graphs, such as a region without gradients."""
+    return callable(getattr(function, "name", None)) and hasattr(torch.ops.higher_order, function.name())
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """An operation by its name."""
+    """Return an operation by its name."""
     place, _, rest = name.partition(".")
     if place in _PLACES:
         found: Callable[..., Any] = getattr(_PLACES[place], rest)
@@ -89,7 +94,7 @@ DROPOUTS = ("aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.
 
 
 def is_random(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does an operation draw numbers? Dropout that is switched off does not."""
+    """True if an operation draws random numbers. Dropout that is switched off does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
     name = str(function)

@@ -1,10 +1,10 @@
-"""What a trace took for granted about the sizes of a batch, kept as conditions on columns.
+"""Conditions on the sizes of a batch: what a trace assumed about them.
 
     ids.shape[1] == 12          a loop over a length was unrolled
-    10 < ids.shape[1]           a branch on a length was decided
+    10 < ids.shape[1]           a branch on a length was taken
     ids.shape[1] % 2 == 0       a length was cut in halves
 
-A graph is the model only where its conditions hold. Conditions are data: they are parsed once, from the text that torch
+The graph is valid only for batches that meet its conditions. Conditions are data: they are parsed once from the text that torch
 gives, and evaluated without `eval`.
 """
 
@@ -81,7 +81,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An operator or a function of parts."""
+    """An operator or a function applied to parts."""
 
     name: str
     parts: tuple[Any, ...]
@@ -94,7 +94,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One condition; its text is what people read."""
+    """One condition; its text is meant for people."""
 
     expression: Any
 
@@ -103,23 +103,23 @@ class Condition:
 
     @property
     def sizes(self) -> frozenset[Column]:
-        """The sizes that it is about."""
+        """The sizes that it depends on."""
         return frozenset(_columns(self.expression))
 
     def holds(self, shapes: Shapes) -> bool:
-        """Is it true of a batch? It is where the batch lacks one of its columns."""
+        """True if a batch meets it. A batch that lacks one of its columns always does."""
         if any(size.name not in shapes or size.dim >= len(shapes[size.name]) for size in self.sizes):
             return True
         return bool(_value(self.expression, shapes))
 
 
 def fixed(name: str, dim: int, size: int) -> Condition:
-    """A size that is as in the example."""
+    """Return the condition that a size is as in the example."""
     return Condition(Apply("==", (Column(name, dim), size)))
 
 
 def parsed(texts: Iterable[str], example: Shapes) -> tuple[Condition, ...]:
-    """Conditions from torch's text; where one is not understood, the sizes that it names must be as in the example."""
+    """Parse conditions from torch's text. If one cannot be parsed, the sizes that it names must be as in the example."""
     found: dict[Condition, None] = {}
     for text in texts:
         try:
@@ -135,7 +135,7 @@ def parsed(texts: Iterable[str], example: Shapes) -> tuple[Condition, ...]:
 
 
 def _named(text: str, example: Shapes) -> list[Column]:
-    """The sizes that a text names; all sizes of its columns where even they are not understood."""
+    """Return the sizes that a text names, or all sizes of its columns if the sizes cannot be parsed either."""
     try:
         nodes = [node for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Subscript)]
     except SyntaxError:
@@ -144,22 +144,22 @@ def _named(text: str, example: Shapes) -> list[Column]:
     for node in nodes:
         try:
             found.append(_tree(node))
-        except _UnknownError:  # the column itself, in front of its size
+        except _UnknownError:  # the inner subscript that names the column
             continue
     known = [size for size in found if size.name in example and size.dim < len(example[size.name])]
     return known or [Column(name, dim) for name, shape in example.items() if f"'{name}'" in text for dim in range(len(shape))]
 
 
 def broken(conditions: Iterable[Condition], shapes: Shapes) -> Condition | None:
-    """The first condition that a batch breaks."""
+    """Return the first condition that a batch breaks."""
     return next((condition for condition in conditions if not condition.holds(shapes)), None)
 
 
 def about_rows(conditions: Iterable[Condition], example: Shapes, most: int = 64) -> Condition | None:
-    """A condition that some number of rows would break, all columns having it alike and all else being as in the example.
+    """Return a condition that would break if all columns had some other number of rows.
 
-    Torch adds lower bounds of its own, such as `rows - 1 >= 2` for a slice that leaves out a row: what only one, two or three
-    rows would break is not taken for the model's. It stays a condition.
+    Torch adds lower bounds of its own, such as `rows - 1 >= 2` for a slice that leaves out a row. So a condition that only one,
+    two or three rows would break is not counted as the model's. It still remains a condition.
     """
     for condition in conditions:
         if any(size.dim == 0 for size in condition.sizes):
@@ -170,7 +170,7 @@ def about_rows(conditions: Iterable[Condition], example: Shapes, most: int = 64)
 
 
 class _UnknownError(Exception):
-    """A part of a condition that is not understood."""
+    """A part of a condition that cannot be parsed."""
 
 
 def _tree(node: ast.expr) -> Any:
@@ -201,7 +201,7 @@ def _called(function: ast.expr) -> str:
 
 
 def _source(node: ast.expr) -> str:
-    """The column behind `L['given']['ids']`."""
+    """Return the column name in `L['given']['ids']`."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
         return node.slice.value
     raise _UnknownError

@@ -1,7 +1,7 @@
-"""Which memory the values of a traced graph live in, and which of it an operation writes into.
+"""Tracks which storage the values of a traced graph use, and which storages an operation writes into.
 
-Storages are numbered while a graph is transcribed. Views of one tensor have the same number, so a write is seen by all who
-read that memory, whatever the operation that made the view is called. Writes come from the operator's schema.
+Storages are numbered while a graph is converted. Views of one tensor share a number, so a write is visible to every reader of
+that memory, no matter which operation made the view. Writes are read from the operator's schema.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from meshwright.capture.trace.operations import DROPOUTS, VIEWS, is_one_of
+from meshwright.capture.trace.operations import DROPOUTS, VIEWS, is_higher_order, is_one_of
 from meshwright.capture.trace.patches.train_eval_modes import MODE
+from meshwright.torch_internals import written_arguments
 
 _NORMS = ("aten.batch_norm", "aten.instance_norm")
-"""Composite operations that update running statistics; their schemas do not say so."""
+"""Composite operations that update running statistics, although their schemas do not declare it."""
 
 FRESH = "aten.lift_fresh_copy"
 
 
 class Memory:
-    """Numbers for the storages of one trace."""
+    """The numbers of the storages of one trace."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, tuple[int, ...]] = {}
-        self._held: list[UntypedStorage] = []  # a storage that is alive keeps its id
+        self._held: list[UntypedStorage] = []  # keeps the storages alive, so that their ids stay unique
         self._states: dict[int, list[str]] = {}
 
     def of(self, value: Any) -> tuple[int, ...]:
-        """The numbers of the memory that a value may live in."""
+        """Return the numbers of the storages that a value may use."""
         return tuple(dict.fromkeys(number for tensor in _tensors(value) for number in self._of(tensor.untyped_storage())))
 
     def _of(self, storage: UntypedStorage) -> tuple[int, ...]:
@@ -40,19 +41,19 @@ class Memory:
         return self._numbers[id(storage)]
 
     def made_by(self, node: torch.fx.Node) -> tuple[int, ...]:
-        """The memory of what an operation returns.
+        """Return the storages of the result of an operation.
 
-        An operation such as reshape returns a view for some strides and a copy for others, and dropout returns its input in
-        evaluation: their results count as both, whatever the trace has seen.
+        An operation such as reshape returns a view for some strides and a copy for others. Dropout returns its input in
+        evaluation. Their results count as both, whatever the trace observed.
         """
         value = node.meta.get("val")
         if is_one_of(str(node.target), (FRESH,)) and isinstance(value, Tensor):
-            # A constant of forward is copied whenever it is used; the trace has no memory for the copy.
+            # A constant of the forward is copied at every use; the trace has no separate storage for the copy.
             self._held.append(value.untyped_storage())
             self._numbers[id(value.untyped_storage())] = (len(self._held) - 1,)
             self._states.pop(id(value.untyped_storage()), None)
         elif is_one_of(str(node.target), DROPOUTS) and node.args[1] == 0 and isinstance(value, Tensor):
-            # Without anything to drop torch returns the very tensor that it was given; the trace has another one.
+            # With a rate of 0 torch returns its input tensor itself; the trace has a different tensor.
             source = _value(node.args[0]).untyped_storage()
             self._held.append(value.untyped_storage())
             self._numbers[id(value.untyped_storage())] = self._of(source)
@@ -65,18 +66,18 @@ class Memory:
         return self.of(value)
 
     def of_state(self, name: str, value: Any) -> tuple[int, ...]:
-        """The memory of a parameter, a buffer or a constant, which is remembered by its name."""
+        """Return the storages of a parameter, a buffer or a constant, and record its name for them."""
         for tensor in _tensors(value):
             self._of(tensor.untyped_storage())
             self._states.setdefault(id(tensor.untyped_storage()), []).append(name)
         return self.of(value)
 
     def written_by(self, node: torch.fx.Node) -> tuple[int, ...]:
-        """The memory that an operation writes into; a region of graph writes what its operations write."""
+        """Return the storages that an operation writes into. A region writes what its operations write."""
         return tuple(dict.fromkeys(number for value in _written_values(node) for number in self.of(value)))
 
     def changed_by(self, node: torch.fx.Node) -> tuple[str, ...]:
-        """The names of the state that an operation writes into, as the trace has seen it."""
+        """Return the names of the parameters and buffers that an operation wrote into during the trace."""
         storages = [id(t.untyped_storage()) for value in _written_values(node) for t in _tensors(value)]
         return tuple(dict.fromkeys(name for storage in storages for name in self._states.get(storage, ())))
 
@@ -84,7 +85,7 @@ class Memory:
 def _written_values(node: torch.fx.Node) -> Iterator[Any]:
     if node.op != "call_function":
         return
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if is_higher_order(node.target):
         for graph in _bodies(node):
             for inner in graph.nodes:
                 yield from _written_values(inner)
@@ -95,23 +96,13 @@ def _written_values(node: torch.fx.Node) -> Iterator[Any]:
 
 
 def _written_arguments(node: torch.fx.Node) -> list[Any]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
     if is_one_of(str(node.target), _NORMS):
         return [a for a in node.args[3:5] if a is not None] if len(node.args) > 5 and node.args[5] is True else []
-    found = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if place < len(node.args):
-                found.append(node.args[place])
-            elif argument.name in node.kwargs:
-                found.append(node.kwargs[argument.name])
-    return found
+    return written_arguments(node.target, node.args, node.kwargs)
 
 
 def _bodies(node: torch.fx.Node) -> Iterator[torch.fx.Graph]:
-    """The graphs that a switch, such as `no_grad`, runs."""
+    """Yield the subgraphs that an operation such as `no_grad` runs."""
     for argument in node.all_input_nodes:
         if argument.op == "get_attr":
             owner: Any = argument.graph.owning_module

@@ -1,4 +1,4 @@
-"""Modules that cannot be cut or trained as they are, named before anything else is tried with them."""
+"""Finds modules that cannot be cut or trained as they are, before anything else is done with them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshwright.errors import MeshwrightError
 
 
 def require_ready(modules: Iterable[nn.Module]) -> None:
-    """Refuse parameters without a shape, and modules whose Python is gone."""
+    """Raise for parameters without a shape, and for modules that torch.jit compiled."""
     for root in modules:
         for name, module in root.named_modules():
             called = f"{type(module).__name__} {name}".strip()
             if isinstance(module, torch.jit.ScriptModule):
-                raise MeshwrightError(f"{called} is compiled by torch.jit", fix="the module that it was made from, as it is")
+                raise MeshwrightError(f"{called} is compiled by torch.jit", fix="pass the original module, before torch.jit")
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for t in own):
                 raise MeshwrightError(f"{called} does not know its shapes yet", fix="run the model once on a batch")

@@ -1,1 +1,1 @@
-"""Models without weights, and how chosen parameters get their values."""
+"""Builds models without weights, and fills chosen parameters with their values."""

@@ -1,6 +1,6 @@
-"""Random generators while a model is recorded: nothing is drawn, but each draw moves them on by a mark.
+"""Tracks random generators while a model is recorded: no values are drawn, but each draw advances the generator by one mark.
 
-So a generator that was seeded anew shows, and one that was set back to where it had been.
+This detects a generator that was seeded again, and one that was reset to an earlier state.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from torch import Generator, Tensor
 
 MARK = 0x6D657368
-"""Where the default generator starts while recording."""
+"""The seed of the default generator while recording."""
 
 
 class SetBack(Exception):
-    """A generator was set back to a state it had before: the tape cannot say what that is."""
+    """A generator was reset to an earlier state, which the tape cannot express."""
 
 
 class Clocks:
-    """The states that generators should be in, had nobody else touched them."""
+    """The states that generators have if no other code changed them."""
 
     def __init__(self) -> None:
         self.expected: dict[int, Tensor] = {}
@@ -29,7 +29,7 @@ class Clocks:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The default generator starts at a mark; it is as before in the end."""
+        """Start the default generator at a mark, and restore it at the end."""
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(MARK)
         self._expect(torch.default_generator)
@@ -39,14 +39,14 @@ class Clocks:
             torch.set_rng_state(before)
 
     def tick(self, generator: Generator | None) -> Tensor | None:
-        """A draw is noted: the state that has to be set before it, where somebody has set one."""
+        """Record a draw. Returns the state to set before it if other code changed the generator, else None."""
         at = generator or torch.default_generator
         now = at.get_state()
         expected = self.expected.get(id(at))
         found = None
         if expected is None or not torch.equal(now, expected):
             if _bytes(now) in self.marks:
-                raise SetBack("a random generator is set back to an earlier state (fork_rng, set_rng_state)")
+                raise SetBack("a random generator is reset to an earlier state (fork_rng, set_rng_state)")
             found = now
         torch.empty(1).uniform_(generator=at)
         self._expect(at)

@@ -1,7 +1,7 @@
-"""Building a model without its weights: big and random tensors have a shape only, and what is done to them is put on a tape.
+"""Builds a model without its weights: large and random tensors only have a shape, and operations on them are recorded on a tape.
 
-Small tensors that are drawn nowhere (ranges, tables, constants) are computed as ever, so code that looks at them goes on.
-Code that looks at values which are drawn only later cannot be recorded, and says so.
+Small tensors without random numbers (ranges, tables, constants) are computed as usual, so code that reads them works. Code that
+reads values which are drawn only later cannot be recorded, and raises.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from meshwright.capture.weights.torch_functions import (
     UNFILLED,
     changes_first,
     draws,
-    running,
 )
+from meshwright.torch_internals import running_initialiser
 
 SMALL = 1 << 16
-"""Tensors of at most so many elements are computed where they are drawn nowhere."""
+"""Tensors of at most this many elements are computed if they contain no random numbers."""
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 class Unrecorded(Exception):
-    """What cannot be recorded, and why."""
+    """An operation that cannot be recorded, with the reason."""
 
 
 class Recorder(TorchFunctionMode):
-    """While it is entered, torch's functions are recorded, and those on big or random tensors give shapes only.
+    """Records torch functions while it is active. Functions on large or random tensors return shapes only.
 
-    A storage is `vague` when what it has in memory are not the values it should have.
+    A storage is `vague` if its memory does not hold the values that it should have.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self.place(tensor)
         if name in READERS and any(map(self._is_vague, tensors)):
-            raise Unrecorded(f"the values of a tensor are looked at ({name}) before they are drawn")
+            raise Unrecorded(f"the values of a tensor are read ({name}) before they are drawn")
         return self._call(func, name, args, named, tensors)
 
     def place(self, tensor: Tensor) -> Place:
-        """Where a tensor is; a storage that is seen for the first time was there before."""
+        """Return the place of a tensor. A storage that is seen for the first time existed before recording."""
         storage = tensor.untyped_storage()
         if id(storage) not in self._numbers:
             self._storages.append(storage)
@@ -79,7 +79,7 @@ class Recorder(TorchFunctionMode):
         self.tape.sizes[number] = storage.nbytes()
         return Place(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-    # -- what is asked of tensors
+    # -- attributes of tensors
 
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         asked, tensor = getattr(func.__self__, "__name__", ""), args[0]
@@ -94,8 +94,8 @@ class Recorder(TorchFunctionMode):
         return func(*args)
 
     def _as_one(self) -> bool:
-        """Initialisers ask whether there are values to set. Those are recorded as one entry, and go no further."""
-        found = running()
+        """Record a running initialiser as one entry. It asks `is_meta`, gets True and does nothing else."""
+        found = running_initialiser()
         if found is None:
             return False
         function, given = found
@@ -131,7 +131,7 @@ class Recorder(TorchFunctionMode):
     def _is_real(
         self, func: Any, name: str, args: tuple[Any, ...], named: dict[str, Any], tensors: list[Tensor], changed: list[Tensor]
     ) -> bool:
-        """Is a call carried out? Not if it draws, changes what was there before, or makes something big."""
+        """True if a call is really run: not if it draws random numbers, changes a tensor from before, or makes a large tensor."""
         if draws(name) or name in UNFILLED or any(t.device == META for t in tensors):
             return False
         if any(self.place(t).storage in self.tape.given for t in changed):
@@ -148,7 +148,7 @@ class Recorder(TorchFunctionMode):
         return all(t.numel() <= SMALL for t in found) or _is_view(func, args, named, tensors)
 
     def _shapes(self, func: Any, name: str, args: tuple[Any, ...], named: dict[str, Any], first: bool) -> Any:
-        """What a call gives, without values."""
+        """Run a call without values."""
         target = (args or tuple(named.values()))[0]
         if first and isinstance(target, Tensor) and target.device != META:
             return None if name == "__setitem__" else target
@@ -165,7 +165,7 @@ class Recorder(TorchFunctionMode):
         return func(*args, **named)
 
     def _made(self, tensor: Tensor) -> Place | None:
-        """The place of a tensor that a call has just made; None where it is on a storage that was there."""
+        """Return the place of a tensor that a call has just made, or None if its storage existed before."""
         if id(tensor.untyped_storage()) in self._numbers:
             return None
         place = self.place(tensor)
@@ -201,7 +201,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _changed(name: str, args: tuple[Any, ...], named: Mapping[str, Any], first: bool) -> list[Tensor]:
-    """The tensors whose values a call changes."""
+    """Return the tensors whose values a call changes."""
     found: list[Tensor] = flat(named.get("out"), Tensor)
     if first:
         found += flat((args or tuple(named.values()))[0], Tensor)
@@ -211,7 +211,7 @@ def _changed(name: str, args: tuple[Any, ...], named: Mapping[str, Any], first: 
 
 
 def _is_view(func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: list[Tensor]) -> bool:
-    """Does a call on big tensors in memory make nothing new?"""
+    """True if a call on large tensors in memory makes no new storage."""
     hidden = {id(t): t.detach().to(META) for t in tensors}
     mine = {id(t.untyped_storage()) for t in hidden.values()}
     look: Callable[[Tensor], Tensor] = lambda t: hidden[id(t)]  # noqa: E731
@@ -220,7 +220,7 @@ def _is_view(func: Any, args: tuple[Any, ...], named: dict[str, Any], tensors: l
 
 
 def _moved(device: torch.device) -> torch.device:
-    """Where a tensor is while it has no values."""
+    """Return the device of a tensor while it has no values."""
     if device.type not in ("cpu", "meta"):
         raise Unrecorded(f"the model is built on {device}")
     return META

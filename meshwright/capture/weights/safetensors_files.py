@@ -1,8 +1,8 @@
-"""Weights in safetensors files: what is there, by name, and only the parts that are asked for.
+"""Weights in safetensors files, by name. Only the requested parts are read.
 
-weights = Weights.at("checkpoint/")           a file, or a folder with one or with an index of several
-weights["transformer.wte.weight"]             one tensor is read
-weights.read("lm_head.weight", slice(0, 8))   or rows of it
+weights = Weights.at("checkpoint/")           a file, or a folder with one file or with an index of several
+weights["transformer.wte.weight"]             reads one tensor
+weights.read("lm_head.weight", slice(0, 8))   reads some rows of it
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass
 class Weights(Mapping[str, Tensor]):
-    """Tensors by name, in one file or several; each is read when it is asked for."""
+    """Tensors by name, in one file or several. Each tensor is read on access."""
 
     files: dict[str, Path]
     _open: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
     def at(cls, path: str | Path) -> Weights:
-        """The weights of a file, of a folder, or of a folder's index."""
+        """Open the weights of a file, of a folder, or of an index file."""
         path = Path(path)
-        if os.path.isdir(path):  # unlike Path.is_dir() it takes any name
+        if os.path.isdir(path):  # Path.is_dir() raises for some names
             path = next((path / name for name in (INDEX, ONE) if (path / name).exists()), path)
         if os.path.isdir(path):
             found = sorted(path.glob("*.safetensors"))
@@ -42,7 +42,7 @@ class Weights(Mapping[str, Tensor]):
                 raise MeshwrightError(f"{path} has no safetensors file", fix="model.save_pretrained(folder)")
             return cls({name: file for file in found for name in _keys(file)})
         if not os.path.exists(path):
-            raise MeshwrightError(f"there is no {str(path)[:200]}", fix="a safetensors file, or a folder with one")
+            raise MeshwrightError(f"there is no {str(path)[:200]}", fix="pass a safetensors file, or a folder with one")
         if path.suffix == ".json":
             return cls(_index(path))
         return cls(dict.fromkeys(_keys(path), path))
@@ -57,13 +57,13 @@ class Weights(Mapping[str, Tensor]):
         return len(self.files)
 
     def read(self, name: str, *part: slice) -> Tensor:
-        """One tensor, or a part of it: nothing else is read."""
+        """Read one tensor or a part of it, and nothing else."""
         piece = self._slice(name)
         found: Tensor = piece[part] if part else piece[:] if piece.get_shape() else self._file(name).get_tensor(name)
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return tuple(self._slice(name).get_shape())
 
     def _slice(self, name: str) -> Any:
@@ -74,8 +74,8 @@ class Weights(Mapping[str, Tensor]):
             return file.get_slice(name)
         except SafetensorError as error:
             raise MeshwrightError(
-                f"{self.files[name]} has no tensor {name[:200]!r}, which the index says is there",
-                fix="the index and the files of one save_pretrained",
+                f"{self.files[name]} has no tensor {name[:200]!r}, although the index lists it there",
+                fix="use the index and the files of one save_pretrained",
             ) from error
 
     def _file(self, name: str) -> Any:
@@ -85,47 +85,47 @@ class Weights(Mapping[str, Tensor]):
         return self._open[path]
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._open.clear()
 
 
 def sources(
     weights: Weights, names: Mapping[str, Collection[str]], shapes: Mapping[str, tuple[int, ...]], ignore: Collection[str] = ()
 ) -> dict[str, str]:
-    """For each tensor of a model the name it is stored under: its own, or that of one it is tied to.
+    """Return for each tensor of a model the name that it is stored under: its own, or that of a tensor it is tied to.
 
-    `names` are all the names of each tensor by its first one. What is missing, unknown or of another shape is refused.
+    `names` maps the first name of each tensor to all its names. Raises for missing and unknown tensors, and for different shapes.
     """
     found = {first: next((n for n in all_ if n in weights), "") for first, all_ in names.items()}
     if missing := [first for first, stored in found.items() if not stored]:
         raise MeshwrightError(
             f"the weights lack {len(missing)} of the model's {len(names)} tensors, the first is {missing[0]!r}",
-            fix=_prefix(weights, names) or "the weights of this very model, by its own names",
+            fix=_prefix(weights, names) or "use weights of this same model, with its own names",
         )
     known = {name for all_ in names.values() for name in all_}
     unknown = [name for name in weights if name not in known and not any(fnmatch(name, pattern) for pattern in ignore)]
     if unknown:
         raise MeshwrightError(
-            f"the weights have {len(unknown)} tensors that the model has not, the first is {unknown[0]!r}",
+            f"the weights have {len(unknown)} tensors that the model does not have, the first is {unknown[0]!r}",
             fix=f"ignore=[{unknown[0]!r}], with * for any part of a name",
         )
     for first, stored in found.items():
         if weights.shape(stored) != shapes[first]:
             raise MeshwrightError(
                 f"{stored!r} has the shape {weights.shape(stored)} in the weights and {shapes[first]} in the model",
-                fix="the configuration that the weights were saved with",
+                fix="use the configuration that the weights were saved with",
             )
     return found
 
 
 def _prefix(weights: Weights, names: Mapping[str, Collection[str]]) -> str | None:
-    """A hint where all names differ by their beginning alone."""
+    """Return a hint if all names differ only by a prefix."""
     some = next(iter(weights), "")
     for first in names:
         if first.endswith(f".{some}"):
             return f"the names are stored without {first[: -len(some)]!r}: load them into that part of the model"
         if some.endswith(f".{first}"):
-            return f"the names are stored with {some[: -len(first)]!r} before them"
+            return f"the names are stored with the prefix {some[: -len(first)]!r}"
     return None
 
 
@@ -142,15 +142,15 @@ def _opened(path: Path) -> Any:
     try:
         return open_(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise MeshwrightError(f"{path} is no safetensors file: {error}", fix="model.save_pretrained(folder)") from error
+        raise MeshwrightError(f"{path} is not a safetensors file: {error}", fix="model.save_pretrained(folder)") from error
 
 
 def _index(path: Path) -> dict[str, Path]:
     read = parsed(file_text(path, "the index"), f"the index {path}")
     table = read.get("weight_map") if isinstance(read, dict) else None
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
-        raise MeshwrightError(f"{path} is no index of safetensors files", fix='{"weight_map": {name: file}}')
+        raise MeshwrightError(f"{path} is not an index of safetensors files", fix='{"weight_map": {name: file}}')
     found = {name: path.parent / file for name, file in table.items()}
-    if lost := sorted({str(file) for file in found.values() if not os.path.exists(file)}):  # takes any name
-        raise MeshwrightError(f"{path.name} names {lost[0][:200]}, which is not there")
+    if lost := sorted({str(file) for file in found.values() if not os.path.exists(file)}):  # Path.exists() raises for some names
+        raise MeshwrightError(f"{path.name} names {lost[0][:200]}, which does not exist")
     return found

@@ -1,12 +1,13 @@
-"""A model without its weights, and then some of them with the very values that building it whole would have given.
+"""Builds a model without its weights, and fills chosen weights with exactly the values that a complete build would give.
 
     skeleton = sketch(build, seed=0)          the model on the meta device: no memory, little time
-    skeleton.fill(names)                      these parameters and buffers for real, in the same objects
-    skeleton.fill(skeleton.names_in(layers))  those of some layers, once the model is cut
-    pickle.dumps(skeleton)                    how to make the values, not the values: workers fill their own
+    skeleton.fill(names)                      gives these parameters and buffers real values, in the same objects
+    skeleton.fill(skeleton.names_in(layers))  those of some layers, after the model is cut
+    pickle.dumps(skeleton)                    contains how to make the values, not the values: workers fill their own
 
-All ranks draw every random number of the initialisation and keep what is their own: memory of that, time of the model. Where
-building cannot be recorded the model is built for real, and what is not wanted is dropped; `skeleton.note` says why.
+Every rank draws all random numbers of the initialisation and keeps only its own part. It uses the memory of its part and the time
+of the whole model. If building cannot be recorded, the model is built completely and unwanted values are dropped; `skeleton.note`
+says why.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Skeleton:
-    """What `build()` gave, without values; `note` says why values had to be made at once, where that is so."""
+    """The result of `build()` without values. If values had to be made at once, `note` says why."""
 
     model: Any
     seed: int
@@ -41,27 +42,27 @@ class Skeleton:
     places: dict[str, Place] = field(default_factory=dict)
     note: str = ""
     weights: str | Path | None = None
-    """Where values come from instead of the seed."""
+    """The file or folder to read values from, instead of using the seed."""
     _values: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All parameters and buffers, by every name they have."""
+        """All parameters and buffers, under all their names."""
         return tuple(name for name, _ in tensors_of(self.model))
 
     def names_in(self, modules: Iterable[nn.Module]) -> tuple[str, ...]:
-        """The names of what these modules hold of the model: layers that it was cut into, or parts of it."""
+        """Return the model's names for the tensors in these modules, for example the layers of a stage."""
         mine = {id(t) for _, t in tensors_of(list(modules))}
         return tuple(name for name, t in tensors_of(self.model) if id(t) in mine)
 
     def _chosen(self, names: Collection[str] | None) -> tuple[str, ...]:
         chosen = self.names if names is None else tuple(names)
         if unknown := sorted(set(chosen) - set(self.names)):
-            raise MeshwrightError(f"the model has no {unknown[0]!r}", fix="one of its parameters or buffers by name")
+            raise MeshwrightError(f"the model has no {unknown[0]!r}", fix="name one of its parameters or buffers")
         return chosen
 
     def fill(self, names: Collection[str] | None = None) -> None:
-        """Give these parameters and buffers their values; all of them if none are named. May be called once more for others."""
+        """Give these parameters and buffers their values; all of them if `names` is None. May be called again for others."""
         chosen, held = self._chosen(names), dict(tensors_of(self.model))
         waiting = {name: held[name] for name in chosen if held[name].device == META}
         if self._values:
@@ -71,11 +72,11 @@ class Skeleton:
             return
         storages = self.tape.play({self.places[name].storage for name in waiting}, self.seed)
         for name, tensor in waiting.items():
-            if tensor.device == META:  # a tied one may have got them under its other name
+            if tensor.device == META:  # a tied tensor may already be filled under its other name
                 put(tensor, at(storages[self.places[name].storage], self.places[name]))
 
     def give(self, names: Collection[str], weights: str | Path | None = None) -> None:
-        """The same from where the values are: in `weights`, in those of the sketch, or in the seed."""
+        """Give these tensors their values from `weights`, from the weights of the sketch, or from the seed, in this order."""
         chosen = weights or self.weights
         if chosen is None:
             self.fill(names)
@@ -83,7 +84,7 @@ class Skeleton:
             self.load(chosen, names)
 
     def keep(self, names: Collection[str]) -> None:
-        """All others have no values any more."""
+        """Drop the values of all other tensors."""
         held = dict(tensors_of(self.model))
         kept = {id(held[name]) for name in names}
         for tensor in held.values():
@@ -91,7 +92,7 @@ class Skeleton:
                 put(tensor, tensor.detach().to(META))
 
     def load(self, path: str | Path, names: Collection[str] | None = None, *, ignore: Collection[str] = ()) -> None:
-        """The same with values from safetensors files; what is never saved (non-persistent buffers) is computed."""
+        """Fill from safetensors files. Tensors that are never saved (non-persistent buffers) are computed."""
         chosen = self._chosen(names)
         held, saved = dict(tensors_of(self.model)), _saved(self.model)
         aliases: dict[int, list[str]] = {}
@@ -112,14 +113,36 @@ class Skeleton:
         weights.close()
 
     def forget(self) -> None:
-        """Nothing more will be filled: let go of what that would take."""
+        """Free what `fill` needs. Nothing can be filled after this."""
         self.tape, self._values = Tape(), {}
 
 
 def sketch(build: Callable[[], Any], *, seed: int = 0, weights: str | Path | None = None) -> Skeleton:
-    """Build a model, or a list of modules, with nothing in it; `fill` gives it the values that the seed gives serially.
+    """Build a model, or a list of modules, without memory for its weights.
 
-    `weights`, a safetensors file or folder, is where trainers and sessions read the values from instead.
+    What the initialization would have drawn is recorded, so that each rank can fill the tensors of its own stages with the
+    values that one process would have given them.
+
+    Args:
+        build: A function that builds the model.
+        seed: The seed that the values are drawn from.
+        weights: A safetensors file or folder that trainers and sessions read the values from instead.
+
+    Returns:
+        The model on `meta`, as `.model`, and what it takes to fill it.
+
+    Raises:
+        MeshwrightError: `build` returned something else than a module or a list of modules.
+
+    Examples:
+        >>> import torch
+        >>> import meshwright as mw
+        >>> skeleton = mw.sketch(lambda: torch.nn.Linear(4, 4), seed=1)
+        >>> skeleton.model.weight.is_meta
+        True
+        >>> skeleton.fill()
+        >>> torch.manual_seed(1).initial_seed(), torch.equal(torch.nn.Linear(4, 4).weight, skeleton.model.weight)
+        (1, True)
     """
     recorder = Recorder()
     try:
@@ -136,11 +159,11 @@ def sketch(build: Callable[[], Any], *, seed: int = 0, weights: str | Path | Non
 def _refuse(model: Any) -> None:
     parts = [model] if isinstance(model, nn.Module) else model
     if not isinstance(parts, list | tuple) or not all(isinstance(part, nn.Module) for part in parts):
-        raise MeshwrightError(f"building the model gave {type(model).__name__}", fix="a function that returns a module")
+        raise MeshwrightError(f"building the model returned {type(model).__name__}", fix="pass a function that returns a module")
 
 
 def tensors_of(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and other tensors of a model or of a list of modules, by all their names."""
+    """Yield parameters, buffers and other tensors of a model or of a list of modules, under all their names."""
     parts = {"": model} if isinstance(model, nn.Module) else {f"{index}.": part for index, part in enumerate(model)}
     for prefix, part in parts.items():
         yield from ((prefix + name, p) for name, p in part.named_parameters(remove_duplicate=False))
@@ -152,14 +175,14 @@ def tensors_of(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _saved(model: Any) -> tuple[str, ...]:
-    """The names of what a checkpoint of a model holds."""
+    """Return the names of the tensors in the state_dict of a model."""
     if isinstance(model, nn.Module):
         return tuple(model.state_dict(keep_vars=True))
     return tuple(f"{index}.{name}" for index, part in enumerate(model) for name in part.state_dict(keep_vars=True))
 
 
 def _built(build: Callable[[], Any], seed: int, weights: str | Path | None, why: str) -> Skeleton:
-    """The way for models that cannot be recorded: all values at once, and no more of them than are wanted afterwards."""
+    """Build a model that cannot be recorded: all values at once. Unwanted values are dropped later."""
     note = f"building this model cannot be recorded, so all of it is built once ({why})"
     log.warning(note)
     kept = torch.get_rng_state()
@@ -176,7 +199,7 @@ def _built(build: Callable[[], Any], seed: int, weights: str | Path | None, why:
 
 
 def _empty(model: Any) -> None:
-    """No tensor of a model has values any more; one that others point at weakly cannot be swapped, and is made anew."""
+    """Remove the values of all tensors of a model. A tensor with weak references cannot be swapped, so a new one replaces it."""
     fresh: dict[int, tuple[Tensor, Tensor]] = {}
     for name, tensor in list(tensors_of(model)):
         if getweakrefcount(tensor):

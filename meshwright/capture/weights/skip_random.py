@@ -1,7 +1,7 @@
-"""Random numbers that nobody wants: the generator moves on as if a tensor had been filled, without the tensor.
+"""Advances a random generator as if a tensor had been filled, without allocating the tensor.
 
-The CPU generator hands out numbers one after another, so a long fill leaves it where shorter ones do. Whether that is so
-for a kind of number and a dtype is tried once, on a small tensor; where it is not, the tensor is filled for real.
+The CPU generator makes numbers one after another, so one long fill leaves it in the same state as several short ones. This is
+tested once for each distribution and dtype on a small tensor. If it does not hold, the tensor is really filled.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Generator, Tensor
 
 CHUNK = 1 << 16
-"""Numbers at a time: a whole number of the 16 that are made together."""
+"""How many numbers are drawn at a time: a multiple of the 16 that torch makes together."""
 
 
 def skip(kind: str, count: int, dtype: torch.dtype, generator: Generator | None = None) -> bool:
-    """Move a generator past `count` numbers, `uniform_` or `normal_`; False where that is not known to be exact."""
+    """Advance a generator by `count` numbers of `uniform_` or `normal_`. Returns False if that is not known to be exact."""
     if not _same(kind, dtype):
         return False
     _in_chunks(kind, count, dtype, CHUNK, generator)
@@ -40,7 +40,7 @@ def _fill(kind: str, room: Tensor, generator: Generator | None) -> None:
 
 @cache
 def _same(kind: str, dtype: torch.dtype) -> bool:
-    """Do chunks leave the generator, and all that comes after, as one fill does?"""
+    """True if drawing in chunks leaves the generator in the same state as one fill."""
     for count in (1, 15, 64, 16 * 23, 16 * 23 + 1, 16 * 23 + 15):
         after = []
         for chunk in (1 << 20, 32):

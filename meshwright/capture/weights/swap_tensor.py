@@ -1,4 +1,4 @@
-"""One tensor in the place of another, for everybody who holds it: parameters stay the objects they are, and tied."""
+"""Replaces the content of a tensor for everyone who holds it: parameters remain the same objects and stay tied."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def put(tensor: Tensor, value: Tensor) -> None:
-    """Let a parameter or buffer be on the storage of `value`, on whatever device that is; its own attributes stay."""
+    """Move a parameter or buffer to the storage of `value`, on any device. Its Python attributes are kept."""
     new = value.detach()
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)

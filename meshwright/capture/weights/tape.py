@@ -1,7 +1,7 @@
-"""A tape of what was done to tensors while a model was built, and the playing of it for some of them only.
+"""A tape of the operations on tensors while a model was built, and how to replay it for some tensors only.
 
-Tensors are written down as places in storages, so views need no entry. Played backwards the tape shows which entries a
-wanted storage depends on; played forwards those are run, and of the others only what they drew is drawn again:
+Tensors are recorded as places in storages, so views need no entry. A backward pass over the tape finds the entries that a wanted
+storage depends on. A forward pass runs these entries. Of the others it only draws the same random numbers again:
 
     empty A · uniform_ A · empty B · uniform_ B · normal_ A · normal_ B      wanted: B
               drawn                  drawn        drawn       run
@@ -22,7 +22,7 @@ from meshwright.capture.weights.torch_functions import NORMAL, UNIFORM
 
 
 class How(Enum):
-    """What is done with an entry when a tape is played."""
+    """What happens to an entry when a tape is replayed."""
 
     RUN = "run"
     DRAW = "draw"
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         found = 1
         for n in self.size:
             found *= n
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A call: what it reads, changes and makes, by storages; `whole` if it gives all of what it changes new values."""
+    """One call, with the storages that it reads, changes and makes. `whole` means that it overwrites all of what it changes."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -67,14 +67,14 @@ class Entry:
 
 @dataclass
 class Tape:
-    """All entries, how many bytes each storage has, and the storages that were there before."""
+    """All entries, the bytes of each storage, and the storages that existed before recording."""
 
     entries: list[Entry] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     given: dict[int, UntypedStorage] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Storages are sent as tensors: those alone know how."""
+        """Convert storages to tensors, because only tensors can be sent."""
         bare = {n: torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for n, s in self.given.items()}
         return {**self.__dict__, "given": bare}
 
@@ -83,7 +83,7 @@ class Tape:
         self.__dict__.update(state, given={number: tensor.untyped_storage() for number, tensor in bare.items()})
 
     def play(self, wanted: Collection[int], seed: int) -> dict[int, UntypedStorage]:
-        """The wanted storages, with the values that building everything from the seed would give them."""
+        """Return the wanted storages with the values that a complete build from the seed would give."""
         runs = self._needed(wanted)
         last = {storage: index for index, (_, touched) in enumerate(runs) for storage in touched}
         kept = torch.get_rng_state()
@@ -109,12 +109,12 @@ class Tape:
         return {storage: player.storage(storage) for storage in wanted}
 
     def _needed(self, wanted: Collection[int]) -> list[tuple[How, frozenset[int]]]:
-        """What is to be done with each entry, and the storages that it then touches."""
+        """Return what to do with each entry, and the storages that it touches."""
         drawn = [i for i, (how, _) in enumerate(self._backwards(wanted, 0)) if how is How.RUN and self.entries[i].draws]
         return self._backwards(wanted, drawn[-1] if drawn else 0)
 
     def _backwards(self, wanted: Collection[int], drawn: int) -> list[tuple[How, frozenset[int]]]:
-        """The same, where all that is drawn before entry number `drawn` matters and nothing that is drawn after it."""
+        """The same, if draws before entry `drawn` matter and later draws do not."""
         live, found = set(wanted), []
         for index in reversed(range(len(self.entries))):
             entry, how = self.entries[index], How.SKIP
@@ -135,7 +135,7 @@ class Tape:
 
 @dataclass
 class _Player:
-    """Runs entries on real storages, which are made when they are first touched."""
+    """Runs entries on real storages, which are allocated at their first use."""
 
     storages: dict[int, UntypedStorage]
     sizes: Mapping[int, int]
@@ -143,7 +143,7 @@ class _Player:
     changed: Collection[int]
 
     def storage(self, number: int) -> UntypedStorage:
-        """A storage as it is now; one that was there before is left as it was."""
+        """Return the current content of a storage. A storage from before recording is never changed."""
         if number not in self.storages:
             if number in self.given:
                 given = self.given[number]
@@ -153,11 +153,11 @@ class _Player:
         return self.storages[number]
 
     def tensor(self, place: Place) -> Tensor:
-        """A tensor as it is now."""
+        """Return the current content of a tensor."""
         return at(self.storage(place.storage), place)
 
     def run(self, entry: Entry) -> None:
-        """Do what was done."""
+        """Run an entry."""
         if entry.name == UNFILLED_MARK:
             return
         result = self._call(entry, mapped(self.tensor, entry.args, Place), mapped(self.tensor, dict(entry.kwargs), Place))
@@ -165,11 +165,11 @@ class _Player:
             if place is not None:
                 found = tensor.untyped_storage()
                 if found.nbytes() != self.sizes[place.storage]:
-                    raise RuntimeError(f"{entry.name} made {found.nbytes()} bytes, {self.sizes[place.storage]} were recorded")
+                    raise RuntimeError(f"{entry.name} made {found.nbytes()} bytes, but {self.sizes[place.storage]} were recorded")
                 self.storages[place.storage] = found
 
     def draw(self, entry: Entry) -> None:
-        """Draw what an initialiser draws, into nothing."""
+        """Draw the random numbers of an initialiser and discard them."""
         target = entry.args[0] if entry.args else next(iter(entry.kwargs.values()))
         kind = "uniform_" if entry.name in UNIFORM else "normal_" if entry.name in NORMAL else ""
         generator: Generator | None = entry.kwargs.get("generator")
@@ -201,12 +201,12 @@ UNFILLED_MARK = "unfilled"
 
 
 def at(storage: UntypedStorage, place: Place) -> Tensor:
-    """A tensor at its place in a storage."""
+    """Return the tensor at a place in a storage."""
     return torch.empty(0, dtype=place.dtype, device=storage.device).set_(storage, place.offset, place.size, place.stride)
 
 
 def mapped(function: Callable[[Any], Any], value: Any, kind: type) -> Any:
-    """The same arguments with everything of a kind replaced."""
+    """Return the arguments with every object of a type replaced."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -221,7 +221,7 @@ def mapped(function: Callable[[Any], Any], value: Any, kind: type) -> Any:
 
 
 def flat(value: Any, kind: type) -> list[Any]:
-    """Everything of a kind in some arguments or in what was returned."""
+    """Return all objects of a type among arguments or results."""
     if isinstance(value, kind):
         return [value]
     if isinstance(value, dict):
@@ -232,7 +232,7 @@ def flat(value: Any, kind: type) -> list[Any]:
 
 
 def _dense(place: Place) -> bool:
-    """Are its elements one after another, as they are drawn?"""
+    """True if its elements are contiguous, in the order in which they are drawn."""
     expected = 1
     for n, step in zip(reversed(place.size), reversed(place.stride), strict=True):
         if n != 1 and step != expected:

@@ -1,1 +1,1 @@
-"""What follows from a schedule: effects (the dependency rule), orders, lifetimes, prices."""
+"""Analyses of a schedule: effects (the dependency rule), orders, lifetimes, prices."""

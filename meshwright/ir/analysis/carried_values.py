@@ -1,9 +1,9 @@
-"""What goes between workers: the one table that the proof allows by and the runtime carries by.
+"""Which values travel between workers. The proof and the runtime both read this one table.
 
     act, grad   rows of a bundle, from the worker that makes them to the one that reads them
     turn        a byte
-    partial     a unit's gradient buffer, in a ring from contributor to contributor
-    sum         ... and complete, handed on from holder to holder
+    partial     a unit's gradient buffer, passed along a ring of contributors
+    sum         ... when complete, passed on from holder to holder
 
 All other kinds stay on the worker that makes them. The table depends on the schedule.
 """
@@ -19,7 +19,7 @@ from meshwright.ir.schedule import Schedule
 
 
 class Load(StrEnum):
-    """What a message is made of."""
+    """What a message contains."""
 
     ROWS = "rows"
     TOKEN = "token"
@@ -27,7 +27,7 @@ class Load(StrEnum):
 
 
 class Way(NamedTuple):
-    """How a kind goes: made of what, and whether who has received it may hand it on."""
+    """How a kind travels: its content, and whether a receiver may forward it."""
 
     load: Load
     relayed: bool = False
@@ -41,5 +41,5 @@ ROWS = frozenset(kind for kind, way in _ALWAYS.items() if way.load is Load.ROWS)
 
 
 def carried(schedule: Schedule) -> Mapping[Kind, Way]:
-    """The kinds that messages of this schedule may have, and how each goes."""
+    """Returns the kinds that messages of this schedule may have, and how each travels."""
     return _RING if schedule.ring else _ALWAYS

@@ -1,18 +1,18 @@
-"""The dependency rule, once: what every entry reads, writes and consumes.
+"""The dependency rule, in one place: what every entry reads, writes and consumes.
 
-Checker, communication, simulator, memory curve and executor all read this and nothing else.
+Checker, communication, simulator, memory curve and executor all use this file only.
 
-    F   reads act of the stage before, its parameters      writes act, and saved (kept where it will be recomputed);
-                                                           with forwards alone there is nobody to save for
+    F   reads act of the previous stage, its parameters    writes act, and saved (kept if the stage recomputes);
+                                                           forward-only schedules save nothing
     R   reads kept                                         writes saved
-    B   reads grad of the stage behind, saved (or kept)    writes grad and wgrad
-    I   the same, but leaves rest instead of wgrad         W turns rest into wgrad
+    B   reads grad of the next stage, saved (or kept)      writes grad and wgrad
+    I   reads the same                                     writes grad and rest; W turns rest into wgrad
     S   reads every wgrad of its round on this worker      writes sum (in a ring: partial, the last one sum)
     N   reads the sums                                     writes norm
     U   reads sum, norm, param of version k                writes param of version k + 1
 
 Reading an act, grad, saved, kept, rest, wgrad, partial or turn consumes it. Parameters, sums and norms are not consumed:
-they live as long as something later in the worker's list reads them.
+they live as long as a later entry of the worker's list reads them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Transfer, Value,
 from meshwright.ir.schedule import Schedule
 
 CONSUMED = frozenset({Kind.ACT, Kind.GRAD, Kind.SAVED, Kind.KEPT, Kind.REST, Kind.WGRAD, Kind.PARTIAL, Kind.TURN})
-"""Kinds that end with their reader."""
+"""Kinds that are consumed by their reader."""
 
 ACTIVATIONS = frozenset({Kind.SAVED, Kind.KEPT, Kind.REST})
-"""Kinds that stand for the activations of a stage and a microbatch."""
+"""Kinds that hold the activations of one stage and one microbatch."""
 
 
 class Effects(NamedTuple):
@@ -40,32 +40,47 @@ class Effects(NamedTuple):
 
     @property
     def consumes(self) -> tuple[Value, ...]:
-        """The reads that end here."""
+        """The reads that are consumed."""
         return tuple(value for value in self.reads if value.kind in CONSUMED)
 
 
 def effects(schedule: Schedule, worker: int, entry: Entry) -> Effects:
-    """The effects of one entry; whoever asks for many takes `rule(schedule)` once."""
+    """What one entry of a schedule reads and writes. This is the dependency rule.
+
+    Args:
+        schedule: The schedule that the entry stands in.
+        worker: The worker whose list it stands in.
+        entry: An action, a cell or a transfer.
+
+    Returns:
+        The values that must be there before it starts, and those that are there when it ends.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("gpipe", workers=2, microbatches=1)
+        >>> print(*mw.effects(schedule, 0, schedule.lists[0][0]).writes)
+        0act0 0saved0~0
+    """
     return rule(schedule)(worker, entry)
 
 
 def rule(schedule: Schedule) -> Callable[[int, Entry], Effects]:
-    """The rule for one schedule, with what depends on the whole of it looked up beforehand."""
+    """Returns the rule for one schedule, with everything that depends on the whole schedule precomputed."""
     return _Rule(schedule).of
 
 
 def rings(schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
-    """For each (unit, round) of a ring the contributing workers, in the order in which they add."""
+    """For each (unit, round) of a ring, the contributing workers in the order in which they add."""
     return _Rule(schedule).rings
 
 
 class _Rule:
-    """The dependency rule with its look-up tables."""
+    """The dependency rule with its lookup tables."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.last = schedule.stages - 1
-        self.narrow = all(len(teams) == 1 == len(teams[0]) for copy in schedule.placement.teams for teams in copy)
+        self.narrow = all(len(teams) == 1 == len(teams[0]) for replica in schedule.placement.teams for teams in replica)
         self.halves = () if schedule.parts == 1 else tuple(range(schedule.parts))
         self.recompute = schedule.recompute or ()
         self.writes_turn: dict[Action, list[Value]] = defaultdict(list)
@@ -81,7 +96,7 @@ class _Rule:
         self.rings: dict[tuple[int, int], tuple[int, ...]] = self._rings() if schedule.ring else {}
 
     def _scan(self) -> None:
-        """Which weight gradients a worker makes in a round, where norms are taken, what first stages of ties read."""
+        """Collects the weight gradients of each worker and round, the rounds with a norm, and the versions that ties read."""
         schedule = self.schedule
         tied = {stages[0] for stages in schedule.ties}
         units_of, microbatches = schedule.units_of, schedule.microbatches
@@ -97,14 +112,14 @@ class _Rule:
                     self.version_at[action.stage, action.replica, action.mb] = action.version
 
     def _rings(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """For each (unit, round) the contributing workers in microbatch order: a ring sums along them."""
+        """For each (unit, round), the contributing workers in microbatch order; a ring sums along them."""
         first: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         for (worker, unit, round_), values in self.wgrads.items():
             first[unit, round_][worker] = min(value.mb for value in values)
         return {key: tuple(sorted(workers, key=workers.__getitem__)) for key, workers in first.items()}
 
     def of(self, worker: int, entry: Entry) -> Effects:
-        """What an entry reads and writes on this worker."""
+        """Returns what an entry reads and writes on this worker."""
         if isinstance(entry, Action):
             return self._action(worker, entry)
         if isinstance(entry, Transfer):
@@ -132,7 +147,7 @@ class _Rule:
             case Op.U:
                 found = self._update(worker, action)
             case Op.G:
-                raise MeshwrightError(f"{action}: there is nothing to gather, this schedule keeps its parameters whole")
+                raise MeshwrightError(f"{action}: nothing to gather, this schedule does not shard its parameters")
         if not self.writes_turn and not self.reads_turn:
             return found
         return Effects(
@@ -181,18 +196,18 @@ class _Rule:
         return Effects(tuple(reads), (_param(unit, k + 1, worker), _opt(unit, k + 1, worker)))
 
     def _crossing(self, kind: Kind, action: Action, boundary: int, worker: int, *, outward: bool) -> tuple[Value, ...]:
-        """The pieces of act or grad at the boundary behind stage `boundary` that this worker sends or needs."""
+        """Returns the pieces of act or grad that this worker sends or needs at the boundary after stage `boundary`."""
         mb, replica = action.mb, action.replica
         if self.narrow:
             return (Value(kind, boundary, mb, replica, 0, action.part),)
         placement = self.schedule.placement
-        before, behind = placement.team(replica, boundary, mb), placement.team(replica, boundary + 1, mb)
+        before, after = placement.team(replica, boundary, mb), placement.team(replica, boundary + 1, mb)
         here = 1 if (kind is Kind.ACT) == outward else 2
-        crossing = placement.pieces(before, behind)
+        crossing = placement.pieces(before, after)
         return tuple(Value(kind, boundary, mb, replica, 0, action.part, p[0]) for p in crossing if p[here] == worker)
 
     def _params(self, worker: int, action: Action) -> tuple[Value, ...]:
-        if not self.schedule.ties:  # the same for all microbatches, so made once
+        if not self.schedule.ties:  # the same for all microbatches, so it is cached
             key = (worker, action.stage, action.version)
             return self.params.get(key) or self.params.setdefault(key, (_param(action.stage, action.version, worker),))
         found = [_param(action.stage, action.version, worker)]
@@ -210,13 +225,13 @@ class _Rule:
 
 
 def initial(schedule: Schedule, worker: int) -> tuple[Value, ...]:
-    """What a worker holds before its list starts: version 0 of its parameters and their optimizer state."""
+    """Returns what a worker holds before its list starts: version 0 of its parameters and their optimizer state."""
     units = [unit for unit, workers in enumerate(schedule.holders) if worker in workers]
     return tuple(value for unit in units for value in (_param(unit, 0, worker), _opt(unit, 0, worker)))
 
 
 def collective(schedule: Schedule, action: Action) -> tuple[int, ...]:
-    """The workers that must issue this action together; empty for what a worker does alone."""
+    """Returns the workers that must issue this action together; empty if a worker runs it alone."""
     if action.op is Op.S and not schedule.ring:
         return schedule.holders[action.stage]
     return tuple(range(schedule.workers)) if action.op is Op.N else ()
@@ -227,7 +242,7 @@ def _own(kind: Kind, action: Action, worker: int) -> Value:
 
 
 def _wgrad(unit: int, action: Action, worker: int) -> Value:
-    """The gradient that one backward adds to a unit; a tied unit gets one from each of its stages, so the stage is in it."""
+    """The gradient that one backward adds to a unit. It names the stage, because each stage of a tied unit adds one."""
     return Value(Kind.WGRAD, unit, action.mb, action.replica, action.stage, action.part, worker)
 
 
@@ -240,10 +255,10 @@ def _opt(unit: int, version: int, worker: int) -> Value:
 
 
 def _sum(schedule: Schedule, unit: int, round_: int, worker: int) -> Value:
-    """A collective leaves a sum with each member; a ring makes one, which is handed on."""
+    """The sum of a unit. A collective leaves one on each member; a ring makes one and passes it on."""
     return Value(Kind.SUM, unit, version=round_, piece=NONE if schedule.ring else worker)
 
 
 def _turn(reader: Action) -> Value:
-    """A turn is named after the one action that waits for it."""
+    """A turn is named after the action that waits for it."""
     return Value(Kind.TURN, reader.stage, reader.mb, reader.replica, 0, reader.part, list(Op).index(reader.op))

@@ -1,13 +1,13 @@
-"""How long each value lives on a worker: from the start of what makes it to the end of its last use there.
+"""How long each value lives on a worker: from the start of the entry that makes it to the end of its last use there.
 
-Times play no part: a moment is a place in the worker's list, 2 i for the start of entry i and 2 i + 1 for its end. The
-simulator lays them over a clock, the byte budget counts them in order.
+Lifetimes do not depend on times. A moment is a position in the worker's list: 2 i for the start of entry i and 2 i + 1 for
+its end. The simulator maps moments to times; the byte budget walks through them in order.
 
-    activations   F to B or W; R and I turn one form into another at their start, which is no second copy
-    gradients     one buffer per unit and round, from the first backward to the update; a sum lands in it, and stays
-                  until a ring has handed it on
-    parameters    a version until its last reader; an update is in place where nobody later wants the old one
-    messages      with the sender until sent, with the receiver from the start of the message
+    activations   from F to B or W; R and I convert one form into another at their start, without a second copy
+    gradients     one buffer per unit and round, from the first backward to the update; it also holds the sum, and
+                  lives until a ring has passed the sum on
+    parameters    a version lives until its last reader; an update is in place if the old version is not read later
+    messages      on the sender until sent, on the receiver from the start of the message
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.ir.analysis.price import Price
 from meshwright.ir.schedule import Schedule
 
 UNCOUNTED = frozenset({Kind.NORM, Kind.OPT, Kind.TURN, Kind.WGRAD})
-"""Kinds that take no memory that is counted here, or that of a buffer."""
+"""Kinds that use no memory counted here, or share the memory of a buffer."""
 
 SUMS = frozenset({Kind.SUM, Kind.PARTIAL})
 MESSAGES = frozenset({Kind.ACT, Kind.GRAD})
@@ -32,7 +32,7 @@ BEFORE = -1
 
 
 class Life(NamedTuple):
-    """A value on a worker between two moments (None: to the end), its bytes, and its share of a worker's activations."""
+    """A value on a worker between two moments (None: until the end), its bytes, and its share of a worker's activations."""
 
     value: Value
     made: int
@@ -42,7 +42,7 @@ class Life(NamedTuple):
 
 
 def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
-    """Everything that a worker holds at some time."""
+    """Yields everything that a worker holds at some time."""
     entries, values = flow.lists[worker], flow.values
     last = {value: index for index, reads in enumerate(flow.reads[worker]) for value in reads}
     gradients = dict(_gradients(flow, worker))
@@ -65,13 +65,13 @@ def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
 
 
 def parameter_copies(found: Sequence[Life], schedule: Schedule) -> float:
-    """The most parameter versions alive at once, in units of one worker's share of the model."""
+    """Returns the most parameter versions alive at once (1 = one worker's share of the model)."""
     params = [life for life in found if life.value.kind is Kind.PARAM and life.value.stage < schedule.stages]
     return max(_counts(params), default=0) * schedule.workers / schedule.stages
 
 
 def _counts(found: list[Life]) -> Iterator[int]:
-    """How many lives there are after each change; at one moment what ends goes first."""
+    """Yields the number of lives after each change. At the same moment, ends come first."""
     changes = [(life.made, 1, 1) for life in found] + [(life.ended, 0, -1) for life in found if life.ended is not None]
     now = 0
     for _, _, step in sorted(changes):
@@ -90,9 +90,9 @@ def _life(flow: Flow, price: Price, worker: int, number: int, made: int, last: d
 
 
 def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple[int, int | None]]]:
-    """For each (unit, round) with gradients here: the entry that makes the first, and the moment of the last use.
+    """For each (unit, round) with gradients here: the entry that makes the first one, and the moment of the last use.
 
-    That is the update, or the send behind it that hands a ring's sum on.
+    The last use is the update, or a later send that passes on the sum of a ring.
     """
     first: dict[tuple[int, int], int] = {}
     update: dict[tuple[int, int], int] = {}
@@ -110,28 +110,28 @@ def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple
 
 
 def _in_buffer(value: Value, entry: Entry, gradients: dict[tuple[int, int], tuple[int, int | None]]) -> bool:
-    """Does this value live in the gradient buffer: a sum, or the partial sum that this worker adds up itself?"""
+    """True if this value lives in the gradient buffer: a sum, or the partial sum that this worker adds up itself."""
     if (value.stage, value.version) not in gradients:
         return False
     return value.kind is Kind.SUM or not isinstance(entry, Transfer)
 
 
 def _swaps(entry: Entry, value: Value) -> bool:
-    """Does this use turn one form of the activations into another (R: kept into saved, I: saved or kept into rest)?"""
+    """True if this use converts activations (R: kept into saved, I: saved or kept into rest)."""
     if type(entry) is Action and (entry.op is Op.B or entry.op is Op.W):
         return False
     return any((a.op is Op.R or a.op is Op.I) and (a.stage, a.mb) == (value.stage, value.mb) for a in actions(entry))
 
 
 def _ends(flow: Flow, value: Value) -> bool:
-    """Does a value end with its last local use? Parameters only if they are replaced."""
+    """True if a value ends with its last local use. Parameters end only if an update replaces them."""
     if value.kind is Kind.PARAM:
         return value._replace(version=value.version + 1) in flow.ids
     return value.kind in CONSUMED or value.kind is Kind.SUM or value.kind is Kind.NORM
 
 
 def _working(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
-    """Activations that exist only while a whole backward with recompute inside runs."""
+    """Yields activations that exist only while a whole backward with inline recompute runs."""
     for index, entry in enumerate(flow.lists[worker]):
         for action in actions(entry):
             if action.op is Op.B and not price.recompute[action.stage].early:

@@ -1,10 +1,10 @@
-"""Linear orders of a schedule: one sweep over effects, and the run in which every send and receive blocks.
+"""Linear orders of a schedule: one sweep over the effects, and a run in which every send and receive blocks.
 
-`sweep` lets each worker go down its list as soon as its inputs exist anywhere; sorted by end it is the linear order in
-which communication is placed: what is still running when a message leaves then stands behind it in both lists. (Lists
-beyond the workers' are channels, whose messages are sorted by when they leave.)
-`rendezvous` runs a lowered schedule in the strictest way there is, and either ends with a linear order or names who waits
-for whom.
+`sweep` lets each worker advance through its list as soon as its inputs exist anywhere. Sorted by end time, the result is the
+linear order in which communication is placed: an entry that is still running when a message is sent comes after the message
+in both lists. (Lists beyond the workers' lists are channels; their messages are sorted by when they are sent.)
+`rendezvous` runs a lowered schedule with blocking sends and receives. It returns a linear order, or names which worker waits
+for which.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Place = tuple[int, int]
 """(worker, index in its list)."""
 
 SLOTS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.R: 1.0}
-"""Durations where nothing better is known: a backward is twice a forward."""
+"""Default durations: a backward takes twice as long as a forward."""
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Hold the garbage collector off: it would walk the tuples of a large schedule again and again, and finds no cycle."""
+    """Pause the garbage collector. It would scan the tuples of a large schedule many times, and they contain no cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -38,11 +38,11 @@ def no_collection() -> Iterator[None]:
 
 
 JOINT = (Op.S, Op.N)
-"""Ops that a group may have to issue together."""
+"""Ops that a group of workers may have to issue together."""
 
 
 def slots(entry: Entry) -> float:
-    """How long an entry takes in unit slots."""
+    """Returns the duration of an entry in unit slots."""
     if isinstance(entry, Action):
         time = SLOTS.get(entry.op, 0.0)
         return time if entry.part < 0 else time / 2
@@ -51,7 +51,7 @@ def slots(entry: Entry) -> float:
 
 @dataclass(frozen=True)
 class Flow:
-    """The effects of all entries, taken once, with values interned as numbers."""
+    """The effects of all entries, computed once, with values interned as numbers."""
 
     schedule: Schedule
     lists: Lists
@@ -63,7 +63,7 @@ class Flow:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Flow:
-        """Ask the rule for every entry once."""
+        """Applies the rule once to every entry."""
         ids: dict[Value, int] = {}
         effects = rule(schedule)
         reads: list[list[tuple[int, ...]]] = []
@@ -79,7 +79,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Start and end of every entry under a sweep, the places in order of end, and where workers got stuck."""
+    """Start and end of every entry in a sweep, all places sorted by end, and where workers are stuck."""
 
     sequence: list[Place]
     start: list[list[float]]
@@ -91,7 +91,7 @@ class Sweep:
 def sweep(
     flow: Flow, *, duration: Callable[[int, Entry], float] | None = None, delay: Callable[[int, int, int], float] | None = None
 ) -> Sweep:
-    """Run every list as soon as inputs exist; `delay(value, writer, reader)` is the way of a value between two workers."""
+    """Run every list as soon as inputs exist; `delay(value, writer, reader)` is a value's travel time between workers."""
     run = _Run(flow, duration or (lambda _, entry: slots(entry)), delay)
     while run.ready:
         run.advance(run.ready.pop())
@@ -99,7 +99,7 @@ def sweep(
 
 
 class _Run:
-    """The state of a sweep: when every value is there and on which worker, and who waits for what."""
+    """The state of a sweep: when and on which worker each value exists, and which worker waits for what."""
 
     def __init__(
         self, flow: Flow, duration: Callable[[int, Entry], float], delay: Callable[[int, int, int], float] | None
@@ -121,7 +121,7 @@ class _Run:
         self.ready = list(range(len(flow.lists) - 1, -1, -1))
 
     def advance(self, worker: int) -> None:
-        """Let a worker go down its list until a value or a partner is missing."""
+        """Advances a worker until a value or a partner is missing."""
         entries, reads = self.flow.lists[worker], self.flow.reads[worker]
         index = len(self.start[worker])
         while index < len(entries):
@@ -137,7 +137,7 @@ class _Run:
             index += 1
 
     def _inputs(self, worker: int, reads: tuple[int, ...]) -> float:
-        """When a worker is free and has all of these values; below zero if one does not exist yet."""
+        """Returns when a worker is free and has all these values; negative if one does not exist yet."""
         at, time, delay = self.free[worker], self.time, self.delay
         for value in reads:
             if (made := time[value]) < 0.0:
@@ -151,7 +151,7 @@ class _Run:
         return at
 
     def _meet(self, worker: int, entry: Action, count: int, at: float) -> bool:
-        """Come to a collective; the last of its members runs it for all of them."""
+        """Registers a worker at a collective; the last member to arrive runs it for all."""
         self.free[worker] = at
         here = self.arrived.setdefault(entry, [])
         here.append(worker)
@@ -177,7 +177,7 @@ class _Run:
                 self.ready.extend(self.waiting.pop(value))
 
     def result(self) -> Sweep:
-        """The order by end, and where workers got stuck."""
+        """Returns the order by end, and where workers are stuck."""
         self.sequence.sort()
         counts = ((worker, len(started)) for worker, started in enumerate(self.start))
         stuck = {worker: count for worker, count in counts if count < len(self.flow.lists[worker])}
@@ -193,10 +193,10 @@ class Blocked:
 
 
 def rendezvous(schedule: Schedule) -> tuple[list[tuple[Place, ...]], Blocked | None]:
-    """Run lowered lists with blocking sends, receives and collectives: the events in order, and where it got stuck.
+    """Run lowered lists with blocking sends, receives and collectives. Returns the events in order, and where it is stuck.
 
-    An event is one place, the two ends of a message (sender first), or all members of a collective. The outcome does not
-    depend on the order in which workers are tried: a worker has one thing to do next, and partners are fixed.
+    An event is one place, the two ends of a message (sender first), or all members of a collective. The result does not
+    depend on the order in which workers are tried: each worker has exactly one next entry, and partners are fixed.
     """
     lists = schedule.lists
     at = [0] * len(lists)
@@ -234,7 +234,7 @@ def rendezvous(schedule: Schedule) -> tuple[list[tuple[Place, ...]], Blocked | N
 
 
 def _ends(lists: Lists, at: Sequence[int], worker: int, entry: Transfer) -> tuple[int, ...] | None:
-    """Sender and receiver of a message, once the peer stands at its other end."""
+    """Returns sender and receiver of a message if the peer has reached the other end; otherwise None."""
     peer = entry.peer
     if peer >= len(lists) or at[peer] >= len(lists[peer]):
         return None
@@ -245,7 +245,7 @@ def _ends(lists: Lists, at: Sequence[int], worker: int, entry: Transfer) -> tupl
 
 
 def _members(schedule: Schedule, lists: Lists, at: Sequence[int], worker: int, entry: Action) -> tuple[int, ...] | None:
-    """The group of a collective once all of it is there; nobody for what a worker does alone."""
+    """Returns the group of a collective if all members have reached it, else None; () if the worker runs it alone."""
     group = collective(schedule, entry)
     if len(group) < 2 or worker not in group:
         return ()

@@ -1,4 +1,4 @@
-"""What an entry takes and a value weighs on a given schedule: the one place where costs meet actions."""
+"""Seconds of entries and bytes of values for a given schedule: the one place that combines costs with actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.ir.schedule import Schedule
 class Price:
     """Seconds of entries and bytes of values.
 
-    A cell takes `F + B - overlap * min(F, B)`: 0 gains nothing by overlapping, 1 hides the shorter action.
+    A cell takes `F + B - overlap * min(F, B)`: with 0 overlapping saves nothing, with 1 it hides the shorter action.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class Price:
         self.cluster = cluster or Cluster()
         self.overlap = overlap
         self.recompute = schedule.recompute or ()
-        self.narrow = all(len(team) == 1 for copy in schedule.placement.teams for teams in copy for team in teams)
+        self.narrow = all(len(team) == 1 for replica in schedule.placement.teams for teams in replica for team in teams)
         self._seconds: dict[tuple[Op, int, int], float] = {}
         self._bytes: dict[tuple[Kind, int, int], float] = {}
 
     def entry_s(self, worker: int, entry: Entry) -> float:
-        """How long an entry occupies its worker (a sync: its group)."""
+        """Returns how long an entry occupies its worker (for a sync: its group)."""
         if isinstance(entry, Action):
             return self.action_s(worker, entry)
         if isinstance(entry, Cell):
@@ -41,7 +41,7 @@ class Price:
         return 0.0
 
     def action_s(self, worker: int, action: Action) -> float:
-        """How long an action takes on this worker, for its rows and its part of the microbatch."""
+        """Returns how long an action takes on this worker, for its rows and its part of the microbatch."""
         key = (action.op, action.stage, action.part)
         time = self._seconds.get(key)
         if time is None:
@@ -51,7 +51,7 @@ class Price:
         return time * self.row_share(worker, action.replica, action.stage, action.mb)
 
     def whole_s(self, op: Op, stage: int) -> float:
-        """An op on all rows of a microbatch, or a sync; recompute inside a backward is part of it."""
+        """Returns the time of an op on all rows of a microbatch, or of a sync. Inline recompute counts into the backward."""
         if op not in COMPUTE:
             return self.sync_s(stage) if op is Op.S else 0.0
         cost = self.costs[stage]
@@ -72,11 +72,11 @@ class Price:
                 return 0.0
 
     def sync_s(self, unit: int) -> float:
-        """How long the sync of a unit takes; a tie group's is counted with its stages."""
+        """Returns how long the sync of a unit takes; the sync of a tie group is included in its stages."""
         return self.costs[unit].sync_s if unit < len(self.costs) and not self.schedule.ring else 0.0
 
     def value_bytes(self, worker: int, value: Value) -> float:
-        """How much memory a value takes on this worker."""
+        """Returns how much memory a value uses on this worker."""
         kind = value.kind
         key = (kind, value.stage, value.part)
         size = self._bytes.get(key)
@@ -90,7 +90,7 @@ class Price:
         return size * self.row_share(worker, value.replica, value.stage, value.mb) if rows else size
 
     def whole_bytes(self, kind: Kind, stage: int) -> float:
-        """How much memory a kind of value takes with all rows of a microbatch."""
+        """Returns how much memory a kind of value uses with all rows of a microbatch."""
         match kind:
             case Kind.ACT:
                 return self.costs[stage].output_bytes
@@ -104,14 +104,14 @@ class Price:
                 return 0.0
 
     def message_s(self, value: Value, source: int, target: int) -> tuple[float, float]:
-        """A message's time on the link and the latency behind it."""
+        """Returns how long a message occupies the link, and the latency after that."""
         link = self.cluster.between(source, target)
         if value.kind is Kind.TURN:
             return 0.0, link.latency_s
         return link.busy_s(self.value_bytes(source, value)), link.latency_s
 
     def row_share(self, worker: int, replica: int, stage: int, mb: int) -> float:
-        """Which fraction of a microbatch's rows this worker has."""
+        """Returns the fraction of a microbatch's rows that this worker has."""
         team = self.schedule.placement.team(replica, stage, mb)
         if len(team) == 1:
             return 1.0
@@ -121,7 +121,7 @@ class Price:
         return bool(self.recompute) and self.recompute[stage].share > 0 and not self.recompute[stage].early
 
     def _saved_bytes(self, kind: Kind, stage: int) -> float:
-        """Activations of a stage; where it recomputes, `kept` is its input and the share that is not dropped."""
+        """Activation bytes of a stage. If it recomputes, `kept` is its input plus the share that is not dropped."""
         full = self.costs[stage].activation_bytes
         if kind is not Kind.KEPT:
             return full

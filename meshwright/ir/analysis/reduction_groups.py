@@ -1,7 +1,7 @@
-"""Which ranks add up a unit's gradients together, over all data-parallel copies of a schedule's workers.
+"""Which ranks sum a unit's gradients together, over all data-parallel copies of the pipeline.
 
-Rank w + workers * j is worker w of copy j. With collectives all holders of a unit in all copies are one group. A ring adds
-up inside a copy by messages; the worker that completes the sum then adds it to those of its siblings in the other copies.
+Rank w + workers * j is worker w of copy j. With collectives, all holders of a unit in all copies form one group. A ring sums
+inside a copy with messages; the worker that completes the sum then adds it to the sums of its siblings in the other copies.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from meshwright.ir.schedule import Schedule
 
 Ranks = tuple[int, ...]
 Groups = tuple[tuple[Ranks, ...], ...]
-"""For each unit its groups; a rank is in at most one of them."""
+"""The groups of each unit; a rank is in at most one of them."""
 
 
 def siblings(schedule: Schedule, copies: int, worker: int) -> Ranks:
-    """The ranks that are this worker in their copies."""
+    """Returns the ranks that have this worker index in their data-parallel copy."""
     return tuple(worker + schedule.workers * j for j in range(copies))
 
 
 def holders(schedule: Schedule, copies: int, unit: int) -> Ranks:
-    """Every rank that holds a unit's parameters, over all copies."""
+    """Returns every rank that holds a unit's parameters, over all data-parallel copies."""
     return tuple(w + schedule.workers * j for j in range(copies) for w in schedule.holders[unit])
 
 
 def groups(schedule: Schedule, copies: int) -> Groups:
-    """The groups that add up each unit; all ranks make them alike."""
+    """Returns the groups that sum each unit. All ranks compute the same groups."""
     if not schedule.ring:
         return tuple((holders(schedule, copies, unit),) for unit in range(schedule.units))
     closing: list[dict[int, None]] = [{} for _ in range(schedule.units)]

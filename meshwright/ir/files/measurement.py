@@ -1,8 +1,8 @@
-"""What a run has measured: its lowered schedule, what its stages cost, and the timeline of one step; and their file form.
+"""The result of a measured run: its lowered schedule, the costs of its stages, and the timeline of one step.
 
     {"schema": 1, "kind": "measurement", "steps": [3, 6], "schedule": {...}, "costs": {...}, "timeline": {...}}
 
-The parts are the files that other verbs read: a schedule, a cost file and a timeline.
+The parts have the same form as the files that other verbs read: a schedule, a cost file and a timeline.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ from meshwright.ir.timeline import Timeline
 
 SCHEMA = 1
 FILE = "measurement.json"
-"""The file of a measurement inside the output folder of a run."""
+"""The name of the measurement file in the output folder of a run."""
 
 _KEYS = frozenset(["schema", "kind", "steps", "schedule", "costs", "timeline"])
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured plan.
+    """What a run has measured. `meshwright.measure` makes one.
 
     Attributes:
         schedule: The lowered schedule that ran.
         costs: For each stage its seconds and bytes for one microbatch, the mean over traced steps.
         timeline: The last traced step. Worker w of copy j is worker w + schedule.workers * j.
         steps: The first and the last traced step of the run, counted from 1.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule, costs = mw.schedules.build("gpipe", workers=2, microbatches=2), mw.even_costs(stages=2, workers=2)
+        >>> found = mw.Measurement(mw.lower(schedule), costs, mw.simulate(schedule, costs), steps=(3, 6))
+        >>> found.copies, found.timeline.makespan_s
+        (1, 9.0)
     """
 
     schedule: Schedule
@@ -44,12 +51,26 @@ class Measurement:
 
     @property
     def copies(self) -> int:
-        """Copies of the pipeline (dp)."""
+        """The number of data-parallel copies of the pipeline (dp)."""
         return self.timeline.workers // self.schedule.workers
 
 
 def measurement_to_json(found: Measurement) -> str:
-    """Write a measurement; `measurement_from_json` gives back an equal one."""
+    """Write a measurement.
+
+    Args:
+        found: The measurement.
+
+    Returns:
+        JSON text, from which `measurement_from_json` makes an equal measurement.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule, costs = mw.schedules.build("gpipe", workers=2, microbatches=2), mw.even_costs(stages=2, workers=2)
+        >>> found = mw.Measurement(mw.lower(schedule), costs, mw.simulate(schedule, costs))
+        >>> mw.measurement_from_json(mw.measurement_to_json(found)) == found
+        True
+    """
     return json.dumps(
         {
             "schema": SCHEMA,
@@ -63,7 +84,23 @@ def measurement_to_json(found: Measurement) -> str:
 
 
 def measurement_from_json(text: str) -> Measurement:
-    """Read a measurement."""
+    """Read a measurement, for example `measurement.json` in the output folder of a traced run.
+
+    Args:
+        text: The JSON text.
+
+    Returns:
+        The measurement.
+
+    Raises:
+        MeshwrightError: The text is not a measurement, or its parts do not fit each other.
+
+    Examples:
+        ```python
+        found = meshwright.measurement_from_json(Path("out/measurement.json").read_text())
+        predicted = meshwright.simulate(found.schedule, found.costs)
+        ```
+    """
     read = Reader(parsed(text, "a measurement"), "a measurement", kind="measurement", schema=SCHEMA, keys=_KEYS)
     schedule: Schedule = read("schedule", _part(schedule_from_json))
     costs: tuple[StageCost, ...] = read("costs", _part(costs_from_json))
@@ -72,18 +109,18 @@ def measurement_from_json(text: str) -> Measurement:
         raise MeshwrightError(
             f"a measurement of {schedule.stages} stages and {schedule.workers} workers has costs for {len(costs)} stages and a "
             f"timeline of {timeline.workers} workers",
-            fix="the file as it was written",
+            fix="use the file as it was written",
         )
     return Measurement(schedule, costs, timeline, read("steps", _steps))
 
 
 def _part(convert: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """A part that is a file of its own elsewhere."""
+    """Converts a part that is also a file format of its own."""
     return lambda value: convert(json.dumps(value))
 
 
 def _steps(value: Any) -> tuple[int, int]:
     first, last = map(positive, rows(value))
     if last < first:
-        raise MeshwrightError(f"steps {first} to {last} are none")
+        raise MeshwrightError(f"steps {first} to {last} are an empty range")
     return first, last

@@ -1,10 +1,10 @@
-"""torch.distributed.pipelining's CSV: read and write both of its forms, for what it can express.
+"""Read and write the two CSV forms of torch.distributed.pipelining, as far as they can express a schedule.
 
-The compute form has one row per rank and a cell per time step (`0F0`, `1I2`, `1W2`, `0B3`, empty for idle); the lowered form
-adds `0SEND_F0`, `1RECV_F0`, `1SEND_B0`, `0RECV_B0`. Overlapped pairs are written `(0F1;3B0)OVERLAP_F_B`. The form knows no
-replicas, versions, parts, teams, recompute, syncs or updates: a schedule that needs them is refused, except that the syncs
-and updates which lowering added are left out, since torch does them behind the schedule. So is the order of messages that a
-schedule has chosen for its channels: the compute form has none, and the lowered form shows what became of it.
+The compute form has one row per rank and one cell per time step (`0F0`, `1I2`, `1W2`, `0B3`, empty for idle). The lowered form
+adds `0SEND_F0`, `1RECV_F0`, `1SEND_B0`, `0RECV_B0`. Overlapped pairs are written `(0F1;3B0)OVERLAP_F_B`. The CSV has no
+replicas, versions, parts, teams, recompute, syncs or updates, so a schedule that needs them raises. Two things are left out
+without an error: the syncs and updates that lowering added, because torch runs them after the schedule; and the message order
+that a schedule chose for its channels, because the compute form has no messages and the lowered form shows the result.
 """
 
 from __future__ import annotations
@@ -19,21 +19,54 @@ from meshwright.ir.placement import Placement
 from meshwright.ir.schedule import Schedule
 
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
-"""Cells about sharded parameters, which torch adds to every lowered schedule and nothing here needs."""
+"""Cells for sharded parameters. torch adds them to every lowered schedule; they are not needed here."""
 _CELL = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B", re.ASCII)
-ODD_CELL = "a cell other than a forward with a whole backward behind it"
+ODD_CELL = "a cell other than a forward with a whole backward after it"
 _COMPUTE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _TRANSFER = re.compile(r"(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})", re.ASCII)
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The compute form of a schedule, or the lowered form of a lowered one."""
+    """Write a schedule as CSV for torch.distributed.pipelining.
+
+    Args:
+        schedule: The schedule. A lowered one is written in torch's lowered form, with sends and receives.
+
+    Returns:
+        CSV text, one line for each rank.
+
+    Raises:
+        MeshwrightError: The schedule has something that the format has no word for, such as replicas.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> print(mw.to_csv(mw.schedules.build("gpipe", workers=2, microbatches=2)), end="")
+        0F0,0F1,0B0,0B1
+        1F0,1F1,1B0,1B1
+    """
     _refuse(schedule)
     return "".join(",".join(filter(None, (_cell(entry) for entry in entries))) + "\n" for entries in schedule.lists)
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Read either form; the placement follows from which rank runs which stage."""
+    r"""Read a schedule from the CSV of torch.distributed.pipelining, in either of its forms.
+
+    Args:
+        text: The CSV text. Which rank runs which stage gives the placement.
+        name: What the schedule is called.
+
+    Returns:
+        The schedule; lowered if the text has sends and receives.
+
+    Raises:
+        MeshwrightError: A cell cannot be read, or a stage runs on two ranks.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+        >>> schedule.stages, schedule.microbatches
+        (2, 2)
+    """
     cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     rows = [[_parsed(cell) for cell in row if cell and not _SHARDING.fullmatch(cell)] for row in cells]
     where: dict[int, int] = {}
@@ -59,7 +92,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 class _Half(tuple[bool, Kind, int, int]):
-    """One end of a message as torch writes it: sends, kind, boundary stage, microbatch; the peer is not in it."""
+    """One end of a message as torch writes it: sends, kind, boundary stage, microbatch. It does not name the peer."""
 
 
 def _parsed(cell: str) -> Action | Cell | _Half:
@@ -84,13 +117,13 @@ def _resolved(cell: Action | Cell | _Half, where: dict[int, int]) -> Entry:
         return cell
     sends, kind, boundary, mb = cell
     if boundary not in where or boundary + 1 not in where:
-        raise MeshwrightError(f"there is no boundary behind stage {boundary}")
+        raise MeshwrightError(f"there is no boundary after stage {boundary}")
     peer = where[boundary + 1 if sends == (kind is Kind.ACT) else boundary]
     return Transfer(sends, Value(kind, boundary, mb), peer)
 
 
 def _with_updates(schedule: Schedule) -> Schedule:
-    """A lowered schedule ends its step with syncs, the reduction and updates, which torch's form leaves out."""
+    """Appends syncs, the global reduction and updates, which a lowered schedule needs and torch's form leaves out."""
     lists = []
     for worker, entries in enumerate(schedule.lists):
         units = [unit for unit in reversed(range(schedule.units)) if worker in schedule.holders[unit]]
@@ -120,7 +153,7 @@ def _refuse(schedule: Schedule) -> None:
     placement = schedule.placement
     problems: Sequence[tuple[bool, str]] = (
         (placement.replicas > 1, "several replicas"),
-        (any(len(teams) > 1 or len(teams[0]) > 1 for copy in placement.teams for teams in copy), "teams"),
+        (any(len(teams) > 1 or len(teams[0]) > 1 for replica in placement.teams for teams in replica), "teams"),
         (schedule.parts > 1, "half microbatches"),
         (not schedule.flush, "steps without a flush"),
         (schedule.steps > 1, "several steps"),

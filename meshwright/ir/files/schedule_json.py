@@ -1,9 +1,9 @@
-"""The file form of a schedule: JSON, one text of entries per worker and segment (docs/schedule-file.md describes it).
+"""The file form of a schedule: JSON, with one text of entries per worker and segment (see docs/schedule-file.md).
 
     {"schema": 1, "kind": "schedule", "name": "onef1b", "microbatches": 2,
      "placement": [[[[0]], [[1]]]], "period": ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]}
 
-What is left out has its default, so that short files stay short.
+Keys that are left out have their default, so that short files stay short.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.ir.schedule import ChannelOrder, Lists, Recompute, Schedule
 
 SCHEMA = 1
 LARGEST = 5_000_000
-"""No schedule is read or built with more entries: 64 workers with 4096 microbatches, lowered, have a third of it."""
+"""The most entries that a schedule may have: 64 workers with 4096 microbatches, lowered, have a third of it."""
 _KEYS = frozenset(
     [
         "schema",
@@ -48,7 +48,20 @@ _KEYS = frozenset(
 
 
 def schedule_to_json(schedule: Schedule) -> str:
-    """Write a schedule; `schedule_from_json` gives back an equal one."""
+    """Write a schedule as a file that `check`, `show` and `simulate` read.
+
+    Args:
+        schedule: The schedule, lowered or not.
+
+    Returns:
+        JSON text, from which `schedule_from_json` makes an equal schedule.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> schedule = mw.schedules.build("chimera", workers=4, microbatches=4)
+        >>> mw.schedule_from_json(mw.schedule_to_json(schedule)) == schedule
+        True
+    """
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "schedule",
@@ -78,12 +91,29 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """Read a schedule; whatever is wrong with the file is said, with the place."""
+    """Read a schedule.
+
+    Args:
+        text: The JSON text.
+
+    Returns:
+        The schedule. It is not proved yet; `check` does that.
+
+    Raises:
+        MeshwrightError: The text is not a schedule file; the message names the place.
+
+    Examples:
+        >>> import meshwright as mw
+        >>> text = '''{"schema": 1, "kind": "schedule", "name": "mine", "microbatches": 1,
+        ...   "placement": [[[[0]], [[1]]]], "period": ["0F0 0B0", "1F0 1B0"]}'''
+        >>> mw.check(mw.schedule_from_json(text)).ok
+        True
+    """
     return schedule_from(parsed(text, "a schedule file"), "a schedule file")
 
 
 def schedule_from(data: Any, what: str) -> Schedule:
-    """Read a schedule from the object that a file held."""
+    """Reads a schedule from the parsed JSON object."""
     read = Reader(data, what, kind="schedule", schema=SCHEMA, keys=_KEYS)
     placement = Placement(read("placement", _teams), read("rows", count, 0))
     workers, stages = placement.workers, placement.stages
@@ -111,14 +141,14 @@ def schedule_from(data: Any, what: str) -> Schedule:
 
 
 def _refuse_large(schedule: Schedule) -> None:
-    """A short file may stand for more than fits into memory: periods, turns, parts and workers are all unrolled."""
+    """Raises if a short file unrolls to more than fits into memory. Periods, turns, parts and workers are all unrolled."""
     once, often = (sum(map(len, lists)) for lists in ((*schedule.prologue, *schedule.drain), schedule.period))
     lists = (once + schedule.repeats * (often + len(schedule.turns))) * schedule.parts
     if (size := schedule.workers + lists + schedule.parts) > LARGEST:
         raise MeshwrightError(
             f"{schedule.name} unrolls to {size} entries ({schedule.workers} workers, {often} entries in a period, "
-            f"{schedule.repeats} repeats, {schedule.parts} parts), at most {LARGEST} are read",
-            fix="fewer repeats: one period stands for training of any length",
+            f"{schedule.repeats} repeats, {schedule.parts} parts), the limit is {LARGEST}",
+            fix="fewer repeats: one period describes training of any length",
         )
 
 
@@ -126,10 +156,10 @@ def _recompute(value: Any, stages: int) -> tuple[Recompute, ...] | None:
     if value is None:
         return None
     if len(rows(value)) != stages:
-        raise MeshwrightError(f"there are {stages} stages, recompute names {len(value)}")
+        raise MeshwrightError(f"there are {stages} stages, but recompute has {len(value)}")
     found = tuple(Recompute(number(share), flag(early)) for share, early in value)
     if any(how.share > 1 for how in found):
-        raise MeshwrightError("a share of recompute is at most 1")
+        raise MeshwrightError("a recompute share is at most 1")
     return found
 
 
@@ -139,18 +169,18 @@ def _texts(lists: Lists) -> list[str]:
 
 def _lists(value: Any, workers: int) -> Lists:
     if len(rows(value)) not in (0, workers):
-        raise MeshwrightError(f"the placement has {workers} workers, there are {len(value)} lists")
+        raise MeshwrightError(f"the placement has {workers} workers, but there are {len(value)} lists")
     return tuple(tuple(parse(word) for word in reading.text(text).split()) for text in value)
 
 
 def _teams(value: Any) -> tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]:
     teams = tuple(
-        tuple(tuple(tuple(count(w) for w in rows(t)) for t in rows(stage)) for stage in rows(copy)) for copy in rows(value)
+        tuple(tuple(tuple(count(w) for w in rows(t)) for t in rows(stage)) for stage in rows(replica)) for replica in rows(value)
     )
-    if not teams or not teams[0] or any(len(copy) != len(teams[0]) for copy in teams):
+    if not teams or not teams[0] or any(len(replica) != len(teams[0]) for replica in teams):
         raise MeshwrightError("every replica needs the same stages, at least one")
-    if any(not stage or any(not team or len(set(team)) != len(team) for team in stage) for copy in teams for stage in copy):
-        raise MeshwrightError("every stage needs at least one team, and a team different workers")
+    if any(not stage or any(not team or len(set(team)) != len(team) for team in stage) for replica in teams for stage in replica):
+        raise MeshwrightError("every stage needs at least one team, and the workers of a team must differ")
     return teams
 
 

@@ -1,1 +1,1 @@
-"""A plan: what a user asks for, an own order in it, and its file form."""
+"""A plan: what a user asks for, its optional schedule (`order`), and its file form."""

@@ -1,4 +1,4 @@
-"""What a user asks for: degrees, a schedule, and how it is to run. One type for the API, a file's table and the flags."""
+"""What a user asks for: degrees, a schedule and its options. The API, plan files and CLI flags share this one type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.ir.reader import LARGEST
 from meshwright.ir.schedule import Schedule
 
 LOCAL_RANKS = 256
-"""More processes than this are not started on one host."""
+"""The most processes that are started on one host."""
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -27,16 +27,16 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]B|[KMG]iB)", re.IGNORECASE)
 
 
 class TransportName(StrEnum):
-    """How messages travel."""
+    """The transport that carries messages."""
 
-    AUTO = "auto"  # shared where possible, else torch
+    AUTO = "auto"  # shared memory if possible, otherwise torch
     TORCH = "torch"  # torch.distributed
     SHARED = "shared"  # shared memory of one host
-    STRICT = "strict"  # every send and receive blocks: to test schedules
+    STRICT = "strict"  # every send and receive blocks; for testing schedules
 
 
 def parse_name(name: str) -> TransportName:
-    """The transport that a user's word means."""
+    """Returns the transport of this name."""
     try:
         return TransportName(name)
     except ValueError:
@@ -44,19 +44,41 @@ def parse_name(name: str) -> TransportName:
 
 
 class Unsaid(int):
-    """A count that nobody gave: an own schedule may say another one."""
+    """A default count that the user did not set; the plan's own schedule may replace it."""
 
 
 class UnsaidName(str):
-    """A name that nobody gave."""
+    """A default name that the user did not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """`pp` workers per pipeline, `dp` copies of it, `width[s]` workers that share the rows of stage s.
+    """A plan: how many workers, which schedule, and how it runs. All arguments are keywords.
 
-    `schedule` is a name, a `Schedule`, a schedule file, or `package.module:function`. The last two stay as they are until
-    `schedules.settled` has read or called them.
+    Every `parallel=` takes one, or a mapping with the same keys, or a plan file.
+
+    Args:
+        pp: Workers of one pipeline.
+        dp: Copies of the pipeline, each with its own rows of the batch.
+        schedule: A name, a `Schedule`, a schedule file, or `package.module:function`.
+        microbatches: Microbatches of one step; 0 stands for as many as workers.
+        options: Options of the schedule, such as `{"mode": "halving"}`.
+        sync: When gradients are added up: `lazy`, `eager`, `eager-opt` or `ring`.
+        recompute: `none`, `inline`, `early`, a share for each stage, or a budget in bytes such as `"2GB"`.
+        width: For each stage how many workers share its rows; empty is one each.
+        transport: `auto`, `torch`, `shared` or `strict`.
+        stages: Where the stages after the first begin: modules by name, or numbers of layers. Empty: cut evenly.
+        order: The lists themselves, instead of a schedule by name.
+        costs: What each stage costs, so that the schedule is shaped by it.
+
+    Raises:
+        MeshwrightError: A value is not possible, or two of them contradict each other.
+
+    Examples:
+        >>> from meshwright import Parallel
+        >>> plan = Parallel(pp=4, dp=2, schedule="chimera", microbatches=8)
+        >>> plan.processes
+        8
     """
 
     pp: int = Unsaid(1)
@@ -69,11 +91,11 @@ class Parallel:
     width: tuple[int, ...] = ()
     transport: str = "auto"
     stages: tuple[str | int, ...] = ()
-    """Where stages behind the first begin: modules by name, or numbers of layers; empty for cuts that are worked out."""
+    """Where the stages after the first begin: module names or layer numbers. Empty: Meshwright chooses the cuts."""
     order: Schedule | None = None
-    """The lists themselves, where they are not what the builder of a named schedule gives; `pp` and others follow from it."""
+    """The schedule itself, if it is not built by name; `pp` and other fields are taken from it."""
     costs: tuple[StageCost, ...] = ()
-    """What each stage costs, where it was measured: builders and lowering shape a schedule by it."""
+    """Measured cost of each stage; builders and lowering use it to choose the order."""
 
     def __post_init__(self) -> None:
         self._take_own()
@@ -86,7 +108,7 @@ class Parallel:
                 )
         for name, example in (("schedule", "onef1b"), ("sync", "eager"), ("transport", "auto")):
             if not isinstance(word := getattr(self, name), str):
-                raise MeshwrightError(f"{name} is a name, got {shown(word)}", fix=f'{name}="{example}"')
+                raise MeshwrightError(f"{name} must be a name, got {shown(word)}", fix=f'{name}="{example}"')
         parse_name(self.transport)
         options = _options(self.options)
         self._set(options=options, recompute=_recompute(self.recompute), width=_width(self.width), stages=_stages(self.stages))
@@ -101,18 +123,18 @@ class Parallel:
             raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
 
     def _take_own(self) -> None:
-        """A schedule that is given as such is an order; a path is the name of a file."""
+        """Turns a `Schedule` given as `schedule` into `order`, and a path into a file name."""
         given: object = self.schedule
         if isinstance(given, Schedule):
             if self.order is not None:
-                raise MeshwrightError("schedule and order are both a schedule", fix="one of them")
+                raise MeshwrightError("schedule and order are both a schedule", fix="give only one of them")
             self._set(schedule=given.name, order=given)
         elif isinstance(given, Path):
             self._set(schedule=str(given))
         self._set(order=order_of(self.order))
 
     def _follow(self, order: Schedule) -> None:
-        """Counts that an order says; what was given besides must agree."""
+        """Takes counts from the order; values that the user gave must agree with it."""
         given = Follows(
             pp=None if isinstance(self.pp, Unsaid) else self.pp,
             microbatches=None if isinstance(self.microbatches, Unsaid) else self.microbatches or None,
@@ -129,17 +151,17 @@ class Parallel:
             object.__setattr__(self, name, value)
 
     def given(self) -> dict[str, Any]:
-        """All fields by name, but for counts that nobody gave."""
+        """Returns all fields by name, without counts and names that the user did not set."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if not isinstance(value, Unsaid | UnsaidName)}
 
     @classmethod
     def of(cls, given: Parallel | Mapping[str, Any]) -> Parallel:
-        """From a mapping; what is unknown is refused with what is known."""
+        """Builds a plan from a mapping. Raises on unknown keys and lists the known ones."""
         if isinstance(given, Parallel):
             return given
         if not isinstance(given, Mapping):
-            raise MeshwrightError(f"parallel is a Parallel or a mapping, got {shown(given)}", fix="parallel=dict(pp=2)")
+            raise MeshwrightError(f"parallel must be a Parallel or a mapping, got {shown(given)}", fix="parallel=dict(pp=2)")
         known = [f.name for f in fields(cls)]
         if unknown := sorted(map(str, set(given) - set(known))):
             raise MeshwrightError(f"parallel has no {', '.join(map(repr, unknown))[:400]}", fix=", ".join(known))
@@ -147,40 +169,38 @@ class Parallel:
 
     @property
     def budget_bytes(self) -> float | None:
-        """What a worker may keep between forwards and backwards, where recompute is to be chosen by that."""
+        """Bytes that a worker may hold between forwards and backwards, if `recompute` is a budget; otherwise None."""
         return self.recompute if isinstance(self.recompute, float) else None
 
     @property
     def workers(self) -> int:
-        """Workers of one copy."""
+        """The number of workers of one data-parallel copy."""
         return sum(self.width) if self.width else int(self.pp)
 
     @property
     def processes(self) -> int:
-        """Processes in all."""
+        """The total number of processes."""
         return self.workers * self.dp
 
 
 def refuse_crowd(ranks: int) -> None:
-    """One host takes so many workers and no more; called before any is started."""
+    """Raises if one host would have to start too many workers; called before any of them starts."""
     if ranks > LOCAL_RANKS:
-        raise MeshwrightError(
-            f"{ranks} workers are more than the {LOCAL_RANKS} that are started on one host", fix="torchrun on more hosts"
-        )
+        raise MeshwrightError(f"{ranks} workers exceed the limit of {LOCAL_RANKS} on one host", fix="torchrun on more hosts")
 
 
 def bytes_in(text: str) -> float | None:
-    """A size such as 2GB or 512 MiB in bytes; None where the text is no size with a unit."""
+    """Returns a size such as 2GB or 512 MiB in bytes; None if the text is not a size with a unit."""
     size = _SIZE.fullmatch(text.strip())
     return float(size[1]) * _UNITS[size[2].upper()] if size else None
 
 
 def _options(given: object) -> dict[str, object]:
-    """Options by name; None are none."""
+    """Returns the options by name; None means no options."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise MeshwrightError(f"options are a mapping from names to values, got {shown(given)}", fix="options={'chunks': 2}")
+        raise MeshwrightError(f"options must be a mapping from names to values, got {shown(given)}", fix="options={'chunks': 2}")
     for name, value in given.items():
         if isinstance(value, int) and abs(value) >= LARGEST:
             raise MeshwrightError(f"option {name} must be below {LARGEST}, got {shown(value)}", fix=f"options={{'{name}': 2}}")
@@ -189,7 +209,7 @@ def _options(given: object) -> dict[str, object]:
 
 
 def _recompute(given: object) -> str | float | tuple[float, ...] | None:
-    """A mode by name, a budget in bytes, or shares; that there is one for each stage is checked where stages are known."""
+    """Returns a mode name, a budget in bytes, or shares. The number of shares is checked later, when stages are known."""
     if given is None:
         return None
     if isinstance(given, str):
@@ -202,7 +222,7 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
         return budget
     if (shares := _listed(given)) is None or not all(_is_share(share) for share in shares):
         raise MeshwrightError(
-            "recompute is a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, "
+            "recompute must be a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, "
             f"got {shown(given)}",
             fix="recompute='inline', recompute='2GB', or recompute=[0.5, 1]",
         )
@@ -210,7 +230,7 @@ def _recompute(given: object) -> str | float | tuple[float, ...] | None:
 
 
 def _listed(given: object) -> tuple[Any, ...] | None:
-    """The members of a list or another sequence; None for texts and bytes, which are one thing each."""
+    """Returns the items of a sequence; None for str and bytes, which count as one value."""
     single = isinstance(given, str | bytes | bytearray | memoryview)
     return tuple(given) if isinstance(given, Sequence) and not single else None
 
@@ -220,7 +240,7 @@ def _is_share(given: object) -> bool:
 
 
 def _number(given: object) -> float:
-    """A number as a float: infinity where it is too large for one, NaN where it is no number."""
+    """Returns a number as a float: infinity if it is too large, NaN if it is not a number."""
     if not isinstance(given, Real) or isinstance(given, bool):
         return nan
     try:
@@ -230,13 +250,13 @@ def _number(given: object) -> float:
 
 
 def _stages(given: object) -> tuple[str | int, ...]:
-    """Where stages begin; None is wherever it is best."""
+    """Returns where stages begin; None means that Meshwright chooses."""
     if given is None:
         return ()
     found = _listed(given)
     if found is None or not all(_is_place(at) for at in found):
         raise MeshwrightError(
-            f"stages names the modules that stages begin with, got {shown(given)}",
+            f"stages must list the modules that stages begin with, got {shown(given)}",
             fix='stages=["model.layers.4", "model.layers.8"]',
         )
     return found
@@ -247,10 +267,10 @@ def _is_place(given: object) -> bool:
 
 
 def _width(given: object) -> tuple[int, ...]:
-    """Workers of each stage; None is one each."""
+    """Returns the number of workers of each stage; None means one each."""
     if given is None:
         return ()
     found = _listed(given)
     if found is None or any(isinstance(w, bool) or not isinstance(w, int) or not 0 < w < LARGEST for w in found):
-        raise MeshwrightError(f"width names workers per stage, got {shown(given)}", fix="width=(4, 2, 1, 1)")
+        raise MeshwrightError(f"width must list the workers of each stage, got {shown(given)}", fix="width=(4, 2, 1, 1)")
     return found

@@ -1,4 +1,4 @@
-"""A plan as a file: what a user asks for (`Parallel`), in JSON or TOML, with a schema number.
+"""The file form of a plan (`Parallel`): JSON or TOML, with a schema number.
 
 schema = 1
 [parallel]
@@ -6,7 +6,7 @@ pp = 4
 schedule = "chimera"
 microbatches = 8
 
-A plan with an order has it beside the table, as `order`, in the form of a schedule file.
+A plan that contains its own schedule has it next to the table, as `order`, in the form of a schedule file.
 """
 
 from __future__ import annotations
@@ -33,14 +33,27 @@ _log = logging.getLogger(__name__)
 
 
 def plan_to_json(parallel: Parallel) -> str:
-    """The file form of a plan."""
+    """Write a plan as a file for `--plan`.
+
+    Args:
+        parallel: The plan.
+
+    Returns:
+        JSON text.
+
+    Examples:
+        >>> from meshwright import Parallel, plan_from_json, plan_to_json
+        >>> plan = Parallel(pp=2, schedule="gpipe", microbatches=4)
+        >>> plan_from_json(plan_to_json(plan)) == plan
+        True
+    """
     table = plan_table(parallel)
     order = {"order": table.pop("order")} if "order" in table else {}
     return json.dumps({"schema": SCHEMA, "parallel": table, **order}, indent=1)
 
 
 def plan_table(given: Parallel | Mapping[str, Any]) -> dict[str, Any]:
-    """A plan as values that JSON has; `order` and `costs` are left out where there are none."""
+    """Returns a plan as JSON values; leaves out `order` and `costs` if they are empty."""
     found = given.given() if isinstance(given, Parallel) else dict(given)
     order, costs = found.pop("order", None), found.pop("costs", ())
     if order is not None:
@@ -51,12 +64,27 @@ def plan_table(given: Parallel | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_from_json(text: str) -> Parallel:
-    """Read a plan."""
+    """Read a plan from its file form.
+
+    Args:
+        text: The JSON text.
+
+    Returns:
+        The plan.
+
+    Raises:
+        MeshwrightError: The text is not a plan file, or asks for something that does not exist.
+
+    Examples:
+        >>> from meshwright import plan_from_json
+        >>> plan_from_json('{"schema": 1, "parallel": {"pp": 4, "schedule": "chimera"}}').pp
+        4
+    """
     return Parallel.of(_table(parsed(text, WHAT)))
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
-    """What a plan file asks for, key by key, as it was written."""
+    """Reads a plan file and returns its keys as written."""
     path = Path(path)
     text = file_text(path, "the plan", fix="parallel=dict(pp=2), or a JSON or TOML file")
     found = _table(toml(text, f"the plan {path}") if path.suffix == ".toml" else parsed(text, WHAT))
@@ -66,14 +94,14 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 
 def say_code(path: Path, *names: object) -> None:
-    """A file may come from others, and functions that it names are run: said once, by the rank that speaks for all."""
+    """Warns on rank 0 that a file names functions which will run. The file may come from someone else."""
     named = [name for name in names if isinstance(name, str) and ":" in name]
     if named and os.environ.get("RANK", "0") == "0":
         _log.warning("%s names %s: training imports and runs this code with your rights", path, " and ".join(named))
 
 
 def asked(given: Parallel | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """What `parallel=` asks for, key by key: a Parallel, a mapping, JSON text, or a plan file; None is one process."""
+    """Returns the keys of `parallel=`: a Parallel, a mapping, JSON text or a plan file. None means one process."""
     if given is None:
         return {}
     if isinstance(given, Parallel):
@@ -92,19 +120,19 @@ def asked(given: Parallel | Mapping[str, Any] | str | Path | None) -> dict[str, 
 
 
 def _table(data: Any) -> dict[str, Any]:
-    """The one table of the file, with the order that stands beside it."""
+    """Returns the `parallel` table of the file, together with the `order` next to it."""
     read = Reader(data, WHAT, kind=None, schema=SCHEMA, keys=frozenset({"schema", "parallel", "order"}))
     found = dict(read("parallel", _mapping))
     if "schema" not in data:
         raise MeshwrightError(f"{WHAT} has no 'schema'", fix=f'"schema": {SCHEMA}')
     if "order" in data:
         if found.get("order") is not None:
-            raise MeshwrightError(f"{WHAT} has an order in 'parallel' and another beside it", fix="one of them")
+            raise MeshwrightError(f"{WHAT} has an order in 'parallel' and another one next to it", fix="give only one of them")
         found["order"] = read("order", order_of)
     return found
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise MeshwrightError(f"{shown(value)} is no table")
+        raise MeshwrightError(f"{shown(value)} is not a table")
     return value

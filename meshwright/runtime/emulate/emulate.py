@@ -32,7 +32,7 @@ from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.tracing.clock import Clock, Timing, busy_s, fine_timers
 from meshwright.runtime.tracing.clock_offset import common_clock
 from meshwright.runtime.tracing.trace import Trace, assemble
-from meshwright.runtime.transport.self_test import Timed
+from meshwright.runtime.transport.base import Transport
 
 LEAD_S = 0.1
 """How far ahead the common start is."""
@@ -57,7 +57,7 @@ class EmulationJob:
     walks: int = 1
     trace: bool = False
     timeout_s: float | None = None
-    wrap: Callable[[Timed], Timed] | None = None
+    wrap: Callable[[Transport], Transport] | None = None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from meshwright.ir.action import Kind, Op
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Duplex
 from meshwright.runtime.emulate.durations import Work, peer_of, rounds_before_compute, works
-from meshwright.runtime.executor.executor import Do, Store
+from meshwright.runtime.executor.actions import Do, Store
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.stage import Bundle
 from meshwright.runtime.tracing.clock import Clock, Timing

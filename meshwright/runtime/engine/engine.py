@@ -17,6 +17,7 @@ from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.engine.rank_runtime import RankRuntime
 from meshwright.runtime.executor.train_actions import TrainActions
+from meshwright.runtime.json_exchange import all_gather_json
 from meshwright.runtime.parameters.parameters import Parameters, Rules, refuse_rules
 from meshwright.runtime.parameters.unit import Adder, Collective, Optimizer, Scheduler, Unit
 from meshwright.runtime.stage.batch import Batch, Batches, Given, Own
@@ -28,8 +29,7 @@ from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.runtime.stage.stage import Stage
 from meshwright.runtime.tracing.clock_offset import common_clock
 from meshwright.runtime.tracing.trace import Trace, gather
-from meshwright.runtime.transport.pair_sum import PairSum
-from meshwright.runtime.transport.shared_memory import SharedTransport
+from meshwright.runtime.transport.pair_sum import pair_for
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Engine:
     def close(self) -> None:
         """Release shared memory, channels and process groups."""
         for unit in self.units.values():
-            if isinstance(unit.adder, PairSum):
+            if unit.adder is not None:
                 unit.adder.close()
         self.runtime.close()
 
@@ -153,10 +153,7 @@ class Engine:
 
     def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
         """What adds up a unit's gradients: for two that can see each other's memory no collective is needed."""
-        if len(ranks) == 2 and isinstance(self.transport, SharedTransport) and _one_sum_at_a_time(self.schedule, unit):
-            (peer,) = set(ranks) - {self.mesh.rank}
-            return PairSum(flats, self.mesh.rank, peer, f"{self.transport.run_id}-{unit}")
-        return Collective(self.groups[ranks])
+        return pair_for(flats, self.transport, ranks, self.mesh.rank, self.schedule, unit) or Collective(self.groups[ranks])
 
     def _largest(self, count: int) -> float:
         """The largest of all ranks' numbers; all ranks ask together."""
@@ -222,23 +219,10 @@ def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> N
         "cut the model in different ways": layers.digest,
         "have different schedules": f"{schedule.name} {schedule.digest[:16]}",
     } | {f"have different settings, {name}": repr(getattr(settings, name)) for name in EQUAL}
-    found: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found: list[dict[str, str]] = all_gather_json(mine)
     for what in mine:
         if other := [rank for rank, words in enumerate(found) if words[what] != found[0][what]]:
             raise MeshwrightError(
                 f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
                 fix="the same model, example batch, plan, settings and versions of torch on all ranks",
             )
-
-
-def _one_sum_at_a_time(schedule: Schedule, unit: int) -> bool:
-    """Does every worker take up the sum of a unit's gradients before it starts the next one? A pair has room for one."""
-    for actions in schedule.lists if schedule.flush else ():
-        under_way = False
-        for action in walk(actions):
-            if action.stage == unit and action.op is Op.S and under_way:
-                return False
-            if action.stage == unit and action.op in (Op.S, Op.N, Op.U):
-                under_way = action.op is Op.S
-    return schedule.flush

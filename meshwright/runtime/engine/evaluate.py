@@ -23,6 +23,7 @@ from meshwright.passes.forward_only import forward_only
 from meshwright.passes.lower import lower
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.executor.train_actions import TrainActions
+from meshwright.runtime.json_exchange import all_gather_json, dtype_name, dtype_named
 from meshwright.runtime.parameters.parameters import Parameters, Rules
 from meshwright.runtime.stage.batch import Batch, Given, Own
 from meshwright.runtime.stage.graphs_by_size import Graphs
@@ -64,6 +65,16 @@ class _Piece:
     copy: int
     start: int
     form: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def to_json(self) -> list[Any]:
+        """What the others are told; they know the rank."""
+        return [self.copy, self.start, [[list(size), dtype_name(kind)] for size, kind in self.form]]
+
+    @classmethod
+    def from_json(cls, rank: int, told: list[Any]) -> _Piece:
+        """What a rank has told."""
+        copy, start, form = told
+        return cls(rank, copy, start, tuple((tuple(size), dtype_named(kind)) for size, kind in form))
 
 
 class Forward:
@@ -128,11 +139,12 @@ class Forward:
             _Piece(mesh.rank, mesh.copy, rows.start, tuple((tuple(t.shape), t.dtype) for t in tensors)): tensors
             for rows, tensors in self._found
         }
-        announced: list[list[_Piece]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(announced, list(mine))
+        announced = enumerate(all_gather_json([piece.to_json() for piece in mine]))
         self._found = []
         found = []
-        for piece in sorted((p for part in announced for p in part), key=lambda p: (p.copy, p.start)):
+        for piece in sorted(
+            (_Piece.from_json(rank, told) for rank, part in announced for told in part), key=lambda p: (p.copy, p.start)
+        ):
             if outputs is Outputs.EVERYBODY or mesh.rank in (0, piece.rank):
                 found.append(_sent(piece, mine.get(piece), device, everybody=outputs is Outputs.EVERYBODY))
         return (

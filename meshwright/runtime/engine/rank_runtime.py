@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.executor.executor import Actions, Executor
+from meshwright.runtime.executor.actions import Actions
+from meshwright.runtime.executor.executor import Executor
 from meshwright.runtime.mesh import Mesh, sync_groups
 from meshwright.runtime.program import Program, channels, program
 from meshwright.runtime.stage.batch import Batch, Given, Own
 from meshwright.runtime.tracing.trace import Trace
+from meshwright.runtime.transport.base import Transport
 from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.transport.edges import Edges
-from meshwright.runtime.transport.self_test import Timed
 
 CPU = torch.device("cpu")
 
@@ -34,14 +35,15 @@ class RankRuntime:
         transport: str = "auto",
         device: torch.device = CPU,
         timeout_s: float | None = None,
-        wrap: Callable[[Timed], Timed] | None = None,
+        wrap: Callable[[Transport], Transport] | None = None,
     ) -> None:
         """`timeout_s` limits every wait for a message; `wrap` may put another transport around the one that was opened."""
         self.mesh = Mesh(schedule.workers, copies, dist.get_rank())
         self.device = device
         self.groups = sync_groups(self.mesh, schedule)
         self.channels = channels(schedule, copies)
-        self._opened = open_transport(transport, self.channels, self.mesh.rank, device=device, timeout_s=timeout_s)
+        self._opened = open_transport(transport, self.channels, self.mesh.rank, device=device)
+        self._opened.timeout_s = timeout_s
         self.transport = self._opened if wrap is None else wrap(self._opened)
 
     def program(self, schedule: Schedule) -> Program:

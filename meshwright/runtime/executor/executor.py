@@ -4,23 +4,24 @@
     compute    forwards, backwards, syncs and updates, compiled once by `Actions`
     send       started where it stands, overlaps what follows
 
-It obeys the list and decides nothing. Values are numbered slots of a `Store`.
+It obeys the list and decides nothing. Values are numbered slots of a `Store`. A walk is the list with a function for each
+instruction. It is compiled once per form of the data (sizes and dtypes of the batches), because messages depend on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from meshwright.passes.messages import OUTSTANDING
 from meshwright.runtime.cpu_scheduling import batch_policy
+from meshwright.runtime.executor.actions import Actions, Do
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.recent import Recent
-from meshwright.runtime.stage.stage import Bundle
 from meshwright.runtime.tracing.clock import now
 from meshwright.runtime.tracing.trace import Trace
 from meshwright.runtime.transport.base import Channel
-from meshwright.runtime.transport.edges import Edges, Incoming, Outgoing, Pending
+from meshwright.runtime.transport.edges import Edges, Incoming, Outgoing
 from meshwright.runtime.watchdog.status import current
 
 WINDOW_BYTES = 1 << 16
@@ -33,53 +34,13 @@ FORMS = 256
 """For how many forms of the data a compiled walk is kept; the one that was not used for the longest time is forgotten."""
 
 
-class Store:
-    """The values that live on this worker, by slot."""
+class Walk(NamedTuple):
+    """Instructions with the functions that run them; `early`: receives of `lines`, which are all agreed, were moved up."""
 
-    def __init__(self, count: int) -> None:
-        self.slots: list[Any] = [None] * count
-
-    def take(self, slot: int) -> Any:
-        """What is in a slot, waited for if it is still on its way; the slot stays filled."""
-        found = self.slots[slot]
-        if type(found) is Pending:
-            found = self.slots[slot] = found.wait()
-        return found
-
-    def pop(self, slot: int) -> Any:
-        """What is in a slot, which is empty afterwards."""
-        found = self.slots[slot]
-        self.slots[slot] = None
-        return found.wait() if type(found) is Pending else found
-
-
-Do = Callable[[], None]
-"""A compiled instruction: runs it on every walk."""
-
-
-class Actions(Protocol):
-    """What the instructions of a worker do. `TrainActions` compute, `WaitActions` wait as long as computing would take.
-
-    `store` holds the values of this worker; `token` is what the reader of a turn waits for.
-    """
-
-    store: Store
-    token: Bundle
-
-    def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
-        """Called before every walk through the list, with the number of its first training step and its data by step."""
-
-    def end(self) -> None:
-        """Called after every walk."""
-
-    def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
-        """The function that runs an instruction; `line` is the end of its channel where the instruction is a message."""
-
-    def form(self) -> Hashable:
-        """What all shapes of the coming walk follow from."""
-
-    def shape(self, instruction: Instruction) -> object:
-        """What the shape of a message of the coming walk follows from; None if it has no rows and is not sent."""
+    instructions: tuple[Instruction, ...]
+    functions: list[Do]
+    lines: list[Incoming]
+    early: bool
 
 
 class Executor:
@@ -89,12 +50,8 @@ class Executor:
         self.program, self.edges, self.actions, self.trace = program, edges, actions, trace
         self.at: Instruction | None = None
         self.walks = 0
-        self._compiled = {
-            id(instruction): self._compile(instruction, None)
-            for instruction in program.instructions
-            if instruction.channel is None
-        }
-        self._walks = Recent[Hashable, list[tuple[Instruction, Do]]](FORMS)
+        self._computes = {id(i): self._compute(i) for i in program.instructions if i.channel is None}
+        self._walks = Recent[Hashable, Walk](FORMS)
 
     def run(self, first_step: int, batches: Mapping[int, Any]) -> None:
         """Walk through the list once; its first microbatch is the first of training step `first_step`."""
@@ -102,9 +59,9 @@ class Executor:
         seat = None if status is None else status.seated(self)
         self.actions.begin(first_step, batches)
         walk = self._walk()
-        ends = None if self.trace is None or not self.trace.on else self.trace.walk([instruction for instruction, _ in walk])
+        ends = None if self.trace is None or not self.trace.on else self.trace.walk(walk.instructions)
         with batch_policy(self.edges.device):
-            for instruction, do in walk:
+            for instruction, do in zip(walk.instructions, walk.functions, strict=True):
                 self.at = instruction
                 if seat is not None:
                     seat.value = instruction.words
@@ -116,43 +73,39 @@ class Executor:
         self.actions.end()
         self.at = None
 
-    def _walk(self) -> list[tuple[Instruction, Do]]:
-        """The instructions of this walk with their functions. Actions are compiled once, messages once per form of the data."""
+    def _walk(self) -> Walk:
+        """The walk for the coming data, compiled again when it has become possible, or impossible, to post receives early."""
         form = self.actions.form()
-        found = self._walks.get(form)
-        if found is None:
-            shapes = {
-                id(instruction): self.actions.shape(instruction)
-                for instruction in self.program.instructions
-                if instruction.channel is not None
-            }
-            early = self._early(shapes) if self.edges.posts_early else None
-            instructions = early or self.program.instructions
-            found = [
-                (instruction, self._compiled.get(id(instruction)) or self._compile(instruction, shapes[id(instruction)]))
-                for instruction in instructions
-            ]
-            if early is not None or not self.edges.posts_early:
-                self._walks[form] = found
-        return found
+        walk = self._walks.get(form)
+        if walk is None or walk.early != self._may_post_early(walk.lines):
+            walk = self._walks[form] = self._compile()
+        return walk
 
-    def _compile(self, instruction: Instruction, shape: object) -> Do:
-        """Receive, compute or send: the function that runs an instruction, with everything that stays the same looked up once."""
-        if instruction.channel is None:
-            do = self.actions.compile(instruction, None)
-            return self._in_turn(instruction, do) if instruction.waits or instruction.signals else do
+    def _compile(self) -> Walk:
+        """Receive, compute or send: a function for each instruction, with everything that stays the same looked up once."""
+        lines = {id(i): self._line(i) for i in self.program.instructions if i.channel is not None}
+        incoming = [line for line in lines.values() if isinstance(line, Incoming)]
+        early = self._may_post_early(incoming)
+        instructions = self.program.early(self._depths(lines)) if early else self.program.instructions
+        functions = [
+            self._computes.get(id(i)) or (_nothing if (line := lines[id(i)]) is None else self.actions.compile(i, line))
+            for i in instructions
+        ]
+        return Walk(instructions, functions, incoming, early)
+
+    def _line(self, message: Instruction) -> Outgoing | Incoming | None:
+        """The end of the channel that a message of the coming walk is sent or received on; None if no row crosses."""
+        shape, channel = self.actions.shape(message), message.channel
+        assert channel is not None
         if shape is None:
-            return _nothing
-        line = (
-            self.edges.outgoing(instruction.channel, shape)
-            if instruction.sends
-            else self.edges.incoming(instruction.channel, shape)
-        )
-        return self.actions.compile(instruction, line)
+            return None
+        return self.edges.outgoing(channel, shape) if message.sends else self.edges.incoming(channel, shape)
 
-    def _in_turn(self, instruction: Instruction, do: Do) -> Do:
-        """An action that waits for turns, or signals them."""
-        store, token = self.actions.store, self.actions.token
+    def _compute(self, instruction: Instruction) -> Do:
+        """An action, which may wait for turns before it, and signal turns after it."""
+        do, store, token = self.actions.compile(instruction, None), self.actions.store, self.actions.token
+        if not instruction.waits and not instruction.signals:
+            return do
 
         def act() -> None:
             for slot in instruction.waits:
@@ -163,20 +116,19 @@ class Executor:
 
         return act
 
-    def _early(self, shapes: Mapping[int, object]) -> tuple[Instruction, ...] | None:
-        """The list with receives moved up, for what does not block; None where a shape of this walk is not known yet."""
-        depth: dict[Channel, int] = {}
-        for instruction in self.program.instructions:
-            if instruction.channel is None or instruction.sends:
-                continue
-            shape = shapes[id(instruction)]
-            size = 1 if shape is None else self.edges.incoming(instruction.channel, shape).nbytes
-            if size is None:
-                return None
-            depth[instruction.channel] = min(
-                depth.get(instruction.channel, LARGEST), max(OUTSTANDING, WINDOW_BYTES // max(size, 1))
-            )
-        return self.program.early(depth)
+    def _may_post_early(self, lines: Iterable[Incoming]) -> bool:
+        """May receives be moved up? Only where posting never blocks, so not before a header."""
+        return self.edges.posts_early and all(line.agreed for line in lines)
+
+    def _depths(self, lines: Mapping[int, Outgoing | Incoming | None]) -> dict[Channel, int]:
+        """How many receives of each channel may be posted at once, by the largest message of this walk."""
+        found: dict[Channel, int] = {}
+        for message in self.program.instructions:
+            if message.channel is not None and not message.sends:
+                line = lines[id(message)]
+                fit = WINDOW_BYTES // max(line.nbytes, 1) if isinstance(line, Incoming) else LARGEST
+                found[message.channel] = min(found.get(message.channel, LARGEST), max(OUTSTANDING, fit))
+        return found
 
 
 def _nothing() -> None:

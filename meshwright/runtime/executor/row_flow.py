@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
 
 from meshwright.ir.action import COMPUTE, Kind, Value
 from meshwright.ir.analysis.carried_values import Load, carried
 from meshwright.ir.placement import Rows
-from meshwright.runtime.executor.executor import Store
+from meshwright.runtime.executor.actions import Store
 from meshwright.runtime.executor.row_slices import Pieces, by_range, cut, size_of
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.stage import Bundle
-
-
-class MicrobatchPlace(NamedTuple):
-    """A microbatch of a walk: its training step, the batch of that step, and its number in that batch."""
-
-    step: int
-    batch: Batch
-    number: int
 
 
 class RowFlow:
@@ -34,20 +25,19 @@ class RowFlow:
         self.batches: Mapping[int, Batch] = {}
         computed = [i.action.mb for i in program.instructions if i.channel is None and i.action.op in COMPUTE]
         self._ahead = sorted({mb // microbatches for mb in computed})
-        self._shapes: dict[object, int] = {}  # a few numbers per shape: not worth forgetting
 
-    def place(self, mb: int) -> MicrobatchPlace:
-        """Where a microbatch of the schedule is in the data of this walk."""
+    def place(self, mb: int) -> tuple[int, Batch, int]:
+        """Where a microbatch of the schedule is in the data: its training step, the batch of that step, its number in there."""
         ahead, number = divmod(mb, self.microbatches)
         step = self.first_step + ahead
-        return MicrobatchPlace(step, self.batches[step], number)
+        return step, self.batches[step], number
 
     def form(self) -> Hashable:
         """The forms of all batches of a walk."""
         return tuple([self.batches[self.first_step + ahead].form for ahead in self._ahead])
 
     def shape(self, instruction: Instruction) -> object:
-        """A number for boundary, piece and shape of the batch; None where no row crosses."""
+        """Boundary, piece, number of rows and shape of the batch; None where no row crosses."""
         value = instruction.value
         assert value is not None
         if self.loads[value.kind] is not Load.ROWS:
@@ -55,8 +45,7 @@ class RowFlow:
         batch, rows = self._crossing(value)
         if not (size := size_of(rows)):
             return None
-        what = (value.stage, value.part, value.piece, size, batch.form[1:])
-        return self._shapes.setdefault(what, len(self._shapes))
+        return value.stage, value.part, value.piece, size, batch.form[1:]
 
     def received(self, instruction: Instruction, own: tuple[Rows, ...]) -> list[Bundle]:
         """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""

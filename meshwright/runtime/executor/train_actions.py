@@ -11,7 +11,7 @@ import torch
 from meshwright.ir.action import NONE, Kind, Op
 from meshwright.ir.analysis.carried_values import Load
 from meshwright.runtime.device import stream
-from meshwright.runtime.executor.executor import Do, Store
+from meshwright.runtime.executor.actions import Do, Store
 from meshwright.runtime.executor.row_flow import RowFlow
 from meshwright.runtime.executor.row_slices import joined, require_rows, size_of
 from meshwright.runtime.parameters.parameters import Parameters
@@ -28,12 +28,7 @@ class TrainActions:
     """The actions of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
 
     def __init__(
-        self,
-        program: Program,
-        stages: Mapping[int, Stage],
-        parameters: Parameters,
-        microbatches: int,
-        graphs: Graphs,
+        self, program: Program, stages: Mapping[int, Stage], parameters: Parameters, microbatches: int, graphs: Graphs
     ) -> None:
         self.program, self.stages, self.parameters = program, stages, parameters
         self.graphs = graphs
@@ -77,21 +72,25 @@ class TrainActions:
             case Op.G:
                 raise AssertionError("parameters are whole, nothing gathers them")
 
+    def _stage(self, instruction: Instruction, cut: Cut) -> Stage:
+        """The stage of an instruction, in the graph of a captured model that is for these rows."""
+        number = instruction.action.stage
+        return self.graphs.stage(number, cut.graph) if cut.graph else self.stages[number]
+
     def _forward(self, instruction: Instruction) -> Do:
         """Run a stage on its rows."""
         saved = instruction.writes.get(Kind.SAVED) or instruction.writes.get(Kind.KEPT) or ()
         if not self.flow.pieces.narrow or instruction.action.part != NONE or len(saved) > 1:
             return partial(self._forward_cut, instruction, saved)
-        stage, slots = self.stages[instruction.action.stage], self.store.slots
-        takes_more = stage.is_last or bool(stage.columns) or self.parameters.versioned
-        flow, (ahead, local) = self.flow, divmod(instruction.action.mb, self.flow.microbatches)
+        stage, slots, flow = self.stages[instruction.action.stage], self.store.slots, self.flow
+        ahead, local = divmod(instruction.action.mb, flow.microbatches)
         (given,), (keep,) = instruction.reads.get(Kind.ACT, (NONE,)), saved or (NONE,)
         written = instruction.writes.get(Kind.ACT, ())
 
         def forward() -> None:
-            number = flow.first_step + ahead
-            batch = flow.batches[number]
-            mine = (batch.ready or batch.make_ready(stage.objective, stage.seed, number))[local]
+            step = flow.first_step + ahead
+            batch = flow.batches[step]
+            mine = (batch.ready or batch.make_ready(stage.objective, stage.seed, step))[local]
             start, stop = mine.rows
             if start == stop:
                 return
@@ -100,34 +99,31 @@ class TrainActions:
             else:
                 values, slots[given] = slots[given], None
                 record = Record(mine, own_leaves(*values.wait()) if type(values) is Pending else leaves(*values))
-            if takes_more:
-                self._complete(record, instruction, stage, batch)
-            bundle = (self._other(instruction, mine) if mine.graph else stage).forward(record)
+            bundle = self._run(instruction, record, batch, step)
             if keep != NONE:
                 slots[keep] = record
-            if stage.is_last:
-                self.tallies.setdefault(number, Tally()).add(bundle.tensors[0], record.times, record.cut.counts)
             for slot in written:
                 slots[slot] = bundle
 
         return forward
 
-    def _other(self, instruction: Instruction, cut: Cut) -> Stage:
-        """The stage in another graph of a captured model."""
-        return self.graphs.stage(instruction.action.stage, cut.graph)
-
-    def _complete(self, record: Record, instruction: Instruction, stage: Stage, batch: Batch) -> None:
-        """What some stages take beside their inputs."""
+    def _run(self, instruction: Instruction, record: Record, batch: Batch, step: int) -> Bundle:
+        """Run a stage, with what it takes beside its inputs; the losses of the last one are added up by training step."""
+        stage = self._stage(instruction, record.cut)
         if stage.is_last:
             record.target = batch.targets(record.cut.rows)
         if stage.columns:
             record.columns = batch.named(stage.columns, record.cut.rows)
         if self.parameters.versioned:
             record.weights = self.parameters.versions(instruction)
+        bundle = stage.forward(record)
+        if stage.is_last:
+            self.tallies.setdefault(step, Tally()).add(bundle.tensors[0], record.times, record.cut.counts)
+        return bundle
 
     def _forward_cut(self, instruction: Instruction, saved: tuple[int, ...]) -> None:
         """Run a stage on what this worker has of the rows; where backwards come in halves, each half has a graph of its own."""
-        stage, (number, batch, local) = self.stages[instruction.action.stage], self.flow.place(instruction.action.mb)
+        stage, (step, batch, local) = self.stages[instruction.action.stage], self.flow.place(instruction.action.mb)
         own = self.flow.pieces.own(instruction.action, batch.cuts[local])
         if not size_of(own):
             return
@@ -136,15 +132,12 @@ class TrainActions:
         for index, part in enumerate(own):
             if part.start == part.stop:  # half of a single row: its gradient will not be sent either
                 continue
-            mine = batch.cut(local, part, stage.objective, stream(stage.seed, number))
+            mine = batch.cut(local, part, stage.objective, stream(stage.seed, step))
             record = Record(mine, *batch.inputs(mine.rows)) if received is None else Record(mine, leaves(*received[index]))
-            self._complete(record, instruction, stage, batch)
-            bundle = (self._other(instruction, mine) if mine.graph else stage).forward(record)
+            bundle = self._run(instruction, record, batch, step)
             if saved:
                 self.store.slots[saved[index]] = record
-            if stage.is_last:
-                self.tallies.setdefault(number, Tally()).add(bundle.tensors[0], record.times, record.cut.counts)
-            elif len(own) > 1:
+            if not stage.is_last and len(own) > 1:
                 require_rows(bundle, part.size)
             bundles.append(bundle)
         if Kind.ACT in instruction.writes:
@@ -152,12 +145,11 @@ class TrainActions:
 
     def _backward(self, instruction: Instruction, *, weights: bool) -> Do:
         """The gradients of a stage's inputs, and of its weights unless they come later."""
-        stage, slots, inline = self.stages[instruction.action.stage], self.store.slots, Kind.KEPT in instruction.reads
+        slots, inline, op = self.store.slots, Kind.KEPT in instruction.reads, instruction.action.op
         kept, read = instruction.reads[Kind.KEPT if inline else Kind.SAVED][0], instruction.reads.get(Kind.GRAD, ())
         written, (rest,) = instruction.writes.get(Kind.GRAD, ()), instruction.writes.get(Kind.REST, (NONE,))
         aim = self.parameters.aim if self.parameters.aims else None
-        pop, scatter, other, op = self.store.pop, self.flow.scatter, self._other, instruction.action.op
-        leaves_of, count = self.parameters.leaves, self.parameters.counter(instruction)
+        pop, scatter, count = self.store.pop, self.flow.scatter, self.parameters.counter(instruction)
 
         def backward() -> None:
             record: Record | None = slots[kept]
@@ -168,17 +160,17 @@ class TrainActions:
                 return
             # pieces without rows were never sent
             gradients = joined([piece for slot in read if (piece := pop(slot)) is not None]).tensors if read else ()
-            at = other(instruction, record.cut) if record.cut.graph else stage
+            stage = self._stage(instruction, record.cut)
             if inline:
-                at.recompute(record)
-            first = None if op in at.reached else leaves_of(instruction)
+                stage.recompute(record)
+            first = None if op in stage.reached else self.parameters.leaves(instruction)
             if aim is not None:
                 aim(instruction)
-            found = at.backward(record, gradients, weights=weights, first=first)
+            found = stage.backward(record, gradients, weights=weights, first=first)
             if written:
                 scatter(written, Bundle(found, (False,) * len(found)), (record.cut.rows,))
             if weights:
-                count(record.cut.counts, at.reached.get(op) or everything(first or ()))
+                count(record.cut.counts, stage.reached.get(op) or everything(first or ()))
             else:
                 slots[rest] = record
 
@@ -186,37 +178,29 @@ class TrainActions:
 
     def _finish(self, instruction: Instruction) -> Do:
         """The gradients of the weights that were put off."""
-        stage, slot, count = (
-            self.stages[instruction.action.stage],
-            instruction.reads[Kind.REST][0],
-            self.parameters.counter(instruction),
-        )
+        slot, count = instruction.reads[Kind.REST][0], self.parameters.counter(instruction)
         aim = self.parameters.aim if self.parameters.aims else None
 
         def finish() -> None:
             record: Record | None = self.store.pop(slot)
-            at = stage if record is None or not record.cut.graph else self._other(instruction, record.cut)
-            first = None if record is None or Op.W in at.reached else self.parameters.leaves(instruction)
+            stage = None if record is None else self._stage(instruction, record.cut)
+            first = None if stage is None or Op.W in stage.reached else self.parameters.leaves(instruction)
             if aim is not None:  # another round may have had the leaves since I
                 aim(instruction)
-            if record is not None:
-                at.finish(record, first)
-                count(record.cut.counts, at.reached.get(Op.W) or everything(first or ()))
+            if record is not None and stage is not None:
+                stage.finish(record, first)
+                count(record.cut.counts, stage.reached.get(Op.W) or everything(first or ()))
 
         return finish
 
     def _recompute(self, instruction: Instruction) -> Do:
         """Bring back what a forward did not keep."""
-        stage, (kept,), (saved,) = (
-            self.stages[instruction.action.stage],
-            instruction.reads[Kind.KEPT],
-            instruction.writes[Kind.SAVED],
-        )
+        (kept,), (saved,) = instruction.reads[Kind.KEPT], instruction.writes[Kind.SAVED]
 
         def recompute() -> None:
             record: Record | None = self.store.pop(kept)
             if record is not None:
-                (self._other(instruction, record.cut) if record.cut.graph else stage).recompute(record)
+                self._stage(instruction, record.cut).recompute(record)
             self.store.slots[saved] = record
 
         return recompute

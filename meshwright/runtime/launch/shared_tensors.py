@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from meshwright.errors import MeshwrightError
+
 SMALL_BYTES = 1 << 16
 """Smaller tensors travel in the pickle."""
 
@@ -48,10 +50,13 @@ class Lending:
             os.close(self.file)
             self.file = None
 
-    def pack(self, given: Any) -> bytes:
-        """Pickle, with large tensors in the file."""
+    def pack(self, given: Any, what: str = "this cannot be sent", fix: str | None = None) -> bytes:
+        """Pickle, with large tensors in the file; where it cannot be pickled, the error begins with `what`."""
         into = io.BytesIO()
-        _Lender(into, self).dump(given)
+        try:
+            _Lender(into, self).dump(given)
+        except Exception as error:  # pickle raises whatever an object's own methods raise
+            raise MeshwrightError(f"{what}: {error}", fix=fix) from error
         return into.getvalue()
 
     def write(self, storage: UntypedStorage) -> tuple[int, int] | None:

@@ -57,14 +57,8 @@ def attach(
     board = Board(PrefixStore(f"{name}/watch", watching), world)
     with _Exit(board, rank) as exit_:
         here = Attached(rank, world, local_rank, devices.choose(local_rank, device=device))
-        watch = Watch(
-            board,
-            rank,
-            Timeouts(timeout_s, silence_s),
-            ends=exit_.leave,
-            alarms={exit_.bell.fileno(): exit_.told_to_stop},
-            supervised=False,
-        )
+        timeouts, alarms = Timeouts(timeout_s, silence_s), {exit_.bell.fileno(): exit_.told_to_stop}
+        watch = Watch(board, rank, timeouts, ends=exit_.leave, alarms=alarms, supervised=False)
         faulthandler.enable()
         try:
             with process_group(rank, world, PrefixStore(name, store), local_rank=local_rank):

@@ -91,7 +91,7 @@ def serve(
             with process_group(rank, world, PrefixStore(name, store)):
                 result = function(*args)
             del function, args
-            answer = _pack(result, lending)
+            answer = lending.pack(result, "what a worker returned cannot be sent", "return plain data or tensors")
             del result
         except BaseException as error:
             watch.fail(error)
@@ -154,10 +154,3 @@ def _unpack(work: bytes, file: int | None) -> tuple[Any, Any]:
             f"a worker cannot find what it is to run: {error}",
             fix="define it in a file that can be imported; an interactive session or `python -c` is none",
         ) from error
-
-
-def _pack(result: Any, lending: Lending) -> bytes:
-    try:
-        return lending.pack(result)
-    except Exception as error:  # pickle raises whatever an object's own methods raise
-        raise MeshwrightError(f"what a worker returned cannot be sent: {error}", fix="return plain data or tensors") from error

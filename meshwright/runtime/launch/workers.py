@@ -68,13 +68,8 @@ class Workers:
         if world > self.count:
             raise MeshwrightError(f"there are {self.count} local workers, {world} are needed", fix=f"Workers({world})")
         with Lending() as lending:
-            try:
-                work = lending.pack((function, args))
-            except Exception as error:  # pickle raises whatever an object's own methods raise
-                raise MeshwrightError(
-                    f"this work cannot be sent to workers: {error}",
-                    fix="a function that can be imported by name, plain arguments",
-                ) from error
+            fix = "a function that can be imported by name, plain arguments"
+            work = lending.pack((function, args), "this work cannot be sent to workers", fix)
             return self._run(work, lending.file, world)
 
     def _run(self, work: bytes, file: int | None, world: int) -> list[Any]:

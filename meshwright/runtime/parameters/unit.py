@@ -46,6 +46,9 @@ class Adder(Protocol):
     def start(self, tensors: Sequence[Tensor]) -> Sequence[Sum]:
         """Add up tensors in place, without waiting."""
 
+    def close(self) -> None:
+        """Give back what it holds."""
+
 
 class Collective:
     """An all_reduce, bucket by bucket."""
@@ -57,6 +60,9 @@ class Collective:
         """Launch it."""
         buckets = [bucket for t in tensors for bucket in t.split(max(1, BUCKET_BYTES // t.element_size()))]
         return [dist.all_reduce(bucket, group=self.group, async_op=True) for bucket in buckets]
+
+    def close(self) -> None:
+        """Nothing to give back: the engine ends its groups."""
 
 
 @dataclass

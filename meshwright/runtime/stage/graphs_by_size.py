@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.recent import Recent
 from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.layers import Layers, Shapes
 from meshwright.runtime.stage.stage import Stage
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 MOST = 8
 """So many graphs are held at once."""
+
+SIZES = 1024
+"""For so many sizes it is remembered which graph they have; for others it is asked again, with the same answer."""
 
 _FIX = "batches of one size: padding to one length, drop_last"
 
@@ -34,7 +38,7 @@ class Graphs:
         self.layers, self.first, self.device, self.versioned = layers, stages, device, versioned
         self._layers: dict[int, Layers] = {}
         self._stages: dict[int, dict[int, Stage]] = {}
-        self._chosen: dict[object, int] = {}
+        self._chosen = Recent[object, int](SIZES)
         self._made = 0
 
     @property
@@ -66,9 +70,10 @@ class Graphs:
 
     def _number(self, batch: Batch, rows: int) -> int:
         key = rows, batch.form[1:]
-        if key not in self._chosen:
-            self._chosen[key] = self._find(batch.columns, rows) if rows else 0
-        return self._chosen[key]
+        found = self._chosen.get(key)
+        if found is None:
+            found = self._chosen[key] = self._find(batch.columns, rows) if rows else 0
+        return found
 
     def _find(self, columns: Mapping[str, Tensor], rows: int) -> int:
         """The number of a graph that holds for these sizes; made where there is none."""
@@ -98,7 +103,8 @@ class Graphs:
         if len(self._layers) == MOST:
             oldest = next(iter(self._layers))
             del self._layers[oldest], self._stages[oldest]
-            self._chosen = {key: number for key, number in self._chosen.items() if number != oldest}
+            for key in [key for key, number in self._chosen.items() if number == oldest]:
+                del self._chosen[key]
         return self._made
 
     def _other(self, number: int, stage: Stage, layers: Layers, what: str) -> Stage:

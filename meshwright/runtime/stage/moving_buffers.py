@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.torch_internals import write_count
 
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its buffers."""
@@ -49,10 +50,10 @@ class Moving:
         if self._still is None:
             large = [at for at, then in before.items() if then.nbytes > SMALL_BYTES]
             found = [at for at in large if torch.equal(getattr(*at), before[at])]
-            self._still = {at: (getattr(*at), getattr(*at)._version) for at in found}
+            self._still = {at: (getattr(*at), write_count(getattr(*at))) for at in found}
             self.places = [at for at in self.places if at not in self._still]
         for (module, name), (buffer, version) in self._still.items():
-            if (now := getattr(module, name)) is not buffer or now._version != version:
+            if (now := getattr(module, name)) is not buffer or write_count(now) != version:
                 raise MeshwrightError(
                     f"buffer {name!r} of a {type(module).__name__} did not move in its first forward and does now: "
                     "what it was is not kept",

@@ -20,7 +20,7 @@ every plan gives the mean over the whole batch. Cutting rows is the batch's part
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -75,6 +75,11 @@ Count = Callable[[Tensor], float]
 """How many items some labels count for, where a user's habits say otherwise than the model's loss."""
 
 
+IGNORED = -100
+"""The label that torch does not count."""
+
+
+@dataclass(eq=False)
 class Objective:
     """The sum of the losses of some rows and the weight it is to be divided by: rows, or tokens that count.
 
@@ -82,18 +87,12 @@ class Objective:
     sums themselves (`kind`) are divided by 1. Where no loss is wanted (outputs alone are) nothing counts.
     """
 
-    def __init__(
-        self,
-        loss: Loss | None = None,
-        *,
-        ignored: int = -100,
-        wanted: bool = True,
-        weigh: Weigh | None = None,
-        count: Count | None = None,
-        kind: LossKind = LossKind.MEAN,
-    ) -> None:
-        self.loss, self.ignored, self.wanted, self.weigh, self.count = loss, ignored, wanted, weigh, count
-        self.kind = kind
+    loss: Loss | None = None
+    _: KW_ONLY
+    wanted: bool = True
+    weigh: Weigh | None = None
+    count: Count | None = None
+    kind: LossKind = LossKind.MEAN
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -122,7 +121,7 @@ class Objective:
     def labels(self, target: Tensor) -> Tensor:
         """How many labels of each row are not ignored. What has no sign holds no -100, but torch compares what it wraps to."""
         rows = target.flatten(1) if target.dim() > 1 else target.unsqueeze(1)
-        counted = rows != self.ignored if target.dtype.is_signed else torch.ones_like(rows, dtype=torch.bool)
+        counted = rows != IGNORED if target.dtype.is_signed else torch.ones_like(rows, dtype=torch.bool)
         return counted.sum(1)
 
     def __call__(self, output: Tensor, target: Tensor | None, count: float) -> Tensor:
@@ -153,7 +152,7 @@ class Objective:
         _refuse_shapes(output, target)
         if not target.is_floating_point():
             classes, labels = output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
-            return torch.nn.functional.cross_entropy(classes, labels, ignore_index=self.ignored, reduction="sum"), 1.0
+            return torch.nn.functional.cross_entropy(classes, labels, ignore_index=IGNORED, reduction="sum"), 1.0
         return torch.nn.functional.mse_loss(output, target.to(output.dtype)), count
 
 

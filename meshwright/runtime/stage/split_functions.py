@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
+from meshwright.torch_internals import Geometry, convolution_gradients, embedding_gradient
+
 Gradients = Sequence[Tensor | None]
 Rest = list[tuple[Callable[[], Gradients], Sequence[Tensor | None]]]
 """What one microbatch owes to its W: jobs, each with the parameters that its gradients belong to."""
-
-Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Stride, padding, dilation and groups of a convolution."""
 
 
 class DeferredSlot:
@@ -100,7 +99,7 @@ class _Lookup(Function):
 
 
 def _lookup_rest(index: Tensor, grad: Tensor, rows: int, padding: int) -> Gradients:
-    return (torch.ops.aten.embedding_dense_backward(grad, index, rows, padding, False),)
+    return (embedding_gradient(grad, index, rows, padding),)
 
 
 class _Convolution(Function):
@@ -124,23 +123,14 @@ class _Convolution(Function):
         slot, targets, geometry = ctx.call
         _, needs_x, _, needs_bias, _ = ctx.needs_input_grad
         if slot.rest is None:
-            return None, *_convolution_backward(x, grad, weight, geometry, [needs_x, True, needs_bias]), None
+            return None, *convolution_gradients(grad, x, weight, geometry, [needs_x, True, needs_bias]), None
         slot.rest.append((partial(_convolution_rest, x.detach(), grad, targets[0], geometry, needs_bias), targets))
-        grad_x = _convolution_backward(x, grad, weight, geometry, [True, False, False])[0] if needs_x else None
+        grad_x = convolution_gradients(grad, x, weight, geometry, [True, False, False])[0] if needs_x else None
         return None, grad_x, None, None, None
 
 
 def _convolution_rest(x: Tensor, grad: Tensor, weight: Tensor, geometry: Geometry, needs_bias: bool) -> Gradients:
-    return _convolution_backward(x, grad, weight, geometry, [False, True, needs_bias])[1:]
-
-
-def _convolution_backward(x: Tensor, grad: Tensor, weight: Tensor, geometry: Geometry, mask: list[bool]) -> Gradients:
-    stride, padding, dilation, groups = geometry
-    sizes, zeros = [weight.shape[0]], [0] * len(stride)
-    gradients: Gradients = torch.ops.aten.convolution_backward(
-        grad, x, weight, sizes, stride, padding, dilation, False, zeros, groups, mask
-    )
-    return gradients
+    return convolution_gradients(grad, x, weight, geometry, [False, True, needs_bias])[1:]
 
 
 # Function.apply has no types of its own.

@@ -32,6 +32,7 @@ from meshwright.runtime.stage.objective import Objective
 from meshwright.runtime.stage.precision import Precision, Scaler
 from meshwright.runtime.stage.reached_parameters import Leaves, Reached, noting
 from meshwright.runtime.stage.split_backward import Deferred, Rest, run
+from meshwright.torch_internals import run_backward, write_count
 
 _NOTHING: Mapping[Any, Any] = {}
 _takes_gradient = attrgetter("requires_grad")
@@ -120,10 +121,10 @@ class Stage:
         """The first layers without a graph, the others with one that starts between them."""
         count = self.recomputed
         before = self.moving.copied()
-        given = [t._version for t in record.inputs]
+        given = list(map(write_count, record.inputs))
         with torch.no_grad():
             values = self._layers(range(count), record, record.inputs)
-        if given != [t._version for t in record.inputs]:
+        if given != list(map(write_count, record.inputs)):
             raise changed_late(self.first_layer)
         record.moved = self.moving.moved(before)
         if count == len(self.layers):
@@ -167,7 +168,7 @@ class Stage:
             _backward(outputs, gradients)
             _backward(tuple(compress(record.head, map(_takes_gradient, record.middle))), _gradients(record.middle))
         elif outputs:
-            _run_backward(outputs, gradients)
+            run_backward(outputs, gradients)
         if putting_off is not None:
             record.rest = putting_off.end()
         record.outputs = record.middle = record.head = ()
@@ -212,7 +213,7 @@ class Stage:
             if index == end and self.keep is not None:
                 self.keep(record.cut.rows, output)
             values, named = (output,) if isinstance(output, Tensor) else tensors_of(output, first + index), {}
-        if watched and not any(t._version for t in watched):
+        if watched and not any(map(write_count, watched)):
             self.untouched.add(start)
         if end is not None and which.stop == len(self.layers):
             loss, record.times = self.objective.mean(values[0], target, record.cut.items)
@@ -243,15 +244,11 @@ def leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ..
     return own_leaves(map(Tensor.detach, tensors), flags)
 
 
-_run_backward = torch.ops.aten.backward.TensorList
-"""What `torch.autograd.backward` ends in; for a small stage its checks in Python cost half as much as the backward."""
-
-
 def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """From where a gradient was announced; of what was run again it is only known now whether it takes one."""
     learn = [t.requires_grad for t in outputs]
     if any(learn):
-        _run_backward(list(compress(outputs, learn)), list(compress(gradients, learn)))
+        run_backward(list(compress(outputs, learn)), list(compress(gradients, learn)))
 
 
 def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-import torch.distributed as dist
-
-from meshwright.ir.action import Cell, Entry, Op, Transfer
+from meshwright.ir.action import Cell, Entry, Op, Transfer, parse
 from meshwright.ir.analysis.effects import collective
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
+from meshwright.runtime.json_exchange import gather_json
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.program import Instruction
 from meshwright.runtime.tracing.clock import Clock, now
@@ -133,15 +132,19 @@ class Trace:
         return found
 
 
-def gather(trace: Trace, schedule: Schedule, mesh: Mesh, *, start_s: float | None = None) -> Timeline | None:
+def gather(trace: Trace, schedule: Schedule, mesh: Mesh) -> Timeline | None:
     """All ranks' spans as one timeline on rank 0, None elsewhere; all ranks call this together, after the run.
 
-    Time 0 is `start_s`, or the first begin of all. Worker w of copy j is worker w + workers * j of the timeline.
+    Time 0 is the first begin of all. Worker w of copy j is worker w + workers * j of the timeline.
     """
-    world = mesh.workers * mesh.copies
-    heard: list[list[Span]] | None = [[] for _ in range(world)] if mesh.rank == 0 else None
-    dist.gather_object(trace.spans(schedule, mesh), heard)
-    return None if heard is None else assemble(heard, schedule, start_s=start_s)
+    mine = [[s.lane.value, str(s.entry), s.start_s, s.end_s] for s in trace.spans(schedule, mesh)]
+    heard = gather_json(mine)
+    if heard is None:
+        return None
+    spans = [
+        [Span(rank, Lane(lane), parse(entry), start, end) for lane, entry, start, end in one] for rank, one in enumerate(heard)
+    ]
+    return assemble(spans, schedule)
 
 
 def assemble(heard: Sequence[Sequence[Span]], schedule: Schedule, *, start_s: float | None = None) -> Timeline:

@@ -32,6 +32,12 @@ class Receipt(Protocol):
 class Transport(Protocol):
     """Messages in order, channel by channel. Made on all ranks with the same channels in the same order."""
 
+    timeout_s: float | None
+    """How long one wait may take; None waits as long as the peer lives."""
+
+    rendezvous: bool
+    """Whether a send may wait for its receive."""
+
     def send(self, channel: Channel, tensor: Tensor) -> None:
         """Start to send a contiguous tensor; it must not change until `flush`, and it is kept alive so long."""
 

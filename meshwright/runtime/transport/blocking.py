@@ -19,6 +19,7 @@ from torch import Tensor
 from meshwright.runtime.transport.base import Channel, own_channels
 from meshwright.runtime.transport.faults import from_torch, other, wrong_message
 from meshwright.runtime.transport.torch_distributed import KINDS
+from meshwright.torch_internals import post_receive, post_send
 
 _MESSAGE, _ANSWER = 0, 1  # two tags for our own protocol, none for the user's kinds
 
@@ -86,10 +87,10 @@ class StrictTransport:
         self._complete(channel, tensor, tag, sends=False)
 
     def _complete(self, channel: Channel, tensor: Tensor, tag: int, *, sends: bool) -> None:
-        post = self._group.send if sends else self._group.recv
+        post = post_send if sends else post_receive
         span = timedelta(0) if self.timeout_s is None else timedelta(seconds=max(self.timeout_s, 1e-3))
         try:
-            post([tensor], self._peers[channel], tag).wait(span)
+            post(self._group, [tensor], self._peers[channel], tag).wait(span)
         except RuntimeError as error:
             raise from_torch(error, channel, self.rank, self.timeout_s) from error
 

@@ -9,42 +9,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import TransportName, parse_name
-from meshwright.runtime.transport.base import Channel
+from meshwright.runtime.json_exchange import all_gather_json
+from meshwright.runtime.transport.base import Channel, Transport
 from meshwright.runtime.transport.blocking import StrictTransport
-from meshwright.runtime.transport.self_test import Timed, ping
+from meshwright.runtime.transport.self_test import ping
 from meshwright.runtime.transport.shared_memory import SharedTransport
 from meshwright.runtime.transport.torch_distributed import TorchTransport
 
 
 def open_transport(
-    name: str,
-    channels: Sequence[Channel],
-    rank: int,
-    *,
-    device: torch.device | None = None,
-    group: dist.ProcessGroup | None = None,
-    timeout_s: float | None = None,
-    start_timeout_s: float = 60.0,
-) -> Timed:
+    name: str, channels: Sequence[Channel], rank: int, *, device: torch.device | None = None, start_timeout_s: float = 60.0
+) -> Transport:
     """Make a transport by name and ping it; all ranks call this together, after `init_process_group`."""
     wanted = parse_name(name)
     device = torch.device("cpu") if device is None else device
     if device.type != "cpu" and wanted in (TransportName.SHARED, TransportName.STRICT):
         raise MeshwrightError(f"the {wanted.value} transport is for CPU tensors, got {device}", fix="transport auto or torch")
-    transport: Timed
+    transport: Transport
     run_id = None
     if device.type == "cpu" and wanted in (TransportName.AUTO, TransportName.SHARED):
-        run_id = _agree(wanted, group)
+        run_id = _agree(wanted)
     if run_id is not None:
-        transport = SharedTransport(channels, rank, run_id, timeout_s=timeout_s, meet_timeout_s=start_timeout_s)
+        transport = SharedTransport(channels, rank, run_id, meet_timeout_s=start_timeout_s)
     elif wanted is TransportName.STRICT:
-        transport = StrictTransport(channels, rank, group, timeout_s=timeout_s)
+        transport = StrictTransport(channels, rank)
     else:
-        transport = TorchTransport(channels, rank, group, device=device, timeout_s=timeout_s)
+        transport = TorchTransport(channels, rank, device=device)
     ping(transport, channels, rank, start_timeout_s, device=device)
     return transport
 
@@ -58,10 +51,9 @@ def host_identity() -> str:
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _agree(wanted: TransportName, group: dist.ProcessGroup | None) -> str | None:
+def _agree(wanted: TransportName) -> str | None:
     """A run id if all ranks are on one host; every rank comes to the same answer."""
-    cards: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
-    dist.all_gather_object(cards, (host_identity(), uuid.uuid4().hex), group=group)
+    cards: list[list[str]] = all_gather_json([host_identity(), uuid.uuid4().hex])
     homes = {home for home, _ in cards}
     if len(homes) == 1 and "" not in homes:
         return cards[0][1]

@@ -1,17 +1,21 @@
 """Bundles over channels: a typed contract per edge, agreed once per shape, and receives that are waited for at first use.
 
 Sender and receiver both know from the batch when a shape is new on an edge; then a small header goes first. All later
-messages of that shape are bare data.
+messages of that shape are bare data. A channel keeps the contracts of its latest `CONTRACTS` headers. Both ends see the same
+headers in the same order, so both forget the same contract at the same message, and the next message of its shape brings a
+header again.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +33,9 @@ DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+
+CONTRACTS = 1024
+"""How many contracts a channel keeps."""
 
 PATTERN_BYTES = 1 << 16
 """Up to this size a tensor is kept as a pattern for those that are received."""
@@ -88,11 +95,15 @@ class Pending(tuple["Edges", Channel, Bundle, list[Receipt], Arrived]):
 class Outgoing:
     """Sends messages of one shape on a channel; before the first goes a header that says what they are, unless both ends know."""
 
-    __slots__ = ("_channel", "_contract", "_edges", "_told")
+    __slots__ = ("__weakref__", "_channel", "_contract", "_edges", "_told")
 
     def __init__(self, edges: Edges, channel: Channel, shape: object) -> None:
         self._edges, self._channel, self._told = edges, channel, _told(channel, shape)
         self._contract: Contract | None = None
+
+    def forget(self) -> None:
+        """Forget the contract; the next message brings a header again."""
+        self._contract = None
 
     def send_from(self, slots: list[Any], slot: int) -> Callable[[], None]:
         """What sends the bundle that is in a slot, if there is one, and empties the slot."""
@@ -122,17 +133,27 @@ class Outgoing:
         if self._told:
             self._contract = Contract.of(bundle)
             self._edges.transport.send(self._channel, _header(self._contract, self._channel).to(self._edges.device))
+            self._edges.keep(self._channel, self)
 
 
 class Incoming:
     """Receives messages of one shape from a channel."""
 
-    __slots__ = ("_channel", "_contract", "_edges", "_makers", "_shape")
+    __slots__ = ("__weakref__", "_channel", "_contract", "_edges", "_makers", "_shape", "_told")
 
     def __init__(self, edges: Edges, channel: Channel, shape: object) -> None:
-        self._edges, self._channel, self._shape = edges, channel, shape
+        self._edges, self._channel, self._shape, self._told = edges, channel, shape, _told(channel, shape)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the contract; the next message brings a header again."""
         self._contract: Contract | None = None
         self._makers: list[Callable[[], Tensor]] = []
+
+    @property
+    def agreed(self) -> bool:
+        """Is it known what the next message is like? If not, posting its receive waits for a header."""
+        return self._contract is not None or not self._told
 
     def post_into(self, slots: list[Any], instruction: Slotted) -> Callable[[], None]:
         """What posts the receives of a bundle and puts it into an instruction's slot; the first of all waits for the header."""
@@ -161,13 +182,14 @@ class Incoming:
         return fill
 
     @property
-    def nbytes(self) -> int | None:
-        """How large a message is; None where no contract was agreed yet."""
-        if not _told(self._channel, self._shape):
-            return self._shape.nbytes if isinstance(self._shape, Bare) else 1
-        return None if self._contract is None else sum(prod(size) * dtype.itemsize for size, dtype in self._contract.forms)
+    def nbytes(self) -> int:
+        """How large an `agreed` message is."""
+        if self._contract is not None:
+            return sum(prod(size) * dtype.itemsize for size, dtype in self._contract.forms)
+        return self._shape.nbytes if isinstance(self._shape, Bare) else 1
 
     def _agree(self) -> Contract:
+        """Receive the header of a new shape."""
         edges, channel = self._edges, self._channel
         header = torch.empty(HEADER, dtype=torch.int64, device=edges.device)
         edges.waiting = channel
@@ -175,6 +197,7 @@ class Incoming:
         edges.waiting = None
         self._contract = found = _read(header.tolist())
         self._makers = [_maker(size, dtype, edges.device) for size, dtype in found.forms]
+        edges.keep(channel, self)
         return found
 
 
@@ -188,8 +211,10 @@ class Edges:
         self.transport, self.device, self.arrived = transport, device, arrived
         self.waiting: Channel | None = None
         self.posts_early = isinstance(transport, TorchTransport) and not transport.rendezvous
-        self._out: dict[tuple[Channel, object], Outgoing] = {}
-        self._in: dict[tuple[Channel, object], Incoming] = {}
+        # One object per channel and shape, as long as a compiled walk or `_kept` holds it.
+        self._out = WeakValueDictionary[tuple[Channel, object], Outgoing]()
+        self._in = WeakValueDictionary[tuple[Channel, object], Incoming]()
+        self._kept: dict[Channel, deque[Outgoing | Incoming]] = defaultdict(deque)
 
     def arrival(self, instruction: Slotted) -> Arrived:
         """What notes that the message of an instruction has arrived; None where nothing is traced."""
@@ -202,6 +227,13 @@ class Edges:
     def incoming(self, channel: Channel, shape: object) -> Incoming:
         """What receives messages of a shape."""
         return self._in.setdefault((channel, shape), Incoming(self, channel, shape))
+
+    def keep(self, channel: Channel, line: Outgoing | Incoming) -> None:
+        """Keep the contract of a header that was just sent or received; the oldest of its channel is forgotten for it."""
+        kept = self._kept[channel]
+        kept.append(line)
+        if len(kept) > CONTRACTS:
+            kept.popleft().forget()
 
 
 def _maker(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:

@@ -4,7 +4,7 @@
     wait     a byte from the other; own tensors += its window; and a byte back: the window is free again
 
 a + b is b + a, so both have the same bits in the end, and those that a collective would give. A byte is read where a process
-sleeps, and the end of its pipe tells at once that the other died.
+sleeps, and the end of its pipe tells at once that the other died. `pair_for` says where this is possible.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.ir.action import Kind
+from meshwright.ir.action import Kind, Op, walk
+from meshwright.ir.schedule import Schedule
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.faults import PeerLost, label
 from meshwright.runtime.transport.handshake import give, meet, take
-from meshwright.runtime.transport.shared_memory import let_go_in_children
+from meshwright.runtime.transport.shared_memory import SharedTransport, let_go_in_children
 
+MEET_TIMEOUT_S = 60.0
 _BYTE = b"!"
 _ALIGNED = 64
 
@@ -30,10 +32,10 @@ _ALIGNED = 64
 class PairSum:
     """One end of a pair that adds up tensors like these again and again; both ends make it and use it in the same order."""
 
-    def __init__(self, like: Sequence[Tensor], rank: int, peer: int, run_id: str, *, meet_timeout_s: float = 60.0) -> None:
+    def __init__(self, like: Sequence[Tensor], rank: int, peer: int, run_id: str) -> None:
         self._heard, self._told = Channel(peer, rank, Kind.SUM), Channel(rank, peer, Kind.SUM)
         memory, (reads, theirs) = os.memfd_create(label(self._told)), os.pipe()
-        lines = meet(run_id, rank, {peer}, meet_timeout_s)
+        lines = meet(run_id, rank, {peer}, MEET_TIMEOUT_S)
         with lines[peer] as line:
             size = sum(map(_room, like))
             os.ftruncate(memory, size)
@@ -81,6 +83,28 @@ class PairSum:
             os.write(self._writes, _BYTE)
         except BrokenPipeError:
             raise PeerLost(self._told, self._told.source) from None
+
+
+def pair_for(
+    flats: Sequence[Tensor], transport: object, ranks: tuple[int, ...], rank: int, schedule: Schedule, unit: int
+) -> PairSum | None:
+    """What adds up a unit's gradients for two ranks that see each other's memory; None where a collective must do it."""
+    if len(ranks) != 2 or not isinstance(transport, SharedTransport) or not _one_sum_at_a_time(schedule, unit):
+        return None
+    (peer,) = set(ranks) - {rank}
+    return PairSum(flats, rank, peer, f"{transport.run_id}-{unit}")
+
+
+def _one_sum_at_a_time(schedule: Schedule, unit: int) -> bool:
+    """Does every worker take up the sum of a unit's gradients before it starts the next one? A pair has room for one."""
+    for actions in schedule.lists if schedule.flush else ():
+        under_way = False
+        for action in walk(actions):
+            if action.stage == unit and action.op is Op.S and under_way:
+                return False
+            if action.stage == unit and action.op in (Op.S, Op.N, Op.U):
+                under_way = action.op is Op.S
+    return schedule.flush
 
 
 def _room(tensor: Tensor) -> int:

@@ -6,7 +6,6 @@ It also makes NCCL build its communicators, all in one order, before the first s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,35 +15,23 @@ from meshwright.runtime.transport.base import Channel, Transport, own_channels
 from meshwright.runtime.transport.faults import label
 
 
-class Timed(Transport, Protocol):
-    """A transport whose waits can be limited."""
-
-    timeout_s: float | None
-    """How long one wait may take; None waits as long as the peer lives."""
-
-    rendezvous: bool
-    """Whether a send may wait for its receive."""
-
-
 def ping(
-    transport: Timed, channels: Sequence[Channel], rank: int, timeout_s: float, *, device: torch.device | None = None
+    transport: Transport, channels: Sequence[Channel], rank: int, timeout_s: float, *, device: torch.device | None = None
 ) -> None:
     """Send a token over every channel, or raise an error that names one that is dead, within the timeout."""
     before = transport.timeout_s
-    mine = own_channels(channels, rank)
     try:
-        if transport.rendezvous:
-            _in_one_order(transport, channels, mine, rank, timeout_s, device)
-        else:
-            _all_at_once(transport, mine, rank, timeout_s, device)
+        (_in_one_order if transport.rendezvous else _all_at_once)(transport, channels, rank, timeout_s, device)
     finally:
         transport.timeout_s = before
 
 
-def _all_at_once(transport: Timed, mine: list[Channel], rank: int, timeout_s: float, device: torch.device | None) -> None:
+def _all_at_once(
+    transport: Transport, channels: Sequence[Channel], rank: int, timeout_s: float, device: torch.device | None
+) -> None:
     """All sends, then all receives: what is missing at the end is the edge itself, not a rank that waits for another."""
     transport.timeout_s = timeout_s
-    tokens = [(channel, _token(channel, device)) for channel in mine]
+    tokens = [(channel, _token(channel, device)) for channel in own_channels(channels, rank)]
     for channel, token in tokens:
         if channel.source == rank:
             transport.send(channel, token)
@@ -55,16 +42,11 @@ def _all_at_once(transport: Timed, mine: list[Channel], rank: int, timeout_s: fl
 
 
 def _in_one_order(
-    transport: Timed,
-    channels: Sequence[Channel],
-    mine: list[Channel],
-    rank: int,
-    timeout_s: float,
-    device: torch.device | None,
+    transport: Transport, channels: Sequence[Channel], rank: int, timeout_s: float, device: torch.device | None
 ) -> None:
     """Both ends come to a channel at its place in the list, so the first open one always has both ends there."""
     place = {channel: i for i, channel in enumerate(channels)}
-    for channel in mine:
+    for channel in own_channels(channels, rank):
         # Earlier channels give up earlier: the dead edge is named before those who wait behind it lose patience.
         transport.timeout_s = timeout_s * (1 + (place[channel] + 1) / len(channels)) / 2
         token = _token(channel, device)
@@ -79,7 +61,7 @@ def _token(channel: Channel, device: torch.device | None) -> Tensor:
     return torch.tensor([channel.source, channel.target, *channel.kind.value.encode()], dtype=torch.int64, device=device)
 
 
-def _hear(transport: Timed, channel: Channel, token: Tensor) -> None:
+def _hear(transport: Transport, channel: Channel, token: Tensor) -> None:
     heard = torch.empty_like(token)
     transport.receive(channel, heard).wait()
     if not torch.equal(heard, token):

@@ -19,6 +19,7 @@ from meshwright.ir.action import Kind
 from meshwright.runtime.cpu_scheduling import batch_policy
 from meshwright.runtime.transport.base import Channel, own_channels
 from meshwright.runtime.transport.faults import from_torch, other
+from meshwright.torch_internals import post_receive, post_send
 
 KINDS = list(Kind)
 """The index of a kind is its tag."""
@@ -107,7 +108,7 @@ class TorchTransport:
         if not tensor.numel():
             tensor = self._pad  # NCCL drops empty messages, but they order what comes after them
         try:
-            sent.append((line.group.send([tensor], line.peer, line.tag), tensor))
+            sent.append((post_send(line.group, [tensor], line.peer, line.tag), tensor))
         except RuntimeError as error:
             raise from_torch(error, channel, self.rank, self._timeout_s) from error
 
@@ -117,7 +118,7 @@ class TorchTransport:
         if not tensor.numel():
             tensor = self._pad
         try:
-            return TorchReceipt(self, channel, line.group.recv([tensor], line.peer, line.tag))
+            return TorchReceipt(self, channel, post_receive(line.group, [tensor], line.peer, line.tag))
         except RuntimeError as error:
             raise from_torch(error, channel, self.rank, self._timeout_s) from error
 

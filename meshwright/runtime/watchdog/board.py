@@ -10,7 +10,9 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from typing import Protocol
+from typing import TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshwright.runtime.watchdog.failure import Doing, Failure
 
@@ -22,29 +24,13 @@ _MARK = 64
 _log = logging.getLogger(__name__)
 
 
-class Keys(Protocol):
-    """What a board needs of a store."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there; does not wait."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """The values of keys that are there."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the key has the expected one (empty: is not there); what is there then."""
+Entry = TypeVar("Entry", Doing, Failure)
 
 
 class Board:
     """One job's board; a connection of its own, because others wait inside theirs. `secret` marks entries of this job."""
 
-    def __init__(self, store: Keys, world: int, *, secret: bytes = b"") -> None:
+    def __init__(self, store: Store, world: int, *, secret: bytes = b"") -> None:
         self.store, self.world, self.secret = store, world, secret
         self._named: set[str] = set()
 
@@ -96,22 +82,19 @@ class Board:
             time.sleep(_PAUSE_S)
 
     def _failure(self, entry: bytes) -> Failure | None:
-        try:
-            found = Failure.from_json(self._opened(_FAILURE, entry))
-            if not 0 <= found.rank < self.world:
-                raise ValueError(f"there is no rank {found.rank}")
-        except ValueError as error:
-            self._name(_FAILURE, error)
-            return None
-        return found
+        return self._read(_FAILURE, entry, Failure, range(self.world))
 
     def _doing(self, rank: int, entry: bytes) -> Doing | None:
+        return self._read(_key(rank), entry, Doing, range(rank, rank + 1))
+
+    def _read(self, key: str, entry: bytes, kind: type[Entry], ranks: range) -> Entry | None:
+        """An entry about one of these ranks; None for anything else."""
         try:
-            found = Doing.from_json(self._opened(_key(rank), entry))
-            if found.rank != rank:
-                raise ValueError(f"it is of rank {found.rank}")
+            found = kind.from_json(self._opened(key, entry))
+            if found.rank not in ranks:
+                raise ValueError(f"it is about rank {found.rank}")
         except ValueError as error:
-            self._name(_key(rank), error)
+            self._name(key, error)
             return None
         return found
 

@@ -131,19 +131,11 @@ class Failure:
         """What an exception on a rank means."""
         if isinstance(error, KeyboardInterrupt):
             return cls(doing.rank, FailureKind.STOPPED, "interrupted by Ctrl-C", doing.action, doing.stage)
-        ours = isinstance(error, MeshwrightError)
-        what = error.what if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}".rstrip(": ")
-        detail = "" if ours else "".join(traceback.format_exception(error))
-        return cls(
-            doing.rank,
-            FailureKind.RAISED,
-            _short(what),
-            doing.action,
-            doing.stage,
-            fix=error.fix if isinstance(error, MeshwrightError) else None,
-            detail=_short(detail),
-            clean=ours and not doing.action,
-        )
+        place = doing.action, doing.stage
+        if isinstance(error, MeshwrightError):
+            return cls(doing.rank, FailureKind.RAISED, _short(error.what), *place, fix=error.fix, clean=not doing.action)
+        what, detail = f"{type(error).__name__}: {error}".rstrip(": "), "".join(traceback.format_exception(error))
+        return cls(doing.rank, FailureKind.RAISED, _short(what), *place, detail=_short(detail))
 
     @classmethod
     def seen(cls, how: FailureKind, what: str, doing: Doing, **more: Any) -> Failure:

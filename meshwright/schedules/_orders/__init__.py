@@ -1,1 +1,1 @@
-"""Ways to find an order of actions, shared by the schedules."""
+"""Methods to find an order of actions, shared by the schedules."""

@@ -1,7 +1,7 @@
-"""Chimera's slots: each action of 2f pipelines gets a slot that grows along every dependency, so that sorting cannot deadlock.
+"""Chimera's slots: each action of 2f pipelines gets a slot that grows along every dependency, so a sorted order cannot deadlock.
 
-In a unit each of the 2f pipelines has a window of D/(2f) forwards, two slots apart; backwards beyond the window follow D
-slots later, in step with the windows of the other pairs.
+In a unit, each of the 2f pipelines has a window of D/(2f) forwards, two slots apart. Backwards beyond the window follow D
+slots later, aligned with the windows of the other pairs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from meshwright.ir.schedule import Lists
 
 
 def worker_of(workers: int, pairs: int, replica: int, stage: int) -> int:
-    """Down pipeline i starts at worker i D/f; its mirror, up pipeline i, runs the other way from the worker before."""
+    """Down pipeline i starts at worker i D/f; its mirror, up pipeline i, starts one worker earlier and runs the other way."""
     start = (replica // 2) * workers // pairs
     return (start - 1 - stage if replica % 2 else start + stage) % workers
 
 
 def sorted_slots(workers: int, microbatches: int, *, pairs: int, mode: str, half_forward: bool, backward: Op) -> Lists:
-    """Every action with its slot, sorted on its worker; a unit's microbatches are dealt to the down pipelines first."""
+    """Sorts the actions of each worker by slot; the first microbatches of a unit go to the down pipelines."""
     double = 2 if mode == "doubling" else 1
     unit, window = min(microbatches, double * workers), workers // (2 * pairs)
     each, apart = unit // (2 * pairs), (2 if mode == "direct" else 3) * workers

@@ -1,4 +1,4 @@
-"""The stagger of cyclic data parallelism as control edges (writer, reader); without them workers fall into lock-step."""
+"""The stagger of cyclic data parallelism, as control edges (writer, reader). Without them all workers would run in lockstep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNEVEN = 1.001
 
 
 def stagger(workers: int, stages: int, costs: Sequence[StageCost], *, rounds: int) -> list[Turn]:
-    """The turns of equal stages, or only the delayed starts of unequal ones."""
+    """Returns the turns of equal stages, or only the delayed starts of unequal ones."""
     times = [cost.forward_s + cost.backward_s for cost in costs]
     if max(times) <= UNEVEN * min(times):
         return even_turns(stages, range(rounds * workers))
@@ -21,13 +21,13 @@ def stagger(workers: int, stages: int, costs: Sequence[StageCost], *, rounds: in
 
 
 def even_turns(stages: int, mbs: range) -> list[Turn]:
-    """Stage j goes from F(m) to B(m - (K - j)) to F(m + 1); in the fill a start waits for the second stage of the one before."""
+    """Stage j goes from F(m) to B(m - (K - j)) to F(m + 1). In the fill, a start waits for the previous one's second stage."""
     turns = []
     for mb in mbs:
         for stage in range(stages):
-            behind = mb - 1 - (stages - 1 - stage)
-            if behind >= 0:
-                turns.append((Action(Op.B, stage, behind), Action(Op.F, stage, mb)))
+            earlier = mb - 1 - (stages - 1 - stage)
+            if earlier >= 0:
+                turns.append((Action(Op.B, stage, earlier), Action(Op.F, stage, mb)))
             elif stage == 0 and mb > 0:
                 turns.append((Action(Op.F, 1, mb - 1), Action(Op.F, 0, mb)))
             ahead = mb + stages - 1 - stage
@@ -37,7 +37,7 @@ def even_turns(stages: int, mbs: range) -> list[Turn]:
 
 
 def start_turns(workers: int, stages: int, costs: Sequence[StageCost]) -> list[Turn]:
-    """Worker M - k leads worker M - k + 1 by forward and backward of stage k: it starts behind the action that ends then."""
+    """Worker M - k leads worker M - k + 1 by forward and backward of stage k, through an edge from the action that ends then."""
     turns = []
     for worker in range(workers - 1):
         k = min(stages, workers - 1 - worker)

@@ -1,7 +1,7 @@
-"""Weight halves in the gaps: orders of F and I in, the same orders with every W placed out.
+"""Fills weight halves into gaps: takes orders of F and I, and returns the same orders with every W placed.
 
-A W goes where its worker would idle, or where memory has no room for the next forward, oldest first. That never gets stuck
-if the same orders with whole backwards keep the cap: with no W owed, memory is that of whole backwards.
+A W is placed where its worker would idle, or where memory has no room for the next forward; oldest first. This never
+deadlocks if the same orders with whole backwards keep the cap: when no W is pending, memory is that of whole backwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.ir.profile import StageCost, rows_for
 def fill(
     orders: Sequence[Sequence[Action]], *, stages: int, cap: int, costs: Sequence[StageCost] | None = None, latency_s: float = 0.0
 ) -> list[list[Action]]:
-    """Run the orders on a clock, `latency_s` between workers, and put in each W where there is nothing better to do."""
+    """Runs the orders on a clock, with `latency_s` between workers, and places each W where nothing else can run."""
     costs = rows_for(costs, stages)
     left = [deque(order) for order in orders]
     lists: list[list[Action]] = [[] for _ in orders]
@@ -28,7 +28,7 @@ def fill(
     clock = [(0.0, worker) for worker in range(len(orders))]
 
     def ready_at(need: Action | None, worker: int) -> float | None:
-        """When what an action needs is on this worker; None while nobody knows."""
+        """Returns when the input of an action is on this worker; None if that is not known yet."""
         if need is None:
             return 0.0
         if need not in end:
@@ -70,7 +70,7 @@ def fill(
 
 
 def _need(action: Action, stages: int) -> Action | None:
-    """The action that must have ended: the stage before, or behind; at the turn the stage's own forward."""
+    """Returns the action that must have ended: on the previous or next stage, or the stage's own forward on the last stage."""
     if action.op is Op.F:
         return action._replace(stage=action.stage - 1) if action.stage else None
     return action._replace(stage=action.stage + 1) if action.stage < stages - 1 else action._replace(op=Op.F)

@@ -1,9 +1,10 @@
-"""Split backwards under a memory cap as a job shop: first in, first out makes the cap a plain precedence.
+"""Split backwards under a memory cap as a job shop: first in, first out turns the cap into plain precedence.
 
-Forward s, m waits for W of microbatch m - cap on its stage, so any order that respects the graph keeps the cap and cannot
-deadlock. Orders come from list schedules (Giffler and Thompson): the worker with the earliest possible completion decides,
-and among what it could start by then the action with the longest way still to go runs next. Each pass in time is followed by
-one backwards in time; a small fixed portfolio varies how long to wait and how much I and W count. It stops at the bound.
+Forward m of stage s waits for W of microbatch m - cap on its stage, so any order that respects the graph keeps the cap and
+cannot deadlock. Orders come from list schedules (Giffler and Thompson): the worker with the earliest possible completion
+decides, and of the actions it could start by then it runs the one with the longest remaining path. Each pass forward in time
+is followed by one backward in time. A small fixed portfolio varies how long to wait and how much I and W count. The search
+stops at the lower bound.
 
 Operations are numbered 3 (s N + m) + k, with k = 0, 1, 2 for F, I, W.
 """
@@ -18,11 +19,11 @@ from meshwright.schedules._orders.split_orders import Limits, StageLine, bound, 
 Arc = tuple[int, int, float]
 Links = list[list[tuple[int, float]]]
 ROOT = 1.1673039782614187
-"""The root of g^5 = g + 1: its powers step through four dimensions evenly."""
+"""The root of g^5 = g + 1: its powers cover four dimensions evenly."""
 
 
 def auto(line: StageLine, limits: Limits, *, span: bool = False) -> list[str]:
-    """Words with the shortest makespan found (`span`: longest worker span), never longer than the closed forms that fit."""
+    """Returns words with the shortest makespan found (`span`: longest worker span); never longer than fitting closed forms."""
     workers, count, low = len(limits.live), line.microbatches, bound(line, limits, span=span) * (1 + 1e-12)
     size = 3 * workers * count
     shop = _Shop(line, limits, span=span)
@@ -46,11 +47,11 @@ def auto(line: StageLine, limits: Limits, *, span: bool = False) -> list[str]:
             break
         if number in (16, 40):
             seeds = [*seeds[:2], (shop.plain, shop.along(best))]
-        (before, behind), rank = seeds[number % len(seeds)]
+        (before, after), rank = seeds[number % len(seeds)]
         more = (0.0, more_i * unit, more_w * unit)
         zero = [0.0] * size
-        ends, there = shop.listed(before, behind, [way + more[op % 3] for op, way in enumerate(rank)], wait, zero)
-        _, back = shop.listed(behind, before, ends, wait_back, shop.final)
+        ends, there = shop.listed(before, after, [way + more[op % 3] for op, way in enumerate(rank)], wait, zero)
+        _, back = shop.listed(after, before, ends, wait_back, shop.final)
         for words in (there, [text[::-1] for text in back]):
             if (found := value(words)) < least - 1e-9:
                 least, best = found, words
@@ -58,14 +59,14 @@ def auto(line: StageLine, limits: Limits, *, span: bool = False) -> list[str]:
 
 
 def _portfolio(tries: int) -> Iterator[tuple[float, float, float, float]]:
-    """How long to wait forwards and backwards in time, and what I and W count more than F, in parts of F + I + W."""
+    """Yields how long to wait forward and backward in time, and the extra weight of I and W, in units of F + I + W."""
     for number in range(tries):
         u = [(0.5 + number / ROOT**power) % 1 for power in (1, 2, 3, 4)]
         yield (0.5, 1.0, 0.0, 0.0) if number < 2 else (u[0], 0.5 + u[1] / 2, 0.9 * u[2] - 0.6, 0.9 * u[3] - 0.3)
 
 
 def _chain(count: int, stage: int, text: str) -> list[Arc]:
-    """Arcs that put the operations of a worker into the order of a word."""
+    """Returns arcs that put the operations of a worker into the order of a word."""
     seen, ops = [0, 0, 0], []
     for k in map("FIW".index, text):
         ops.append(3 * (stage * count + seen[k]) + k)
@@ -74,7 +75,7 @@ def _chain(count: int, stage: int, text: str) -> list[Arc]:
 
 
 class _Shop:
-    """The graph of a line under limits, and list schedules on it."""
+    """The graph of a line of stages under limits, and list schedules on it."""
 
     def __init__(self, line: StageLine, limits: Limits, *, span: bool) -> None:
         self.workers, self.count = len(limits.live), line.microbatches
@@ -90,7 +91,7 @@ class _Shop:
         self.plain = self.linked([])
 
     def _graph(self, line: StageLine, limits: Limits) -> Iterator[Arc]:
-        """(a, b, lag): b starts at least `lag` after the end of a."""
+        """Yields (a, b, lag): b starts at least `lag` after the end of a."""
         count = self.count
         for s in range(self.workers):
             for m in range(count):
@@ -107,22 +108,22 @@ class _Shop:
                     yield f + 1 - 3 * limits.flight[s], f, 0.0
 
     def linked(self, more: list[Arc]) -> tuple[Links, Links]:
-        """What comes before and behind every operation, with more arcs than the graph has."""
+        """Returns the predecessors and successors of every operation, with `more` arcs added to the graph."""
         before: Links = [[] for _ in range(self.size)]
-        behind: Links = [[] for _ in range(self.size)]
+        after: Links = [[] for _ in range(self.size)]
         for a, b, lag in [*self.arcs, *more]:
             before[b].append((a, lag))
-            behind[a].append((b, lag))
-        return before, behind
+            after[a].append((b, lag))
+        return before, after
 
     def along(self, words: Sequence[str]) -> list[float]:
-        """Tails with every worker kept in the order of its word."""
+        """Returns the tails if every worker keeps the order of its word."""
         return self.tails(*self.linked([arc for s, text in enumerate(words) for arc in _chain(self.count, s, text)]))
 
-    def tails(self, before: Links, behind: Links) -> list[float]:
-        """The longest way from the end of each operation to the end of everything."""
+    def tails(self, before: Links, after: Links) -> list[float]:
+        """Returns the longest path from the end of each operation to the end of everything."""
         tail = list(self.final)
-        left = [len(links) for links in behind]
+        left = [len(links) for links in after]
         stack = [op for op, number in enumerate(left) if not number]
         while stack:
             op = stack.pop()
@@ -134,9 +135,9 @@ class _Shop:
         return tail
 
     def listed(
-        self, before: Links, behind: Links, rank: Sequence[float], wait: float, release: Sequence[float]
+        self, before: Links, after: Links, rank: Sequence[float], wait: float, release: Sequence[float]
     ) -> tuple[list[float], list[str]]:
-        """Ends and words of a list schedule: `wait` is how much of the way to the earliest completion may pass in waiting."""
+        """Returns ends and words of a list schedule; `wait` is the share of the time to the earliest completion to wait."""
         missing = [len(links) for links in before]
         ready, end = list(release), [0.0] * self.size
         pool: list[list[int]] = [[] for _ in range(self.workers)]
@@ -172,7 +173,7 @@ class _Shop:
             pool[w].remove(op)
             words[w].append("FIW"[op % 3])
             clock[w] = end[op] = start + self.length[op]
-            for later, lag in behind[op]:
+            for later, lag in after[op]:
                 missing[later] -= 1
                 ready[later] = max(ready[later], end[op] + lag)
                 if not missing[later]:

@@ -1,7 +1,7 @@
-"""1F1B without a flush, for schedules that keep several parameter versions: fill once, alternate for ever, drain at the end.
+"""1F1B without a flush, for schedules that keep several parameter versions: fill once, alternate forever, drain at the end.
 
 With w = D-1-s forwards ahead, stage s runs F(m + w), B(m) for every m. A round is N microbatches; `version(stage, mb)` is
-the version that a microbatch reads, and U#k follows the last backward of round k at once.
+the version that a microbatch reads, and U#k comes right after the last backward of round k.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.ir.schedule import Lists, Schedule
 def endless(
     name: str, *, workers: int, microbatches: int, rounds: int, version: Callable[[int, int], int], settled: int
 ) -> Schedule:
-    """Rounds of `microbatches` on a line of workers; from round `settled` on versions grow by one a round."""
+    """Builds rounds of `microbatches` on a line of workers; from round `settled` on, versions grow by one per round."""
     base = settled + -(-(workers - 1) // microbatches)
 
     def stage_list(stage: int, rounds: int) -> list[Action]:
@@ -33,7 +33,7 @@ def endless(
         return actions
 
     def cut(stage: int, actions: list[Action]) -> int:
-        """Behind the last update before the period: `settled` rounds are through."""
+        """Returns the index after the last update before the period, when `settled` rounds are finished."""
         return 0 if settled == 0 else 1 + actions.index(Action(Op.U, stage, version=settled - 1))
 
     short = [stage_list(stage, min(rounds, base)) for stage in range(workers)]

@@ -1,14 +1,15 @@
-"""The best words under a cap: a small portfolio, judged by running it, polished on its critical path. No solver, no chance.
+"""The best words under a cap: a small portfolio, evaluated by running it, then improved on its critical path. Deterministic.
 
-With latency, 1F1B pays two hops per microbatch. Extra warm-up buys them back, but it has to stay consistent between
-neighbours: a pure vector of warm-ups is up to six percent off the optimum, careless ones several times slower. So:
+With latency, 1F1B loses two hops per microbatch. Extra warm-up hides them, but it has to be consistent between neighbours: a
+pure vector of warm-ups is up to six percent off the optimum, an inconsistent one several times slower. The steps are:
 
     1  pure warm-up vectors (`vectors`)
-    2  the same vectors as limits of a list schedule in time order, forwards and backwards in time
+    2  the same vectors as limits of a list schedule in time order, forward and backward in time
     3  small changes to the limits of the best of those
-    4  swaps of a neighbouring F and B on the critical path, with a memory of recent swaps
+    4  swaps of a neighbouring F and B on the critical path, with a list of recent swaps (tabu search)
 
-It stops as soon as the lower bound is met, or, tried before and between the slow steps, nothing shorter can exist (`_windows`).
+The search stops when it reaches the lower bound, or when `_windows` shows that nothing shorter exists; this is tested before
+and between the slow steps.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from meshwright.schedules._orders.order_strings import INFINITE, Chain, WordRun,
 
 FLIP = str.maketrans("FB", "BF")
 EPSILON = 1e-6
-"""Patience just below zero: on equal starts the forward goes first."""
+"""A patience slightly below zero: if both can start at the same time, the forward goes first."""
 
 
 class _Start(NamedTuple):
-    """A list schedule to vary: its makespan, whether it runs backwards in time, its limits and patience."""
+    """A list schedule to vary: its makespan, whether it runs backward in time, its limits and patience."""
 
     makespan: float
     back: bool
@@ -35,7 +36,7 @@ class _Start(NamedTuple):
 
 
 def search(chain: Chain, cap: Sequence[int], also: Sequence[Words] = ()) -> Words:
-    """Words for a chain under a cap on live activations per resource."""
+    """Returns words for a chain under a cap on live activations per resource."""
     size = len(cap) * chain.microbatches
     goal = bound(chain, cap) * (1 + 1e-12)
     found = vectors(chain, cap)
@@ -74,7 +75,7 @@ def search(chain: Chain, cap: Sequence[int], also: Sequence[Words] = ()) -> Word
 
 
 def _different(pool: list[_Start], number: int) -> list[_Start]:
-    """The best starts, at most two of the same makespan and direction: equal ones polish alike."""
+    """Returns the best starts, at most two with the same makespan and direction, because equal ones improve alike."""
     kept: list[_Start] = []
     for start in sorted(pool):
         if sum((start.makespan, start.back) == (other.makespan, other.back) for other in kept) < 2:
@@ -85,7 +86,7 @@ def _different(pool: list[_Start], number: int) -> list[_Start]:
 def _listed(
     chain: Chain, back: bool, live: Sequence[int], patience: Sequence[float], limit: float = INFINITE
 ) -> tuple[Words | None, float]:
-    """A list schedule and what it takes; backwards in time the words are turned round again."""
+    """Returns a list schedule and its makespan. If it runs backward in time, the words are reversed again."""
     words = in_time(live, patience, chain.reversed if back else chain, limit=limit)
     if words is None:
         return None, INFINITE
@@ -97,7 +98,7 @@ def _listed(
 def _varied(
     chain: Chain, cap: Sequence[int], pool: list[_Start], makespan: float, best: Words, goal: float, tries: int
 ) -> tuple[float, Words]:
-    """Hill climbing on limits and patience of the starts in the pool; the numbers are always the same ones."""
+    """Hill climbing on limits and patience of the starts in the pool; the random numbers are always the same."""
     dice = random.Random(0)
     step = min(*chain.forward, *chain.backward)
     for number in range(tries if pool else 0):
@@ -120,7 +121,7 @@ def _varied(
 
 
 def polish(words: Words, chain: Chain, cap: Sequence[int], goal: float, tries: int) -> tuple[float, Words]:
-    """Swap neighbouring letters on a critical path, always the best swap that is not recent; keep the best words seen."""
+    """Swaps neighbouring letters on a critical path, always the best swap that is not recent. Returns the best words seen."""
     words = list(words)
     now = run(words, chain)
     best = (now.makespan, list(words))
@@ -155,7 +156,7 @@ def polish(words: Words, chain: Chain, cap: Sequence[int], goal: float, tries: i
 
 
 def critical(words: Words, now: WordRun, chain: Chain) -> list[tuple[int, int]]:
-    """Places (resource, index) on one critical path where two neighbouring letters differ and run back to back."""
+    """Returns places (resource, index) on one critical path where neighbouring letters differ and run back to back."""
     _, forwards, backwards = now
     s = max(range(len(words)), key=lambda r: backwards[r][-1] + chain.after[r])
     p = len(words[0]) - 1

@@ -1,7 +1,7 @@
 """Orders of forwards and whole backwards on a chain of resources, written as one word over F and B per resource.
 
-Microbatches are alike, so that first in, first out loses nothing and a word says everything: `FFFBFBFBBB` starts three
-forwards, alternates, and drains. What is alive on a stage is alive on the stage before, so a cap holds further down too.
+Microbatches are equal, so first in, first out loses nothing and a word describes an order completely: `FFFBFBFBBB` starts with
+three forwards, alternates, and drains. What is alive on a stage is alive on the previous stage, so a cap also holds downstream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Words = list[str]
 
 
 class Chain(NamedTuple):
-    """Times of a chain: forward and backward per resource, latency of a hop, and what follows a resource's last backward."""
+    """Times of a chain: forward and backward per resource, latency of a hop, and time after a resource's last backward."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -29,18 +29,18 @@ class Chain(NamedTuple):
 
     @classmethod
     def of(cls, costs: Sequence[StageCost], microbatches: int, latency_s: float) -> Chain:
-        """Stages without links between them, as a chain."""
+        """Returns stages without links between them, as a chain."""
         forward, backward = tuple(c.forward_s for c in costs), tuple(c.backward_s + c.recompute_s for c in costs)
         return cls(forward, backward, latency_s, tuple(c.sync_s for c in costs), microbatches)
 
     @property
     def reversed(self) -> Chain:
-        """The same problem backwards in time: forwards and backwards change places."""
+        """The same problem backward in time: forwards and backwards are exchanged."""
         return self._replace(forward=self.backward, backward=self.forward)
 
 
 class WordRun(NamedTuple):
-    """What words take: the makespan (infinite if they wait for each other) and the ends of all forwards and backwards."""
+    """The result of running words: the makespan (infinite if they deadlock) and the ends of all forwards and backwards."""
 
     makespan: float
     forwards: list[list[float]]
@@ -48,19 +48,19 @@ class WordRun(NamedTuple):
 
 
 def word(live: int, microbatches: int) -> str:
-    """`live` forwards, then a backward and a forward in turn, then the rest: 1F1B is `live = D - s`."""
+    """Returns `live` forwards, then alternating backwards and forwards, then the rest; 1F1B is `live = D - s`."""
     live = max(1, min(live, microbatches))
     return "F" * live + "BF" * (microbatches - live) + "B" * live
 
 
 def caps(cap: int | None, chain: Chain) -> list[int]:
-    """The cap of every resource; None is no cap."""
+    """Returns the cap of every resource; None means no cap."""
     limit = chain.microbatches if cap is None else min(cap, chain.microbatches)
     return [limit] * len(chain.forward)
 
 
 def actions_of(words: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
-    """Words over the letters of ops as lists of actions, microbatches in order."""
+    """Converts words over the letters of ops into lists of actions, microbatches in order."""
     lists = []
     for stage, text in enumerate(words):
         seen: Counter[str] = Counter()
@@ -73,7 +73,7 @@ def actions_of(words: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
 
 
 def run(words: Words, chain: Chain) -> WordRun:
-    """Run every word strictly in order, each letter as soon as its input is there."""
+    """Runs every word strictly in order, each letter as soon as its input exists."""
     last = len(words) - 1
     forwards: list[list[float]] = [[] for _ in words]
     backwards: list[list[float]] = [[] for _ in words]
@@ -105,7 +105,7 @@ def run(words: Words, chain: Chain) -> WordRun:
 
 
 def bound(chain: Chain, cap: Sequence[int]) -> float:
-    """A lower bound that knows the cap: longest paths over data, order and reuse of memory, plus work that must be done."""
+    """A lower bound that respects the cap: longest paths over data, order and reuse of memory, plus the remaining work."""
     f, b = _heads(chain, cap, (0.0,) * len(cap))
     back = chain.reversed
     rf, rb = _heads(back, cap, chain.after)
@@ -116,7 +116,7 @@ def bound(chain: Chain, cap: Sequence[int]) -> float:
 
 
 def _heads(chain: Chain, cap: Sequence[int], release: Sequence[float]) -> tuple[list[list[float]], list[list[float]]]:
-    """The earliest starts of all forwards and backwards."""
+    """Returns the earliest starts of all forwards and backwards."""
     forward, backward, latency, _, count = chain
     depth = len(forward)
     f = [[0.0] * count for _ in forward]
@@ -137,7 +137,7 @@ def _heads(chain: Chain, cap: Sequence[int], release: Sequence[float]) -> tuple[
 
 
 def vectors(chain: Chain, cap: Sequence[int]) -> list[tuple[int, ...]]:
-    """Warm-up vectors: about how many periods a microbatch stays from a stage down, never more further down the chain."""
+    """Returns warm-up vectors: about how many periods a microbatch spends at or after a stage; never growing along the chain."""
     both = [f + b for f, b in zip(chain.forward, chain.backward, strict=True)]
     stay = list(accumulate(reversed([work + 2 * chain.latency for work in both])))
     residence = [time - 2 * chain.latency for time in reversed(stay)]
@@ -156,8 +156,11 @@ def vectors(chain: Chain, cap: Sequence[int]) -> list[tuple[int, ...]]:
 def in_time(
     live: Sequence[int], patience: Sequence[float], chain: Chain, *, limit: float = INFINITE, warm: Sequence[int] | None = None
 ) -> Words | None:
-    """A list schedule in time order: at most `live[s]` alive, and the next backward first, unless it would start more than
-    `patience[s]` after the next forward could. `warm`: on equal starts the forward while fewer are alive. None past `limit`."""
+    """A list schedule in time order, or None if it exceeds `limit`.
+
+    At most `live[s]` activations are alive. The next backward goes first, unless it would start more than `patience[s]` after
+    the next forward could. With `warm`, if both can start at the same time, the forward goes first while fewer are alive.
+    """
     forward, backward, latency, _, count = chain
     depth = len(forward)
     free = [0.0] * depth

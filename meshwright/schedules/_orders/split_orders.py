@@ -1,7 +1,7 @@
-"""Orders of F, I and W on a chain of stages, one word per worker; microbatches go first in, first out per letter.
+"""Orders of F, I and W on a chain of stages, one word per worker; microbatches run first in, first out per letter.
 
-`linear` is the closed form behind the zero-bubble family: k live activations, warm-ups that fall from k on the first worker
-to 1 on the last, and the rest of k for weight halves that wait. k = D is ZB-H1, k = 2D-1 is ZB-H2.
+`linear` is the closed form of the zero-bubble family: k live activations, a warm-up that decreases from k on the first worker
+to 1 on the last, and the rest of k for pending weight halves. k = D is ZB-H1, k = 2D-1 is ZB-H2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshwright.ir.profile import StageCost
 
 
 class StageLine(NamedTuple):
-    """Times of the stages, latency of a hop, and how many microbatches there are."""
+    """Times of the stages, latency of a hop, and the number of microbatches."""
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
@@ -23,7 +23,7 @@ class StageLine(NamedTuple):
 
     @classmethod
     def of(cls, costs: Sequence[StageCost], microbatches: int, latency_s: float) -> StageLine:
-        """The times of given stages; recompute runs inside I."""
+        """Returns the times of the given stages; recompute runs inside I."""
         inputs = tuple(cost.input_s + cost.recompute_s for cost in costs)
         return cls(tuple(c.forward_s for c in costs), inputs, tuple(c.weight_s for c in costs), latency_s, microbatches)
 
@@ -36,13 +36,13 @@ class Limits(NamedTuple):
 
 
 def linear(workers: int, microbatches: int, k: int) -> list[str]:
-    """The closed form with k live activations."""
+    """Returns the closed form with k live activations."""
     warm = [k - (k - 1) * s // max(workers - 1, 1) for s in range(workers)]
     return trailing(microbatches, warm, [k - ahead for ahead in warm])
 
 
 def trailing(microbatches: int, warm: Sequence[int], lag: Sequence[int]) -> list[str]:
-    """`warm[s]` forwards, then I, W, F in turn, W trailing I by `lag[s]` microbatches."""
+    """Returns `warm[s]` forwards, then I, W, F in turn, with W `lag[s]` microbatches after I."""
     return [
         "F" * min(ahead, microbatches)
         + "".join(
@@ -54,7 +54,7 @@ def trailing(microbatches: int, warm: Sequence[int], lag: Sequence[int]) -> list
 
 
 def run(words: Sequence[str], line: StageLine) -> tuple[float, float]:
-    """Makespan and longest worker span of words that cannot deadlock."""
+    """Returns makespan and longest worker span of words that cannot deadlock."""
     depth = len(words)
     forwards: list[list[float]] = [[] for _ in words]
     inputs: list[list[float]] = [[] for _ in words]
@@ -85,17 +85,16 @@ def run(words: Sequence[str], line: StageLine) -> tuple[float, float]:
 
 
 def heads(line: StageLine) -> list[float]:
-    """When the first forward can start on every stage."""
+    """Returns when the first forward can start on every stage."""
     return [sum(line.forward[:s]) + s * line.latency for s in range(len(line.forward))]
 
 
 def bound(line: StageLine, limits: Limits, *, span: bool = False) -> float:
-    """A lower bound that knows the limits: on the makespan, or (`span`) on the longest span plus the last stage's head.
+    """A lower bound that respects the limits: of the makespan, or (`span`) of the longest span plus the last stage's head.
 
-    Per stage:
-
-    before the first I only so many forwards fit, and the stage idles; at its last I only so many W are left, and the way up
-    follows; a forward that reuses memory comes a residence after the one before, and the way down and up follows the last.
+    Three arguments per stage. Before the first I only a limited number of forwards fits, then the stage idles. At its last I
+    only a limited number of W is left, and the path up follows. A forward that reuses memory comes one residence time after
+    the previous user, and the path down and up follows the last one.
     """
     forward, inputs, weight, c, count = line
     depth, best, head = len(forward), 0.0, heads(line)
@@ -119,9 +118,9 @@ def bound(line: StageLine, limits: Limits, *, span: bool = False) -> float:
 
 
 def shared(line: StageLine, memory: int, rest: float) -> Limits:
-    """Limits for a memory of `memory` activations, where one that waits for its W weighs `rest`.
+    """Returns limits for a memory of `memory` activations, if one that waits for its W counts `rest`.
 
-    As many forwards in flight as end before the first I can arrive, never more than on the worker before.
+    Allows as many forwards in flight as end before the first I can arrive, never more than on the previous worker.
     """
     flight = []
     for s in range(len(line.forward)):

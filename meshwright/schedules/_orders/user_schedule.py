@@ -1,7 +1,7 @@
-"""Own schedules: what a user names as a file, or as `package.module:function`.
+"""Schedules of users: a file, or a function named as `package.module:function`.
 
-A function takes `workers`, `microbatches`, `steps`, `costs` and `cluster` as builders do, each only if it names it, and
-whatever else it takes is an option.
+A function may take `workers`, `microbatches`, `steps`, `costs` and `cluster`, each only if it names it. Its other arguments
+are options.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from meshwright.passes.wellformed import faults
 
 
 def read(path: Path) -> Schedule:
-    """A schedule from a JSON file, or from torch's CSV."""
+    """Reads a schedule from a JSON file or from torch's CSV."""
     text = file_text(path, "the schedule", fix="meshwright show NAME --format json -o FILE")
     return from_csv(text, path.stem) if path.suffix == ".csv" else schedule_from_json(text)
 
 
 def own_builder(name: str) -> Callable[..., Schedule]:
-    """A user's function as a builder: what it raises, and what is no schedule, is said."""
+    """Returns a user's function as a builder. Wraps its exceptions, and raises if it does not return a schedule."""
     found = function(name)
 
     @wraps(found)
@@ -50,7 +50,7 @@ def own_builder(name: str) -> Callable[..., Schedule]:
 
 
 def parameters_of(found: Callable[..., Schedule]) -> dict[str, inspect.Parameter]:
-    """The arguments of a build function that can be given by name, with their types where it says them."""
+    """Returns the arguments of a build function that can be given by name, with their type annotations if it has any."""
     try:
         hints = typing.get_type_hints(found)
     except (NameError, TypeError, AttributeError):
@@ -64,10 +64,10 @@ def parameters_of(found: Callable[..., Schedule]) -> dict[str, inspect.Parameter
 
 
 def refuse_malformed(schedule: Schedule, name: str) -> Schedule:
-    """What is no schedule at all, or too large to be one; laws come later."""
+    """Raises if this is not a well-formed schedule or if it is too large. Laws are checked later."""
     for fault in faults(schedule):
         raise MeshwrightError(f"{name} breaks the law of placement: {fault}", fix="meshwright check")
     entries = sum(len(row) for lists in (schedule.prologue, schedule.period, schedule.drain) for row in lists)
     if entries * max(schedule.repeats, 1) > LARGEST:
-        raise MeshwrightError(f"{name} has {entries} entries, {schedule.repeats} times; at most {LARGEST} are run")
+        raise MeshwrightError(f"{name} has {entries} entries, {schedule.repeats} times; the limit is {LARGEST}")
     return schedule

@@ -1,7 +1,7 @@
-"""Orders on a zigzag of stages, and how a V of workers unfolds into two pipelines that run against each other.
+"""Orders on a zigzag of stages, and how a V of workers unfolds into two pipelines in opposite directions.
 
 `steady` alternates one forward and one backward on a wave of S = 2 W D stages. `letters` writes the phases of a V as text.
-Leaving out whole microbatches keeps any order legal, so both plan for a convenient number of them and drop the rest.
+Removing whole microbatches keeps any order valid, so both plan a convenient number of microbatches and drop the surplus.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Order = list[Action | Cell]
 def steady(workers: int, microbatches: int, *, waves: int = 1, backward: Op = Op.B) -> list[list[Action]]:
     """S forwards, then one backward and one forward in turn, in groups of D microbatches.
 
-    Forwards go by the slots S group + stage + 2 index, backwards likewise from the last stage down. Worker w would idle
-    D-1-w slots before its second chunk comes round: as many first-chunk forwards of the second group run there instead.
+    Forwards are sorted by the slots S group + stage + 2 index, backwards likewise from the last stage down. Worker w would idle
+    D-1-w slots before its second chunk arrives; it runs that many first-chunk forwards of the second group there instead.
     One group more than needed is planned, so that the end is spaced like the middle.
     """
     stages = 2 * waves * workers
@@ -44,9 +44,9 @@ def steady(workers: int, microbatches: int, *, waves: int = 1, backward: Op = Op
 
 
 def letters(text: str, *, shallow: int, deep: int, microbatches: int) -> Order:
-    """Phases of one worker of a V: capitals for its shallow stage, small letters for its deep one.
+    """Parses the phases of one worker of a V: capital letters for its shallow stage, small letters for its deep one.
 
-    "w" pays the oldest weight half that is owed, "[Fb]" is a cell; the microbatch is how often the letter has come before.
+    "w" runs the oldest pending weight half, "[Fb]" is a cell; the microbatch is the number of earlier uses of the letter.
     """
     seen: Counter[str] = Counter()
     owed: deque[Action] = deque()
@@ -73,9 +73,9 @@ def letters(text: str, *, shallow: int, deep: int, microbatches: int) -> Order:
 
 
 def unfold(lists: Sequence[Sequence[Action | Cell]], microbatches: int, *, unit: int) -> list[Order]:
-    """A V of h workers as two mirrored replicas on 2h workers: microbatch m of the V runs once in each direction.
+    """Unfolds a V of h workers into two mirrored replicas on 2h workers: microbatch m of the V runs once in each direction.
 
-    In every `unit` of microbatches, the last one perhaps shorter, the first half goes down, the second half up.
+    In every `unit` of microbatches (the last one may be shorter), the first half runs down, the second half up.
     """
     h = len(lists)
 

@@ -1,21 +1,21 @@
-"""A lower bound by refutation: suppose some order takes at most M, and narrow when every letter can start until none can.
+"""A lower bound by refutation: assume that an order takes at most M, and narrow the start windows of all letters until none fits.
 
-On one resource a word is a way through a lattice. (i, a) stands for i forwards done and a activations alive: a forward leads
+On one resource a word is a path through a lattice. Point (i, a) means i forwards done and a activations alive: a forward leads
 to (i + 1, a + 1), a backward to (i, a - 1), and a cap is a wall.
 
-    alive                 a letter may start inside its window only; the way from (0, 0) to (N, 0)
-      2        o--F.      gives the earliest time of every point, the way back the latest
+    alive                 a letter may only start inside its window; the paths from (0, 0) to (N, 0)
+      2        o--F.      give the earliest time of every point, the reversed paths the latest
       1   o--F/   B\\
       0  F/         B--
          forwards done ->
 
-Proof. Take any order within the caps that ends by M; number forwards and backwards of a resource in the order they start. The
-i-th forward further down starts after i forwards here have ended, each a hop later, and likewise upwards for backwards: so
-microbatches in order lose nothing, and a window narrowed by a neighbour's still holds the start. On a resource the order is a way
-through the lattice whose letters start in their windows. No way reaches a point before its earliest time (each letter starts
-once its window is open and the letter before has ended) nor leaves it after its latest, so a step that cannot start
-between the two is on no such way, and what the other steps leave of a window still holds the start. When no way is left there
-is no such order, and M is too short.
+Proof. Take any order within the caps that ends by M. Number the forwards and backwards of a resource in the order they start.
+Forward i on the next resource starts after i forwards have ended here, each a hop later; the same holds upwards for
+backwards. So keeping microbatches in order loses nothing, and a window narrowed by a neighbour's window still contains the
+start. On a resource the order is a path through the lattice whose letters start in their windows. No path reaches a point
+before its earliest time (each letter starts once its window is open and the previous letter has ended) or leaves it after
+its latest time. So a step that cannot start between the two is on no such path, and what the other steps leave of a window
+still contains the start. If no path is left, no such order exists, and M is too short.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import NamedTuple
 from meshwright.schedules._orders.order_strings import INFINITE, Chain
 
 TOLERANCE = 1e-5
-"""How close to the longest refuted makespan the bisection comes, relative."""
+"""Relative distance to the longest refuted makespan at which the bisection stops."""
 SIZE = 150_000
-"""Lattice points, above which `raised` does not try: a test takes about two seconds there, and a tenth at 16 x 64."""
+"""Lattice points above which `raised` does not try. A test takes about two seconds at this size, and 0.1 s at 16 x 64."""
 ROUNDS = 20
-"""Sweeps of one test; stopping early refutes less, never wrongly."""
+"""Sweeps of one test. Stopping early refutes less, but never wrongly."""
 
 
 class Windows(NamedTuple):
@@ -43,7 +43,7 @@ class Windows(NamedTuple):
 
 
 class _Letters(NamedTuple):
-    """What a lattice is made of: how long letters take, the cap, and the rounding that is forgiven."""
+    """The data of a lattice: durations of the letters, the cap, and the tolerance for rounding."""
 
     forward: float
     backward: float
@@ -52,7 +52,7 @@ class _Letters(NamedTuple):
 
 
 def bound(chain: Chain, cap: Sequence[int], low: float, high: float) -> float:
-    """A makespan that no order can beat, between a known bound and the makespan of a known order."""
+    """Returns a makespan that no order can beat, between a known bound and the makespan of a known order."""
     middle = high * (1 - TOLERANCE)
     while high - low > TOLERANCE * high:
         if refuted(chain, cap, middle):
@@ -64,14 +64,14 @@ def bound(chain: Chain, cap: Sequence[int], low: float, high: float) -> float:
 
 
 def raised(chain: Chain, cap: Sequence[int], low: float, makespan: float) -> float:
-    """The makespan of a known order if it is optimal to the tolerance and one quick test shows it, else the known bound."""
+    """Returns the makespan of a known order if one quick test proves it optimal to the tolerance, else the known bound."""
     if low >= makespan or chain.microbatches * sum(cap) > SIZE:
         return low
     return makespan if refuted(chain, cap, makespan * (1 - TOLERANCE)) else low
 
 
 def refuted(chain: Chain, cap: Sequence[int], makespan: float) -> bool:
-    """Whether windows show that no order takes at most `makespan`."""
+    """True if the windows show that no order takes at most `makespan`."""
     depth, count = len(cap), chain.microbatches
     windows = [
         Windows([0.0] * count, [makespan] * count, [0.0] * count, [makespan - chain.after[s] - chain.backward[s]] * count)
@@ -93,7 +93,7 @@ def refuted(chain: Chain, cap: Sequence[int], makespan: float) -> bool:
 
 
 def _linked(windows: Sequence[Windows], s: int, chain: Chain) -> Windows:
-    """A resource's windows, after what the neighbours' windows say through the data."""
+    """Returns the windows of a resource, narrowed by the windows of its neighbours."""
     forward_from, forward_to, backward_from, backward_to = windows[s]
     if s:
         above, down, up = windows[s - 1], chain.forward[s - 1] + chain.latency, chain.backward[s] + chain.latency
@@ -107,7 +107,7 @@ def _linked(windows: Sequence[Windows], s: int, chain: Chain) -> Windows:
 
 
 def _earliest(windows: Windows, letters: _Letters) -> list[list[float]]:
-    """When each point of the lattice can be reached, by forwards done and activations alive."""
+    """Returns when each lattice point can be reached, by forwards done and activations alive."""
     forward, backward, cap, slack = letters
     row = [0.0] + [INFINITE] * cap
     rows = [row]
@@ -125,7 +125,7 @@ def _earliest(windows: Windows, letters: _Letters) -> list[list[float]]:
 
 
 def _narrowed(windows: Windows, letters: _Letters) -> Windows | None:
-    """What is left of the windows when only steps on a whole way count; None if there is no way."""
+    """Returns what is left of the windows if only steps on a complete path count; None if there is no path."""
     forward, backward, cap, slack = letters
     count = len(windows.forward_from)
     rows = _earliest(windows, letters)

@@ -1,1 +1,1 @@
-"""Checkpoints that any plan resumes, and exports that from_pretrained reads."""
+"""Checkpoints that can be resumed under any plan, and exports for `from_pretrained`."""

@@ -1,6 +1,6 @@
-"""The facts of a checkpoint, state.json: read strictly, so that whatever is wrong with it is said before anything is changed.
+"""Reads state.json, the facts of a checkpoint, strictly: every error is raised before anything is changed.
 
-Its bytes are those of the marker's sum, so damage is found before; this is for files that somebody wrote or changed.
+The marker contains a digest of the file, so damage is detected earlier. These checks are for files that somebody edited.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from meshwright.train.checkpoint.folders import FACTS, SCHEMA
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors; anything that `put_back` could not use is refused."""
+    """Return the facts of a checkpoint. Raises for anything that `put_back` could not use."""
     path = folder / FACTS
     try:
         known = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise MeshwrightError(f"{path} cannot be read: {str(error)[:200]}", fix="resume from another checkpoint") from error
     if not isinstance(known, dict):
-        raise MeshwrightError(f"{path} is no object", fix="resume from another checkpoint")
+        raise MeshwrightError(f"{path} is not an object", fix="resume from another checkpoint")
     schema: Any = known.get("schema")
     if _is_count(schema) and schema > SCHEMA:
-        raise MeshwrightError(f"{path} has schema {schema}, this version reads up to {SCHEMA}", fix="a newer meshwright")
+        raise MeshwrightError(f"{path} has schema {schema}, this version reads up to {SCHEMA}", fix="update meshwright")
     for key, fits in _FITS.items():
         if key not in known or not fits(known[key]):
-            raise MeshwrightError(f"'{key}' of {path} is not as a checkpoint has it", fix="resume from another checkpoint")
+            raise MeshwrightError(f"'{key}' of {path} is missing or has the wrong type", fix="resume from another checkpoint")
     groups = len(known["groups"])
     if any(not _is_count(group) or group >= groups for group in known["options"].values()):
-        raise MeshwrightError(f"'options' of {path} name groups that are not there", fix="resume from another checkpoint")
+        raise MeshwrightError(f"'options' of {path} name groups that do not exist", fix="resume from another checkpoint")
     if not _are_texts(known.get("unread", [])):
-        raise MeshwrightError(f"'unread' of {path} are no names", fix="resume from another checkpoint")
+        raise MeshwrightError(f"'unread' of {path} is not a list of names", fix="resume from another checkpoint")
     return known
 
 
@@ -70,9 +70,9 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "scaler": _is_table_or_none,
     "extra": _is_table_or_none,
     "optimizer": lambda value: value is None or isinstance(value, str),
-    "scheduler": lambda _: True,  # whatever the state of the user's own is
+    "scheduler": lambda _: True,  # a user's own schedule may have any state
     "groups": _are_tables,
     "options": _is_table,
     "counters": lambda value: _is_table(value) and all(map(_is_table, value.values())),
 }
-"""What each key must be."""
+"""The check for each key."""

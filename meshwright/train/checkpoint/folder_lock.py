@@ -1,10 +1,10 @@
-"""Who writes to a folder of checkpoints and logs: one run at a time, noted in a small file.
+"""Ensures that only one run at a time writes to a folder of checkpoints and logs. A small file holds the lock.
 
-    take("out")        refused while another run holds it
-    release("out")     by the one who took it
+    take("out")        raises while another run holds it
+    release("out")     by the process that took it
 
-The file says host, process and when that began. A lock whose process is gone is taken over; on another host nobody can see
-that, so it is refused with what to do. Reading a folder needs no lock.
+The file contains the host, the process and its start time. If the process has ended, the lock is taken over. This cannot be
+detected on another host, so the error says what to do. Reading a folder needs no lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "run.lock"
 
 @dataclass(frozen=True)
 class Holder:
-    """A process: its host, since when that is up, its name space, number and start in clock ticks."""
+    """A process: host, boot id of the host, PID namespace, PID, and start time in clock ticks."""
 
     host: str
     boot: str
@@ -37,32 +37,32 @@ class Holder:
 
     @classmethod
     def me(cls) -> Holder:
-        """This process."""
+        """Return this process."""
         return cls(socket.gethostname(), _boot(), _space(), os.getpid(), _born(os.getpid()))
 
     @property
     def gone(self) -> bool:
-        """Is it certain that this process has ended?"""
+        """True if this process has certainly ended."""
         here = Holder.me()
         if (self.host, self.space) != (here.host, here.space):
-            return self.host == here.host and self.boot != here.boot  # the machine was started again
+            return self.host == here.host and self.boot != here.boot  # the machine was rebooted
         return self.boot != here.boot or _born(self.pid) != self.born
 
 
 def take(folder: str | Path) -> None:
-    """Hold a folder, or say who does; one that this process holds already stays held."""
+    """Take the lock of a folder. Raises if another process holds it; does nothing if this process does."""
     path = Path(folder, NAME)
     with _alone(path.parent):
         refuse_held(folder)
         text = json.dumps(asdict(Holder.me()))
         if _read(path) is not None:
-            _replace(path, text)  # of this process, or of one that is gone
+            _replace(path, text)  # held by this process, or by one that has ended
         elif not _create(path, text):
             refuse_held(folder)  # another host was faster
 
 
 def release(folder: str | Path) -> None:
-    """Let go of a folder, if this process holds it."""
+    """Release the lock of a folder if this process holds it."""
     path = Path(folder, NAME)
     with contextlib.suppress(OSError, MeshwrightError):
         if _read(path) == Holder.me():
@@ -70,7 +70,7 @@ def release(folder: str | Path) -> None:
 
 
 def refuse_held(folder: str | Path) -> None:
-    """Refuse a folder that another run holds."""
+    """Raise if another run holds the lock of a folder."""
     path = Path(folder, NAME)
     holder = _read(path)
     if holder is None or holder == Holder.me() or holder.gone:
@@ -78,12 +78,12 @@ def refuse_held(folder: str | Path) -> None:
     here = holder.host == socket.gethostname()
     raise MeshwrightError(
         f"another run writes to {folder}: process {holder.pid} on {'this host' if here else f'the host {holder.host}'}",
-        fix="another output_dir" + (", or wait for it" if here else f", or, if that run is over, remove {path}"),
+        fix="use another output_dir" + (", or wait for it" if here else f", or, if that run has ended, remove {path}"),
     )
 
 
 def held_by_another(folder: str | Path) -> bool:
-    """Does another run hold this folder, as far as one can tell?"""
+    """True if another run seems to hold the lock of this folder."""
     try:
         refuse_held(folder)
     except MeshwrightError:
@@ -96,18 +96,18 @@ def _read(path: Path) -> Holder | None:
         found = json.loads(path.read_bytes()[:4096])
         kinds = {"host": str, "boot": str, "space": str, "pid": int, "born": int}
         if not isinstance(found, dict) or {key: type(value) for key, value in found.items()} != kinds:
-            raise ValueError("it names no process")
+            raise ValueError("it does not name a process")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise MeshwrightError(
-            f"{path} does not say who writes to this folder: {error}", fix=f"if no run does, remove {path}"
+            f"{path} does not tell which run writes to this folder: {error}", fix=f"if no run does, remove {path}"
         ) from error
     return Holder(**found)
 
 
 def _create(path: Path, text: str) -> bool:
-    """Make the file with all of its text, unless it is there."""
+    """Create the file with its complete text, unless it exists."""
     made = _written(path, text)
     try:
         os.link(made, path)
@@ -136,7 +136,7 @@ def _written(path: Path, text: str) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process of this host at a time, so that two cannot take over the same lock."""
+    """Allow one process of this host at a time, so that two cannot take over the same lock."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -153,14 +153,14 @@ def _boot() -> str:
 
 
 def _space() -> str:
-    """The name space of process numbers: a container has its own."""
+    """Return the PID namespace; a container has its own."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def _born(pid: int) -> int:
-    """When a process started, in clock ticks since the host did; -1 where it is gone, 0 where nobody can tell."""
+    """Return the start time of a process in clock ticks since boot; -1 if it has ended, 0 if it cannot be found out."""
     try:
         found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return -1 if found[0] == "Z" else int(found[19])

@@ -1,10 +1,10 @@
-"""Folders of checkpoints: names, the marker that makes one whole, what is damaged, the last good one, rotation.
+"""Folders of checkpoints: names, the marker of a complete one, damage, the last good one, rotation.
 
-    out/checkpoint-30                whole: its marker names every file with its size and digest
+    out/checkpoint-30                complete: its marker lists every file with its size and digest
     out/checkpoint-40.tmp-5f2e       being written, or left by a run that was killed: never resumed
-    out/checkpoint-30.old-5f2e       the one before, while another of the same step takes its name
+    out/checkpoint-30.old-5f2e       the previous one, while another one of the same step takes its name
 
-A folder gets its name by one rename after all of it is on disk, so a kill at any moment leaves the last good one alone.
+A folder gets its final name by one rename after everything is on disk. A kill at any time leaves the last good one intact.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 
 SCHEMA = 2
-"""The version of what stands in a checkpoint; a newer one is refused.
+"""The version of the content of a checkpoint; a newer one is refused.
 
-1: all tensors in shard-*.safetensors, weights as model/NAME and buffer/NAME. 2: weights in model-*.safetensors, as NAME,
-the optimizer's tensors in optimizer-*.safetensors.
+1: all tensors in shard-*.safetensors, weights as model/NAME and buffer/NAME. 2: weights in model-*.safetensors, as NAME, the
+optimizer's tensors in optimizer-*.safetensors.
 """
 
 MARKER, FACTS = "complete.json", "state.json"
@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 
 
 def name_of(step: int) -> str:
-    """What the checkpoint behind so many steps is called."""
+    """Return the name of the checkpoint after this many steps."""
     return f"checkpoint-{step}"
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The whole ones, oldest first; one that had to give up its name counts where nothing has that name."""
+    """Return the complete checkpoints, oldest first. A renamed old one counts only if no folder has its original name."""
     found: dict[int, Path] = {}
     for kind in ("old", None):
         found |= {step: path for step, is_, path in _folders(root) if is_ == kind and (path / MARKER).is_file()}
@@ -48,14 +48,14 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def candidates(root: Path) -> list[Path]:
-    """The same, and folders of that name without a marker: what a resume looks at, and says why it passes them over."""
+    """Also include folders with that name but without a marker: a resume skips them and logs why."""
     found = {step: path for step, kind, path in _folders(root) if kind is None}
     found |= {step_of(path): path for path in checkpoints(root)}
     return [found[step] for step in sorted(found)]
 
 
 def _folders(root: Path) -> Iterator[tuple[int, str | None, Path]]:
-    """Everything here that is ours by its name: step, what it is, where."""
+    """Yield all folders here whose names are ours: step, kind, path."""
     if root.is_dir():
         for path in sorted(root.iterdir()):
             if path.is_dir() and (match := _NAME.fullmatch(path.name)):
@@ -63,29 +63,29 @@ def _folders(root: Path) -> Iterator[tuple[int, str | None, Path]]:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in the name of a checkpoint."""
     match = _NAME.fullmatch(folder.name)
     if match is None:
-        raise MeshwrightError(f"{folder} is not named as a checkpoint is", fix="a folder checkpoint-STEP")
+        raise MeshwrightError(f"{folder} does not have the name of a checkpoint", fix="use a folder checkpoint-STEP")
     return int(match[1])
 
 
 def digest(path: Path) -> str:
-    """What a file's bytes come to."""
+    """Return the SHA-256 digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What a marker says of a file."""
+    """Return what the marker stores about a file."""
     return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
 def read_marker(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint; a folder without its marker was never finished."""
+    """Return the files of a checkpoint. A folder without a marker was never finished."""
     path = folder / MARKER
-    if not os.path.isfile(path):  # unlike Path.is_file() it takes any name
-        why = "is not there" if not os.path.isdir(folder) else f"has no {MARKER}: it was never finished"
+    if not os.path.isfile(path):  # Path.is_file() raises for some names
+        why = "does not exist" if not os.path.isdir(folder) else f"has no {MARKER}: it was never finished"
         raise MeshwrightError(f"{str(folder)[:200]} {why}", fix="resume from the last good one: resume_from_checkpoint=True")
     try:
         read = json.loads(path.read_bytes())
@@ -95,27 +95,27 @@ def read_marker(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _files(read: Any) -> dict[str, dict[str, Any]]:
-    """The files that a marker names; whatever is not as `finish` writes it is a ValueError, or a newer schema."""
+    """Return the files that a marker lists. Raises for a newer schema and for anything that `finish` would not write."""
     if not isinstance(read, dict) or set(read) != {"schema", "step", "files"}:
-        raise ValueError("it is no object of schema, step and files")
+        raise ValueError("it is not an object with schema, step and files")
     if type(schema := read["schema"]) is not int or schema < 1:
-        raise ValueError("its schema is no number of at least 1")
+        raise ValueError("its schema is not a number of at least 1")
     if schema > SCHEMA:
-        raise MeshwrightError(f"{MARKER} has schema {schema}, this version reads up to {SCHEMA}", fix="a newer meshwright")
+        raise MeshwrightError(f"{MARKER} has schema {schema}, this version reads up to {SCHEMA}", fix="update meshwright")
     if type(read["step"]) is not int or not isinstance(files := read["files"], dict):
-        raise ValueError("its step is no number, or its files are no object")
+        raise ValueError("its step is not a number, or its files are not an object")
     for name, about in files.items():
         if name in ("", ".", "..") or not name.isprintable() or "/" in name:
-            raise ValueError(f"{name[:80]!r} is no name of a file")
+            raise ValueError(f"{name[:80]!r} is not a file name")
         if not isinstance(about, dict) or set(about) != {"bytes", "sha256"}:
-            raise ValueError(f"bytes and sha256 of {name[:80]} are not there")
+            raise ValueError(f"bytes and sha256 of {name[:80]} are missing")
         if type(about["bytes"]) is not int or not isinstance(about["sha256"], str):
-            raise ValueError(f"bytes or sha256 of {name[:80]} are not what they should be")
+            raise ValueError(f"bytes or sha256 of {name[:80]} have the wrong type")
     return files
 
 
 def damage(folder: Path, *, share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint, each by its name; every rank may read a share of the bytes."""
+    """Return what is wrong with the files of a checkpoint, each by name. Each rank may read a share of the bytes."""
     found = []
     for index, (name, wanted) in enumerate(sorted(read_marker(folder).items())):
         path = folder / name
@@ -123,19 +123,19 @@ def damage(folder: Path, *, share: int = 0, shares: int = 1) -> list[str]:
             if not path.is_file():
                 found.append(f"{path} is missing")
             elif (size := path.stat().st_size) != wanted["bytes"]:
-                found.append(f"{path} has {size} bytes, {wanted['bytes']} were written")
+                found.append(f"{path} has {size} bytes, but {wanted['bytes']} were written")
             elif index % shares == share and digest(path) != wanted["sha256"]:
-                found.append(f"{path} does not hold what was written to it")
+                found.append(f"{path} has changed since it was written")
         except OSError as error:
             found.append(f"{path} cannot be read: {error.strerror}")
     return found
 
 
 def last_good(root: Path, *, folders: Sequence[Path] | None = None, judge: Callable[[Path], list[str]] = damage) -> Path | None:
-    """The newest checkpoint whose files are all as they were written; damaged ones are named in the log and passed over.
+    """Return the newest checkpoint whose files are all intact. Damaged ones are named in the log and skipped.
 
-    None where there is no checkpoint at all; where there are some and none is good, an error says what is wrong with each.
-    Ranks that look together give the folders that they have agreed on, and a judge that they ask together.
+    Returns None if there is no checkpoint at all. If there are some but none is good, the error lists what is wrong with each.
+    Several ranks pass the folders that they agreed on, and a judge function that they call together.
     """
     reasons = []
     for folder in reversed(candidates(root) if folders is None else folders):
@@ -146,20 +146,20 @@ def last_good(root: Path, *, folders: Sequence[Path] | None = None, judge: Calla
         if not wrong:
             return folder
         reasons.append(f"{folder.name}: {'; '.join(wrong)}")
-        _log.warning("%s is passed over: %s", folder.name, "; ".join(wrong))
+        _log.warning("%s is skipped: %s", folder.name, "; ".join(wrong))
     if reasons:
         raise MeshwrightError(
             "\n  ".join([f"no checkpoint in {root} can be resumed:", *reasons]),
-            fix="start anew without resume_from_checkpoint, or bring back the files from a copy",
+            fix="start again without resume_from_checkpoint, or restore the files from a backup",
         )
     return None
 
 
-# -- changing what is there; all of this happens on one rank
+# -- changing folders; all of this happens on one rank
 
 
 def tidy(root: Path) -> None:
-    """Remove what a killed run has left behind; a checkpoint that had given up its name gets it back."""
+    """Remove what a killed run left. A checkpoint that was renamed to make room gets its name back."""
     whole = {step: path for path in checkpoints(root) for step in (step_of(path),)}
     for step, kind, path in list(_folders(root)):
         if kind == "old" and whole.get(step) == path:
@@ -173,7 +173,7 @@ def tidy(root: Path) -> None:
 
 
 def finish(folder: Path, files: dict[str, dict[str, Any]], step: int) -> Path:
-    """Mark a temporary folder as whole, and give it its name."""
+    """Mark a temporary folder as complete, and give it its final name."""
     write(folder / MARKER, {"schema": SCHEMA, "step": step, "files": files})
     sync(folder)
     final = folder.parent / name_of(step)
@@ -189,7 +189,7 @@ def finish(folder: Path, files: dict[str, dict[str, Any]], step: int) -> Path:
 
 
 def rotate(root: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-    """Remove the oldest until `limit` are left; those to keep stay, and so does the newest."""
+    """Remove the oldest checkpoints until `limit` are left. Those in `keep` and the newest one stay."""
     if limit is None:
         return
     whole = checkpoints(root)
@@ -200,7 +200,7 @@ def rotate(root: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Take a checkpoint's name away first, so that half of one is never seen."""
+    """Rename a checkpoint before deleting it, so that a partly deleted one is never visible."""
     gone = folder.with_name(f"{name_of(step_of(folder))}.tmp-{secrets.token_hex(4)}")
     folder.rename(gone)
     sync(folder.parent)
@@ -208,7 +208,7 @@ def discard(folder: Path) -> None:
 
 
 def write(path: Path, content: object) -> None:
-    """A JSON file that is on disk when this returns."""
+    """Write a JSON file. It is on disk when this returns."""
     with path.open("w") as file:
         json.dump(content, file, indent=1)
         file.flush()
@@ -216,7 +216,7 @@ def write(path: Path, content: object) -> None:
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or what a folder lists, are on disk when this returns."""
+    """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,9 +1,9 @@
-"""The weights of a checkpoint as `from_pretrained` reads them.
+"""Writes the weights of a checkpoint in the format of `from_pretrained`.
 
-model-00001-of-00002.safetensors, ...         what each rank writes, under the model's own names
+model-00001-of-00002.safetensors, ...         written by each rank, with the model's own names
 model.safetensors.index.json                  which tensor is in which file
-config.json, generation_config.json, ...      where the model has them, and the files of its tokenizer
-optimizer-00001-of-00002.safetensors, ...     everything else, which `from_pretrained` does not open
+config.json, generation_config.json, ...      if the model has them, and the files of its tokenizer
+optimizer-00001-of-00002.safetensors, ...     everything else; `from_pretrained` does not open it
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.json_exchange import all_gather_state
 from meshwright.train.checkpoint.run_state import BUFFER, MODEL, buffers, parameters
 from meshwright.train.checkpoint.save_pretrained import left_over, write_config, write_index
 from meshwright.train.setup.all_ranks import agree
 
 
 def apart(engine: Engine, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights under their own names and in their own shapes, and all other tensors of a snapshot."""
+    """Separate the weights of a snapshot, with their own names and shapes, from all other tensors."""
     numbers = {name for name, t in {**parameters(engine), **buffers(engine)}.items() if not t.dim()}
     weights, rest = dict[str, Tensor](), dict[str, Tensor]()
     for key, tensor in tensors.items():
@@ -39,13 +40,13 @@ def apart(engine: Engine, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tens
 def write_weights(
     folder: Path, weights: Mapping[str, Tensor], model: Any, processing: Any, group: dist.ProcessGroup | None
 ) -> list[str]:
-    """Write this rank's weights, and on rank 0 what belongs to them; returns the names of weights that no stage reads."""
+    """Write this rank's weights, and on rank 0 the index and configuration. Returns the names of weights that no stage reads."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    trained = set().union(*agree(lambda: set(weights), group=group))
+    trained = set().union(*agree(lambda: list(weights), group=group))
     unread = left_over(model, trained) if rank == 0 else {}
     mine = {**weights, **{name: t.cpu().contiguous() for name, t in unread.items()}}
     file = f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-    parts = agree(lambda: _write(mine, folder / file), group=group)
+    parts = agree(lambda: list(_write(mine, folder / file)), group=group)
     files = {name: path for path, sizes in parts for name in sizes}
     total = sum(size for _, sizes in parts for size in sizes.values())
     agree(lambda: _beside(folder, files, total, model, processing, mine) if rank == 0 else None, group=group)
@@ -53,12 +54,17 @@ def write_weights(
 
 
 def _write_adapters(folder: Path, weights: Mapping[str, Tensor], model: Any, group: dist.ProcessGroup | None) -> list[str]:
-    """Of a model of peft also the adapters, by peft itself; they are small, and rank 0 gathers them. Returns their keys."""
+    """Write the adapters of a peft model with peft itself. Rank 0 gathers them, because they are small. Returns their keys."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    parts = agree(lambda: {name: t for name, t in weights.items() if name in trained}, group=group)
+    parts = all_gather_state({name: t for name, t in weights.items() if name in trained}, group=group)
     found = {name: t for part in parts for name, t in part.items()}
-    agree(lambda: model.save_pretrained(str(folder), state_dict=found) if dist.get_rank() == 0 else None, group=group)
+    agree(lambda: save_adapters(model, folder, found) if dist.get_rank() == 0 else None, group=group)
     return [key for path in folder.glob("adapter*.safetensors") for key in _keys(path)] if dist.get_rank() == 0 else []
+
+
+def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write the adapters with peft."""
+    model.save_pretrained(str(folder), state_dict=weights)
 
 
 def _keys(path: Path) -> list[str]:
@@ -67,14 +73,14 @@ def _keys(path: Path) -> list[str]:
 
 
 def name_optimizer_files(folder: Path) -> None:
-    """Rename what torch.distributed.checkpoint wrote: by its own names transformers would read the weights from there."""
+    """Rename the files of torch.distributed.checkpoint. With the original names, transformers would read weights from them."""
     found = sorted(folder.glob("shard-*.safetensors"))
     for number, path in enumerate(found, 1):
         path.rename(folder / f"optimizer-{number:05d}-of-{len(found):05d}.safetensors")
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> tuple[str, dict[str, int]]:
-    """One file, none where there is nothing to write; its name, and the bytes of each tensor in it."""
+    """Write one file, or none if there are no tensors. Returns its name and the bytes of each tensor in it."""
     if tensors:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     return path.name, {name: t.numel() * t.element_size() for name, t in tensors.items()}
@@ -82,7 +88,7 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> tuple[str, dict[str, in
 
 def _beside(folder: Path, files: Mapping[str, str], total: int, model: Any, processing: Any, held: Mapping[str, Tensor]) -> None:
     write_index(folder, files, total)
-    if not hasattr(model, "peft_config"):  # its configuration would be that of the base model
+    if not hasattr(model, "peft_config"):  # with peft this would be the configuration of the base model
         write_config(folder, model, held)
     if hasattr(processing, "save_pretrained"):
         processing.save_pretrained(folder)

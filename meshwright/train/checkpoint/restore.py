@@ -1,6 +1,6 @@
-"""The way back: find a checkpoint, see that it is whole and fits the model, and put it into an engine of any plan.
+"""Restores a checkpoint: finds it, checks that it is complete and fits the model, and loads it into an engine of any plan.
 
-Every rank reads only what it holds. Whatever is wrong is found before anything is changed, and raised on all ranks.
+Every rank reads only what it holds. All errors are found before anything is changed, and are raised on all ranks.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.checkpoint.checkpoint_facts import read_facts
 from meshwright.train.checkpoint.run_state import BUFFER, MODEL, OPTIMIZER, buffers, parameters
+from meshwright.train.checkpoint.tensor_files import described, read_tensors
 from meshwright.train.optimizer.optimizer_facts import put_back, refuse_mixture
 from meshwright.train.setup.all_ranks import agree
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint says besides the state that went into the engine; the next step is number `step`."""
+    """The facts of a checkpoint, besides the state that was loaded into the engine. The next step is number `step`."""
 
     folder: Path
     step: int
@@ -39,7 +38,7 @@ class Resumed:
 
 
 def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessGroup | None) -> Resumed | None:
-    """Put a checkpoint into an engine: the one named, which must be whole, or the newest that is."""
+    """Load a checkpoint into an engine: the named one, which must be complete, or the newest complete one."""
     folder = named if named is not None else _newest(root, group)
     if folder is None:
         return None
@@ -47,8 +46,8 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
         raise MeshwrightError("; ".join(wrong), fix="resume from the last good one: resume_from_checkpoint=True, or name another")
     known = agree(lambda: read_facts(folder), group=group)[dist.get_rank()]
     reader = HuggingFaceStorageReader(str(folder))
-    sizes = {key: (about.size, about.properties.dtype) for key, about in _metadata(reader).items()}
-    held = agree(lambda: _fits(engine, sizes, known), group=group)
+    sizes = {key: (about.size, about.properties.dtype) for key, about in described(reader).items()}
+    held = agree(lambda: sorted(_fits(engine, sizes, known)), group=group)
     agree(lambda: _refuse_strangers(sizes, set().union(*held, known.get("unread", ()))), group=group)
     _fill(engine, sizes, known, reader, group)
     for stage in engine.stages.values():
@@ -60,29 +59,25 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
 
 
 def _newest(root: Path, group: dist.ProcessGroup | None) -> Path | None:
-    """The last good checkpoint, as all ranks see it."""
-    folders = agree(lambda: rotate.candidates(root), group=group)[0]
+    """Return the last good checkpoint, as all ranks see it."""
+    folders = [Path(text) for text in agree(lambda: [str(path) for path in rotate.candidates(root)], group=group)[0]]
     return rotate.last_good(root, folders=folders, judge=lambda folder: _damage(folder, group))
 
 
 def _damage(folder: Path, group: dist.ProcessGroup | None) -> list[str]:
-    """What is wrong with a checkpoint's files; each rank has read a share of them."""
+    """Return what is wrong with the files of a checkpoint. Each rank reads a share of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = agree(lambda: rotate.damage(folder, share=rank, shares=ranks), group=group)
     return sorted({line for part in found for line in part})
 
 
-def _metadata(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
-    found = reader.read_metadata().state_dict_metadata
-    return {key: about for key, about in found.items() if isinstance(about, TensorStorageMetadata)}
-
-
 def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], known: Mapping[str, Any]) -> set[str]:
-    """The keys of the model that this rank reads; what is missing or has another shape is refused."""
+    """Return the keys that this rank reads. Raises for missing tensors and different shapes."""
     mine = _weights(engine, known)
     if missing := sorted(set(mine) - set(sizes)):
         raise MeshwrightError(
-            f"the checkpoint has no {_list(missing)}", fix="the model that it was written with, built from the same configuration"
+            f"the checkpoint has no {_list(missing)}",
+            fix="use the model that it was written with, with the same configuration",
         )
     for key, tensor in mine.items():
         if (saved := tuple(sizes[key][0])) != tuple(tensor.shape):
@@ -90,15 +85,15 @@ def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], k
     kinds = {type(u.optimizer).__name__ for u in engine.units.values() if u.optimizer is not None}
     if kinds - {known["optimizer"]}:
         raise MeshwrightError(
-            f"the checkpoint was trained with {known['optimizer']}, the optimizer now is {', '.join(sorted(kinds))}",
-            fix="the same optimizer, or start from the exported weights",
+            f"the checkpoint was trained with {known['optimizer']}, but the optimizer now is {', '.join(sorted(kinds))}",
+            fix="use the same optimizer, or start from the exported weights",
         )
     refuse_mixture(engine, known)
     return set(mine)
 
 
 def _weights(engine: Engine, known: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Parameters and buffers of this rank as they are filled, by their keys in the files."""
+    """Return the parameters and buffers of this rank by their keys in the files. They are filled in place."""
     if known["schema"] > 1:
         return {name: t.detach() for name, t in {**parameters(engine), **buffers(engine)}.items()}
     found = {f"{MODEL}/{name}": p.detach() for name, p in parameters(engine).items()}
@@ -107,10 +102,10 @@ def _weights(engine: Engine, known: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _refuse_strangers(sizes: Mapping[str, object], held: set[str]) -> None:
-    """A parameter that no rank has means another model."""
+    """Raise if the checkpoint has a parameter that no rank has: it belongs to another model."""
     if strange := sorted(key for key in set(sizes) - held if not key.startswith(f"{OPTIMIZER}/")):
         raise MeshwrightError(
-            f"the model has no {_list(strange)}, which the checkpoint holds", fix="the model that it was written with"
+            f"the model has no {_list(strange)}, which the checkpoint holds", fix="use the model that it was written with"
         )
 
 
@@ -126,7 +121,7 @@ def _fill(
     reader: HuggingFaceStorageReader,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Read this rank's tensors in place, and what its optimizers keep into new ones."""
+    """Read this rank's tensors in place, and the tensors of its optimizers into new ones."""
     params, into = parameters(engine), _weights(engine, known)
     trained = {engine.layers.names[p] for unit in engine.units.values() for p in unit.params}
     kept: dict[str, dict[str, Tensor]] = {}
@@ -135,5 +130,5 @@ def _fill(
             _, entry, name = key.split("/", 2)
             if name in trained:
                 into[key] = kept.setdefault(name, {})[entry] = torch.empty(size, dtype=dtype, device=params[name].device)
-    load_tensors(dict(into), storage_reader=reader, process_group=group)
+    agree(lambda: read_tensors(reader, into), group=group)
     put_back(engine, known, kept)

@@ -1,11 +1,11 @@
-"""The state of a run by the model's own names: what a rank holds of it, and how it is put back under another plan.
+"""The state of a run under the model's own names: what each rank holds of it, and how it is restored under another plan.
 
     model/NAME               a parameter, under its first name
-    buffer/NAME              a buffer that a state_dict would hold
-    optimizer/ENTRY/NAME     a tensor that the optimizer keeps for a parameter (exp_avg, momentum_buffer, ...)
+    buffer/NAME              a buffer that is in the state_dict
+    optimizer/ENTRY/NAME     a tensor of the optimizer state of a parameter (exp_avg, momentum_buffer, ...)
 
-Numbers go into facts, a JSON file: for every parameter its options (learning rate, decay, ...) and counters, and the
-learning-rate schedule. Nothing here knows stages, so any plan can read what any other has written.
+Numbers are saved as facts in a JSON file: the options of every parameter (learning rate, decay, ...), its counters, and the
+learning-rate schedule. Nothing here depends on stages, so any plan can read what another plan wrote.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MODEL, BUFFER, OPTIMIZER = "model", "buffer", "optimizer"
 
 
 def parameters(engine: Engine) -> dict[str, nn.Parameter]:
-    """Every parameter that this rank holds, frozen ones too."""
+    """Return every parameter that this rank holds, including frozen ones."""
     names = engine.layers.names
     return {names[p]: p for unit in engine.units for p in engine.layers.unit(unit)}
 
 
 def buffers(engine: Engine) -> dict[str, Tensor]:
-    """Every buffer of this rank's stages that belongs to a model's state."""
+    """Return every saved buffer of this rank's stages."""
     return {name: b for stage in engine.stages for name, b in _of_stage(engine, stage).items()}
 
 
 def _of_stage(engine: Engine, stage: int) -> dict[str, Tensor]:
-    """A captured layer says what its model calls its buffers, and of those alone that are saved."""
+    """Return the saved buffers of a stage. A captured layer knows the model's names for them."""
     found: dict[str, Tensor] = {}
     for index, layer in enumerate(engine.layers.of_stage(stage), engine.layers.starts[stage]):
         names = getattr(layer, "original", None)
@@ -46,7 +46,7 @@ def _of_stage(engine: Engine, stage: int) -> dict[str, Tensor]:
 
 
 def shared_out(engine: Engine) -> set[str]:
-    """What this rank is the one to write: holders of a unit share its parameters, the first of a stage has its buffers."""
+    """Return what this rank writes: holders of a unit share its parameters, the first holder of a stage writes its buffers."""
     found, layers, rank = set(), engine.layers, engine.mesh.rank
     for unit in engine.units:
         ranks = engine.mesh.holders(engine.schedule, unit)
@@ -62,7 +62,7 @@ def shared_out(engine: Engine) -> set[str]:
 
 
 def tensors(engine: Engine) -> dict[str, Tensor]:
-    """All tensors of the state that this rank is to write, by key; they are the live ones."""
+    """Return all tensors that this rank writes, by key. They are the live tensors, not copies."""
     mine = shared_out(engine)
     found = {f"{MODEL}/{name}": p.detach() for name, p in parameters(engine).items() if name in mine}
     found |= {f"{BUFFER}/{name}": b.detach() for name, b in buffers(engine).items() if name in mine}
@@ -73,17 +73,17 @@ def tensors(engine: Engine) -> dict[str, Tensor]:
 
 
 def snapshot(engine: Engine) -> dict[str, Tensor]:
-    """The same as they are now, in the memory of the host: training may go on."""
+    """Copy these tensors to host memory, so that training can continue."""
     return {key: t.to("cpu", copy=True).contiguous() for key, t in tensors(engine).items()}
 
 
 def put_whole(engine: Engine, found: Mapping[str, Tensor], known: Mapping[str, Any]) -> None:
-    """Put a whole state, by key, into what this rank holds of it."""
+    """Load a complete state, by key, into what this rank holds of it."""
     params = parameters(engine)
     mine: dict[str, Tensor] = {f"{MODEL}/{name}": p for name, p in params.items()}
     mine |= {f"{BUFFER}/{name}": b for name, b in buffers(engine).items()}
     if missing := sorted(set(mine) - set(found)):
-        raise MeshwrightError(f"the state has no {', '.join(missing[:3])}", fix="the model that it was taken from")
+        raise MeshwrightError(f"the state has no {', '.join(missing[:3])}", fix="use the model that it was taken from")
     for key, tensor in mine.items():
         tensor.detach().copy_(found[key].view(tensor.shape))
     kept: dict[str, dict[str, Tensor]] = {}

@@ -1,12 +1,12 @@
-"""A model as others read it: the folder that `save_pretrained` would write, put together by the ranks that hold its parts.
+"""Exports a model as `save_pretrained` does. The ranks that hold its parts write the folder together.
 
-    model.safetensors                             all of it, where it is small
+    model.safetensors                             the whole model, if it is small
     model-00002-of-00005.safetensors, ...         otherwise shards, each written by a rank from what it holds
     model.safetensors.index.json                  which tensor is in which shard
-    config.json, generation_config.json           where the model has them
+    config.json, generation_config.json           if the model has them
 
-A tied weight is written once, under its first name. Only a small model is gathered for its one file; otherwise each rank
-writes its own part, and none holds more. Every file gets its name when it is whole.
+A tied weight is written once, under its first name. Only a small model is gathered into one file. Otherwise each rank writes its
+own part, and no rank holds more. Every file gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.json_exchange import dtype_name, dtype_named
 from meshwright.train.checkpoint.folders import sync
 from meshwright.train.checkpoint.run_state import buffers, parameters, shared_out
 from meshwright.train.setup.all_ranks import agree
 
 SHARD_BYTES = 5 << 30
 GATHERED_BYTES = 256 << 20
-"""A model of at most so many bytes is one file, written by rank 0."""
+"""A model of at most this many bytes is one file, written by rank 0."""
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the folder, on all ranks together; `model` is asked for its configuration, and for what no stage reads."""
+    """Write the folder, on all ranks together. `model` provides its configuration and the weights that no stage reads."""
     folder, rank = Path(folder), dist.get_rank()
     if shard_bytes < 1:
-        raise MeshwrightError(f"shards of {shard_bytes} bytes hold nothing", fix=f"max_shard_size={SHARD_BYTES}")
+        raise MeshwrightError(f"shards of {shard_bytes} bytes cannot hold anything", fix=f"max_shard_size={SHARD_BYTES}")
     agree(lambda: folder.mkdir(parents=True, exist_ok=True) if rank == 0 else None)
     held = holdings(engine)
-    trained = set().union(*agree(lambda: set(held)))
+    trained = set().union(*agree(lambda: list(held)))
     if rank == 0:
         held |= left_over(model, trained)
     sizes = agree(lambda: {name: t.numel() * t.element_size() for name, t in held.items()})
@@ -61,14 +62,14 @@ def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes
 
 
 def holdings(engine: Engine) -> dict[str, Tensor]:
-    """What this rank is the one to write."""
+    """Return the tensors that this rank writes."""
     mine = shared_out(engine)
     every: dict[str, Tensor] = {**parameters(engine), **buffers(engine)}
     return {name: t.detach() for name, t in every.items() if name in mine}
 
 
 def left_over(model: Any, trained: set[str]) -> dict[str, Tensor]:
-    """What belongs to the model's state and is in no stage, because its forward never reads it: as it was built."""
+    """Return state of the model that is in no stage, because its forward never reads it. It has its initial values."""
     if not isinstance(model, nn.Module):
         return {}
     kept = model.state_dict(keep_vars=True)
@@ -77,7 +78,7 @@ def left_over(model: Any, trained: set[str]) -> dict[str, Tensor]:
 
 
 def _packed(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names in their order, in shards of at most so many bytes; a larger tensor has one of its own."""
+    """Pack names, in order, into shards of at most `most` bytes. A larger tensor gets its own shard."""
     found: list[list[str]] = []
     filled = most + 1
     for name, size in sizes.items():
@@ -90,14 +91,14 @@ def _packed(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def gathered(engine: Engine, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors on the first rank, one after another; elsewhere nothing."""
+    """Gather all tensors on rank 0, one after another. Other ranks return nothing."""
     rank, device = dist.get_rank(), engine.settings.device
-    forms = agree(lambda: {name: (tuple(t.shape), t.dtype) for name, t in held.items()})
+    forms = agree(lambda: {name: [list(t.shape), dtype_name(t.dtype)] for name, t in held.items()})
     whole: dict[str, Tensor] = {}
     for owner, part in enumerate(forms):
         for name, (shape, dtype) in part.items():
             if rank == 0:
-                tensor = held[name] if owner == 0 else torch.empty(shape, dtype=dtype, device=device)
+                tensor = held[name] if owner == 0 else torch.empty(shape, dtype=dtype_named(dtype), device=device)
                 if owner != 0:
                     dist.recv(tensor, src=owner)
                 whole[name] = tensor
@@ -112,7 +113,7 @@ def _write_all(held: Mapping[str, Tensor], files: Mapping[str, list[str]], folde
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """One file, which has its name once it is whole."""
+    """Write one file. It gets its final name when it is complete."""
     from safetensors.torch import save_file
 
     part = path.with_name(f"{path.name}.part")
@@ -122,7 +123,7 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _finish(folder: Path, model: Any, held: Mapping[str, Tensor], files: Mapping[str, str], total: int) -> None:
-    """Index and configuration; files of an earlier export that are no longer named go."""
+    """Write index and configuration, and remove files of an earlier export that are no longer listed."""
     index = folder / INDEX
     if set(files.values()) == {ONE}:
         index.unlink(missing_ok=True)
@@ -136,14 +137,14 @@ def _finish(folder: Path, model: Any, held: Mapping[str, Tensor], files: Mapping
 
 
 def write_index(folder: Path, files: Mapping[str, str], total: int) -> None:
-    """Which tensor is in which file."""
+    """Write which tensor is in which file."""
     part = folder / f"{INDEX}.part"
     part.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}, indent=2))
     os.replace(part, folder / INDEX)
 
 
 def write_config(folder: Path, model: Any, held: Mapping[str, Tensor]) -> None:
-    """The configurations of a model of transformers, with the type of its weights."""
+    """Write the configurations of a transformers model, with the dtype of its weights."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]

@@ -1,15 +1,16 @@
-"""Plan-free checkpoints: written under one plan, resumed under any other.
+"""Checkpoints that do not depend on the plan: written under one plan, resumed under any other.
 
     checkpoints = Checkpoints("out", engine, limit=3)
     found = checkpoints.resume()                   the last good one, or None
-    checkpoints.save(step, data=sampler.state())   returns once the state is copied; a thread writes it
+    checkpoints.save(step, data=sampler.state())   returns when the state is copied; a thread writes it
     checkpoints.close()                            waits for the last one
 
-Tensors are written as safetensors, each by one of the ranks that hold it: weights under their own names, with an index and
-the model's configuration, so that `from_pretrained` reads the folder; the rest by torch.distributed.checkpoint. Numbers are JSON.
-All calls are made by all ranks together, between two walks of the schedule: without a flush that is after a drain, where
-only the newest version of each parameter is left, and that is what is saved. What goes wrong in the thread is raised by the
-next call.
+Tensors are written as safetensors, each by one of the ranks that hold it. Weights have their own names, with an index and the
+model's configuration, so that `from_pretrained` reads the folder. torch.distributed.checkpoint writes the other tensors. Numbers
+are JSON.
+
+All ranks make all calls together, between two passes of the schedule. For schedules without a flush this is after a drain: only
+the newest version of each parameter exists then, and it is saved. An error in the thread is raised by the next call.
 """
 
 from __future__ import annotations
@@ -25,27 +26,26 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.json_exchange import broadcast_json
 from meshwright.train.checkpoint import folder_lock
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.checkpoint import run_state as state
 from meshwright.train.checkpoint.pretrained_weights import apart, name_optimizer_files, write_weights
 from meshwright.train.checkpoint.restore import Resumed, restore
+from meshwright.train.checkpoint.tensor_files import write_tensors
 from meshwright.train.optimizer.optimizer_facts import facts, merged
 from meshwright.train.setup.all_ranks import agree
 
 SETTLE_S = 5.0
-"""How long a run that has failed waits for the checkpoint that it was writing."""
+"""How many seconds a failed run waits for the checkpoint that is being written."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One checkpoint on its way."""
+    """One checkpoint that is being written."""
 
     step: int
     folder: Path
@@ -58,9 +58,9 @@ class _Job:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run in one folder; `limit` is how many are left, None all of them.
+    """The checkpoints of a run in one folder. `limit` is how many are kept; None keeps all.
 
-    `model` gives its configuration and the weights that no stage reads; `processing` is a tokenizer to save beside it.
+    `model` provides its configuration and the weights that no stage reads. `processing` is a tokenizer to save with it.
     """
 
     root: Path
@@ -83,7 +83,7 @@ class Checkpoints:
     def _prepare(self) -> None:
         if dist.get_rank() == 0:
             self.root.mkdir(parents=True, exist_ok=True)
-            if not folder_lock.held_by_another(self.root):  # what looks left behind may be on its way
+            if not folder_lock.held_by_another(self.root):  # another run may still be writing what looks abandoned
                 rotate.tidy(self.root)
 
     def save(
@@ -94,7 +94,7 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         keep: Collection[Path] = (),
     ) -> Path:
-        """Save what there is after `step` steps; `data` (where the data stands) and `extra` are kept as rank 0 gives them."""
+        """Save the state after `step` steps. `data` (the position in the data) and `extra` are saved as rank 0 passes them."""
         self.wait()
         if not self._held:
             agree(lambda: folder_lock.take(self.root) if dist.get_rank() == 0 else None, group=self._group)
@@ -102,9 +102,8 @@ class Checkpoints:
         scaler = self.engine.scaler
         given = {"data": data, "scaler": None if scaler is None else scaler.state_dict(), "extra": extra}
         _refuse(self.engine, given)
-        token = [secrets.token_hex(4)]
-        dist.broadcast_object_list(token, group=self._group)
-        folder = self.root / f"{rotate.name_of(step)}.tmp-{token[0]}"
+        token = broadcast_json(secrets.token_hex(4), group=self._group)
+        folder = self.root / f"{rotate.name_of(step)}.tmp-{token}"
         weights, rest = apart(self.engine, state.snapshot(self.engine))
         job = _Job(step, folder, weights, rest, facts(self.engine), given, keep)
         if self.background:
@@ -116,7 +115,7 @@ class Checkpoints:
         return self.root / rotate.name_of(step)
 
     def wait(self) -> None:
-        """Until the last checkpoint is on disk; raises what went wrong with it."""
+        """Wait until the last checkpoint is on disk. Raises the error of its thread, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -125,17 +124,17 @@ class Checkpoints:
             raise error
 
     def resume(self, which: str | Path | None = None) -> Resumed | None:
-        """Put a checkpoint's state into the engine: the one named, or the last good one; None where there is none."""
+        """Load a checkpoint into the engine: the named one, or the last good one. Returns None if there is none."""
         self.wait()
         return restore(self.engine, self.root, None if which is None else Path(which), self._group)
 
     def settle(self) -> None:
-        """The run has failed: what is being written was good, so it gets a while; then nothing waits for it any more."""
+        """Wait a short time after a failure: the checkpoint that is being written is good. Nothing waits for it later."""
         if self._thread is not None:
             self._thread.join(SETTLE_S)
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and give back the group."""
+        """Wait for the last checkpoint, release the lock and destroy the process group."""
         try:
             self.wait()
         finally:
@@ -152,26 +151,25 @@ class Checkpoints:
             self._failed = error
 
     def _write(self, job: _Job) -> None:
-        """Write, mark, rename, rotate; each part on all ranks or none."""
+        """Write, mark, rename and rotate. Each part succeeds on all ranks or fails on all."""
         group, lead = self._group, dist.get_rank() == 0
         try:
             agree(lambda: job.folder.mkdir() if lead else None, group=group)
-            parts = agree(lambda: job.facts, group=group)
+            parts = agree(lambda: json.loads(json.dumps(job.facts)), group=group)  # keys and tuples as in the file
             unread = write_weights(job.folder, job.weights, self.model, self.processing, group)
             agree(lambda: _facts_file(job, self.engine, {**merged(parts), "unread": unread}) if lead else None, group=group)
-            writer = HuggingFaceStorageWriter(str(job.folder), save_distributed=True)
-            save_tensors(dict(job.tensors), storage_writer=writer, process_group=group)
+            agree(lambda: write_tensors(job.folder, job.tensors, dist.get_rank()), group=group)
             agree(lambda: name_optimizer_files(job.folder) if lead else None, group=group)
             described = agree(lambda: _described(job.folder, dist.get_rank(), dist.get_world_size()), group=group)
             files = {name: about for part in described for name, about in part.items()}
             agree(lambda: self._finish(job, files) if lead else None, group=group)
-        except (MeshwrightError, CheckpointException, OSError) as error:  # a lost rank is said by who watches it
+        except (MeshwrightError, OSError) as error:  # the watchdog reports a lost rank
             if lead:
                 shutil.rmtree(job.folder, ignore_errors=True)
             good = rotate.checkpoints(self.root)
             raise MeshwrightError(
-                f"{rotate.name_of(job.step)} could not be written: {_cause(error)}",
-                fix=f"the last good one is {good[-1].name}" if good else "there is no earlier one; see that the disk has room",
+                f"{rotate.name_of(job.step)} could not be written: {error}",
+                fix=f"the last good one is {good[-1].name}" if good else "there is no earlier one; check that the disk has space",
             ) from error
 
     def _finish(self, job: _Job, files: dict[str, Any]) -> None:
@@ -180,7 +178,7 @@ class Checkpoints:
 
 
 def _described(folder: Path, share: int, shares: int) -> dict[str, Any]:
-    """This rank's share of the files, on disk, as the marker has them."""
+    """Flush this rank's share of the files to disk, and return what the marker stores about them."""
     found = {}
     for path in sorted(path for path in folder.iterdir() if path.is_file())[share::shares]:
         rotate.sync(path)
@@ -194,24 +192,16 @@ def _facts_file(job: _Job, engine: Engine, known: dict[str, Any]) -> None:
 
 
 def _plan(engine: Engine) -> dict[str, Any]:
-    """Under which plan this was written; for people, nothing depends on it."""
+    """Return the plan of this run. It is for people; nothing depends on it."""
     schedule = engine.schedule
     return {"schedule": schedule.name, "workers": schedule.workers, "stages": schedule.stages, "dp": engine.settings.copies}
 
 
 def _refuse(engine: Engine, given: Mapping[str, Any]) -> None:
     if engine.executor.at is not None:
-        raise MeshwrightError("a checkpoint was asked for inside a step", fix="save between two calls of run")
+        raise MeshwrightError("a checkpoint was requested during a step", fix="save between two calls of run")
     for name, value in given.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise MeshwrightError(f"{name} is kept as JSON, and cannot be: {error}", fix="numbers, text, lists, dicts") from error
-
-
-def _cause(error: BaseException) -> str:
-    """The first thing that went wrong, without the wrapping."""
-    if isinstance(error, CheckpointException):
-        rank, (failure, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {failure}"
-    return str(error)
+            raise MeshwrightError(f"{name} cannot be saved as JSON: {error}", fix="use numbers, text, lists and dicts") from error

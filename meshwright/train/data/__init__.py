@@ -1,1 +1,1 @@
-"""Data sets, samplers, collators, and the rows of a step."""
+"""Data sets, samplers, collators, and the rows of a training step."""

@@ -1,8 +1,8 @@
-"""Batches of a training or evaluation set for one rank: the rows of its copy, from any step on.
+"""Batches of a training or evaluation set for one rank: the rows of its data-parallel copy, starting at any step.
 
-Map-style sets (torch's, Hugging Face's, lists) are read by row numbers; iterable ones are read through, and each copy keeps its
-own rows. Whatever is drawn at random while rows are read and collated starts from (seed, epoch, step, copy), so that all ranks
-of a copy see the same, and a run that goes on sees what it would have seen.
+Map-style data sets (torch's, Hugging Face's, lists) are read by row number. Iterable data sets are read completely, and each copy
+keeps its own rows. Random numbers that are drawn while rows are read and collated start from (seed, epoch, step, copy). So all
+ranks of a copy get the same rows, and a resumed run gets the same rows as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A data set and how its rows become tensors."""
+    """A data set, and how its rows become tensors."""
 
     dataset: Any
     collate: Collate
@@ -47,11 +47,11 @@ class Source:
 
     @property
     def size(self) -> int | None:
-        """How many rows there are; None where nobody knows before they are read."""
+        """The number of rows; None if it is not known before they are read."""
         return len(self.dataset) if has_rows(self.dataset) else None
 
     def example(self, count: int) -> Given:
-        """The first rows, the same on all ranks."""
+        """Return the first rows as tensors, the same on all ranks."""
         rows = list(islice(iter(self.dataset), count)) if self.size is None else self._read(list(range(min(count, self.size))))
         if not rows:
             raise MeshwrightError("the data set is empty: there is nothing to train on")
@@ -59,21 +59,21 @@ class Source:
         return self._tensors(rows)
 
     def batch(self, at: Position, rows: list[Any]) -> Own:
-        """The tensors of a step's rows on this copy; `rows` are all of the step."""
+        """Return the tensors of this copy's rows. `rows` are all rows of the step."""
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(rows, self.copy, self.copies)
         given = self._tensors(mine or rows[:1])
         return Own(stand_ins(given if mine else first_rows(given, 0), self.needed))
 
     def numbered(self, at: Position, numbers: list[int]) -> Own:
-        """The tensors of a step whose rows have these numbers; those of other copies are not read."""
+        """Return the tensors of this copy for a step with these row numbers. Rows of other copies are not read."""
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(numbers, self.copy, self.copies)
         given = self._tensors(self._read(mine or numbers[:1]))
         return Own(stand_ins(given if mine else first_rows(given, 0), self.needed))
 
     def _tensors(self, rows: list[Any]) -> Given:
-        """Rows as tensors, whose ids the model knows."""
+        """Collate rows into tensors, and check that the model knows all ids."""
         given = self.collate(rows)
         refuse_ids(self.vocabularies, given)
         return given
@@ -85,13 +85,13 @@ class Source:
 
 
 def has_rows(dataset: Any) -> bool:
-    """Can rows be had by number?"""
+    """True if rows can be read by number."""
     streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     return not streams and isinstance(dataset, Sized)
 
 
 class _Steps(TorchDataset[Own]):
-    """The steps of an epoch as a data set, for torch's loader and its processes."""
+    """The steps of an epoch as a data set, for torch's DataLoader and its processes."""
 
     def __init__(self, source: Source, sampler: Sampler, epoch: int) -> None:
         self.source, self.sampler, self.epoch = source, sampler, epoch
@@ -103,7 +103,7 @@ class _Steps(TorchDataset[Own]):
 
 
 def numbered_steps(source: Source, sampler: Sampler, start: Position) -> Iterator[Own]:
-    """The steps of one epoch from a position on, read by number."""
+    """Yield the steps of one epoch from a position on, read by row number."""
     steps = _Steps(source, sampler, start.epoch)
     wanted = range(start.step, sampler.steps)
     if not source.processes:
@@ -113,7 +113,7 @@ def numbered_steps(source: Source, sampler: Sampler, start: Position) -> Iterato
 
 
 def streamed_steps(source: Source, rows: StepRows, start: Position) -> Iterator[Own]:
-    """The steps of one pass through an iterable set from a position on; what lies before is read and dropped."""
+    """Yield the steps of one pass through an iterable set from a position on. Earlier rows are read and dropped."""
     if hasattr(source.dataset, "set_epoch"):
         source.dataset.set_epoch(start.epoch)
     set_seed(_word(source.seed, start.epoch, 0, 0))
@@ -122,16 +122,16 @@ def streamed_steps(source: Source, rows: StepRows, start: Position) -> Iterator[
         if step >= start.step:
             yield source.batch(Position(start.epoch, step), found)
         step += 1
-        set_seed(_word(source.seed, start.epoch, step, 0))  # what is read next is the same on all copies
+        set_seed(_word(source.seed, start.epoch, step, 0))  # all copies read the same rows next
 
 
 def _word(seed: int, epoch: int, step: int, copy: int) -> int:
-    """A seed that every generator takes."""
+    """Return a seed that every generator accepts."""
     return devices.stream(seed, epoch, step, copy) % (1 << 32)
 
 
 def without_unused(dataset: Any, columns: frozenset[str] | None) -> Any:
-    """A Hugging Face set without the columns that the model does not take, so that they are not even read."""
+    """Return a Hugging Face data set without the columns that the model does not take, so that they are never read."""
     names = getattr(dataset, "column_names", None)
     if columns is None or not isinstance(names, list) or not hasattr(dataset, "remove_columns"):
         return dataset
@@ -139,6 +139,6 @@ def without_unused(dataset: Any, columns: frozenset[str] | None) -> Any:
     if len(unused) == len(names):
         raise MeshwrightError(
             f"the data set has the columns {', '.join(names)}; the model takes {', '.join(sorted(columns))}",
-            fix="rename a column, or remove_unused_columns=False",
+            fix="rename a column, or set remove_unused_columns=False",
         )
     return dataset.remove_columns(unused) if unused else dataset

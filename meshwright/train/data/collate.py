@@ -1,4 +1,4 @@
-"""From rows of a data set to the tensors of a batch: which columns are kept, who collates, and what is refused."""
+"""Turns rows of a data set into the tensors of a batch: selects columns, calls the collator, and checks its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Collator = Callable[[list[Any]], Any]
 
 
 def accepted(model: Any, label_names: Sequence[str] | None) -> frozenset[str] | None:
-    """The columns that a model takes by name; None where it takes whatever comes."""
+    """Return the columns that a model takes by name; None if it takes any."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, nn.Module) or isinstance(base, nn.Sequential | nn.ModuleList):
         return None
@@ -29,7 +29,7 @@ def accepted(model: Any, label_names: Sequence[str] | None) -> frozenset[str] | 
 
 
 def default_collator(processing_class: Any) -> Collator:
-    """Padding where there is a tokenizer, stacking elsewhere."""
+    """Return a collator that pads if there is a tokenizer, and otherwise one that stacks."""
     if hasattr(processing_class, "pad"):
         from transformers import DataCollatorWithPadding
 
@@ -39,39 +39,39 @@ def default_collator(processing_class: Any) -> Collator:
 
 
 def stacked(rows: list[Any]) -> Any:
-    """Rows that are mappings as Hugging Face stacks them (label becomes labels), others as torch does."""
+    """Stack rows: mappings as Hugging Face does (label becomes labels), others as torch does."""
     from transformers import default_data_collator
 
     try:
         return default_data_collator(rows) if isinstance(rows[0], Mapping) else default_collate(rows)
     except (ValueError, RuntimeError) as error:
         raise MeshwrightError(
-            f"these rows cannot be stacked: {error}", fix="a data_collator that pads, or a tokenizer as processing_class"
+            f"these rows cannot be stacked: {error}", fix="use a data_collator that pads, or pass a tokenizer as processing_class"
         ) from error
 
 
 @dataclass(frozen=True)
 class Collate:
-    """Rows to tensors: unused columns are dropped before they are collated."""
+    """Turns rows into tensors. Unused columns are dropped before collating."""
 
     collator: Collator
     columns: frozenset[str] | None
 
     def __call__(self, rows: list[Any]) -> Given:
-        """The tensors of these rows."""
+        """Return the tensors of these rows."""
         if self.columns is not None and isinstance(rows[0], Mapping):
             kept = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
             if not kept[0]:
                 raise MeshwrightError(
                     f"the data set has {', '.join(map(str, rows[0]))}; the model takes {', '.join(sorted(self.columns))}",
-                    fix="rename a column, or remove_unused_columns=False",
+                    fix="rename a column, or set remove_unused_columns=False",
                 )
             rows = kept
         return tensors(self.collator(rows))
 
 
 def tensors(batch: Any) -> Given:
-    """A collated batch as a mapping or a tuple of tensors."""
+    """Convert a collated batch to a mapping or a tuple of tensors."""
     if isinstance(batch, Tensor):
         return (batch,)
     if isinstance(batch, Mapping):
@@ -79,7 +79,7 @@ def tensors(batch: Any) -> Given:
     if isinstance(batch, tuple | list) and batch:
         return tuple(_tensor(index, value) for index, value in enumerate(batch))
     raise MeshwrightError(
-        f"a batch is a tuple or a mapping of tensors, got {type(batch).__name__}",
+        f"a batch must be a tuple or a mapping of tensors, got {type(batch).__name__}",
         fix="data_collator=transformers.default_data_collator, or session.step({'input_ids': ids, 'labels': ids})",
     )
 
@@ -91,20 +91,20 @@ def _tensor(name: object, value: Any) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise MeshwrightError(
-            f"column {name!r} of the batch is no tensor: {error}",
-            fix="a data_collator that drops it, or remove_unused_columns=True",
+            f"column {name!r} of the batch is not a tensor: {error}",
+            fix="use a data_collator that drops it, or set remove_unused_columns=True",
         ) from error
 
 
 def first_rows(batch: Given, count: int) -> Given:
-    """The first rows of every tensor."""
+    """Return the first rows of every tensor."""
     if isinstance(batch, Mapping):
         return {name: t[:count] for name, t in batch.items()}
     return tuple(t[:count] for t in batch)
 
 
 def stand_ins(batch: Given, needed: frozenset[str] | None) -> Given:
-    """The columns that a rank needs; of the others only the shapes stay, which say how large messages are."""
+    """Keep the columns that a rank needs. The others become meta tensors: their shapes give the sizes of messages."""
     if needed is None or not isinstance(batch, Mapping):
         return batch
     return {name: t if name in needed else t.to("meta") for name, t in batch.items()}

@@ -1,6 +1,6 @@
-"""Data sets by name: Python's own sources byte by byte, scikit-learn's digits, files, and those of Hugging Face.
+"""Data sets by name: the sources of Python's standard library, scikit-learn's digits, files, and those of Hugging Face.
 
-Text is read byte by byte: every model with a vocabulary of 256 or more takes it. Rows that have `input_ids` stay as they are.
+Text is read byte by byte, so any model with a vocabulary of at least 256 can use it. Rows with `input_ids` are used as they are.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.input_limits import shown
 
 NAMES = ("stdlib", "digits")
-"""Data sets by name."""
+"""The names of the built-in data sets."""
 
 Row = dict[str, Tensor]
 
 
 class Bytes(Dataset[Row]):
-    """Rows of `length` bytes of files, by default the standard library's sources; every tenth is left for evaluation."""
+    """Rows of `length` bytes of files, by default the sources of the standard library. Every tenth row is for evaluation."""
 
     def __init__(
         self, *, length: int = 64, rows: int | None = None, evaluation: bool = False, files: Sequence[Path] = ()
@@ -51,30 +51,30 @@ class Bytes(Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
-            raise IndexError(index)  # which is also what ends a loop over the rows
+            raise IndexError(index)  # this also ends a loop over the rows
         block = 10 * index + 9 if self.evaluation else 10 * (index // 9) + index % 9
         tokens = self.data[block * self.length : (block + 1) * self.length].long()
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Each process reads the files by itself."""
+        """Do not send the data: each process reads the files itself."""
         return {key: value for key, value in self.__dict__.items() if key != "data"}
 
 
 class Texts(Bytes):
-    """Rows of `length` bytes of texts, one after another with a line's end between them."""
+    """Rows of `length` bytes of texts, joined by newlines."""
 
     def __init__(self, texts: Iterable[str], *, length: int, evaluation: bool = False) -> None:
         super().__init__(length=length, evaluation=evaluation)
         self.data = _tensor("\n".join(texts).encode("utf-8", "replace"))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The texts go along: nobody else has them."""
+        """Send the texts along, because no other process has them."""
         return dict(self.__dict__)
 
 
 class Tokens(Dataset[Row]):
-    """Rows that are tokens already; every tenth is left for evaluation."""
+    """Rows that are already tokens. Every tenth row is for evaluation."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], *, evaluation: bool = False) -> None:
         self.rows = [row for i, row in enumerate(rows) if (i % 10 == 9) == evaluation]
@@ -89,7 +89,7 @@ class Tokens(Dataset[Row]):
 
 
 class Digits(Dataset[Row]):
-    """1,797 grey pictures of 8 x 8 pixels; every tenth is left for evaluation."""
+    """1,797 grey pictures of 8 x 8 pixels. Every tenth one is for evaluation."""
 
     def __init__(self, *, evaluation: bool = False) -> None:
         try:
@@ -111,7 +111,7 @@ class Digits(Dataset[Row]):
 
 
 def named(name: str, *, length: int, evaluation: bool = False) -> Dataset[Row]:
-    """A data set by name, from a file, or of Hugging Face."""
+    """Return a data set by name, from a file, or from Hugging Face."""
     match name:
         case "stdlib":
             return Bytes(length=length, evaluation=evaluation)
@@ -122,26 +122,26 @@ def named(name: str, *, length: int, evaluation: bool = False) -> Dataset[Row]:
                 return _of_rows(name, _json_lines(Path(name)), length=length, evaluation=evaluation)
             return _refuse_empty(name, Bytes(length=length, evaluation=evaluation, files=[Path(name)]))
         case _ if Path(name).suffix in (".txt", ".jsonl", ".json"):
-            raise MeshwrightError(f"there is no file {name!r}", fix="a text or JSONL file, seen from here")
+            raise MeshwrightError(f"there is no file {name!r}", fix="pass the path of a text or JSONL file")
         case _:
             return _of_rows(name, _hugging_face(name), length=length, evaluation=evaluation)
 
 
 def _of_rows(name: str, rows: Sequence[Mapping[str, Any]], *, length: int, evaluation: bool) -> Dataset[Row]:
-    """Rows with `input_ids` as they are, rows with `text` as bytes."""
+    """Use rows with `input_ids` as they are, and rows with `text` as bytes."""
     if rows and all("input_ids" in row for row in rows):
         _refuse_tokens(name, rows)
         return Tokens(rows, evaluation=evaluation)
     if not rows or not all(isinstance(row.get("text"), str) for row in rows):
         found = ", ".join(map(repr, rows[0])) if rows else "no rows"
-        raise MeshwrightError(f"the data set {name} has {found}", fix='rows with "text", or with "input_ids"')
+        raise MeshwrightError(f"the data set {name} has {found}", fix='use rows with "text" or with "input_ids"')
     _refuse_length(length)
     return _refuse_empty(name, Texts((row["text"] for row in rows), length=length, evaluation=evaluation))
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """One object per line; only a line's end separates them, texts may hold other separators as they are."""
-    found, fix = [], "JSONL: one object per line"
+    """Read one object per line. Only newlines separate lines; texts may contain other separators."""
+    found, fix = [], "use JSONL: one object per line"
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
@@ -152,31 +152,31 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise MeshwrightError(f"line {number} of {path} is no JSON: {str(error)[:200]}", fix=fix) from error
+            raise MeshwrightError(f"line {number} of {path} is not JSON: {str(error)[:200]}", fix=fix) from error
         if not isinstance(found[-1], dict):
-            raise MeshwrightError(f"line {number} of {path} is no object", fix=fix)
+            raise MeshwrightError(f"line {number} of {path} is not an object", fix=fix)
     return found
 
 
 def _hugging_face(name: str) -> Any:
-    """The training split of a data set of Hugging Face: owner/name, or owner/name/configuration."""
+    """Load the training split of a data set of Hugging Face: owner/name, or owner/name/configuration."""
     known = f"{', '.join(NAMES)}, a text or JSONL file, a data set of Hugging Face, or package.module:function"
     if "/" not in name and not os.path.isdir(name) and (guess := did_you_mean(name, NAMES)):
         raise MeshwrightError(
             f"there is no data set {name!r} here{guess}", fix=f"{known} (owner/name)"
-        )  # before the network is asked
+        )  # before the network is used
     try:
         from datasets import load_dataset  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise MeshwrightError(
-            f"there is no data set {name!r} here, and those of Hugging Face need datasets",
+            f"there is no local data set {name!r}, and data sets of Hugging Face need the package datasets",
             fix=f"pip install datasets, or {known}",
         ) from error
     parts = [name] if os.path.isdir(name) else name.split("/", 2)
     path, configuration = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
     try:
         return load_dataset(path, configuration, split="train")
-    except Exception as error:  # a name that nobody knows, no network, a gated data set: each its own class
+    except Exception as error:  # unknown names, no network and gated data sets each raise a different class
         raise MeshwrightError(
             f"there is no data set {name!r}{did_you_mean(name, NAMES)} ({type(error).__name__}: {str(error)[:200]})", fix=known
         ) from error
@@ -187,9 +187,11 @@ def _refuse_tokens(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         for column in ("input_ids", "labels"):
             tokens = row.get(column, [0])
             if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
-                raise MeshwrightError(f"row {number} of {name} has {column} that are no list of whole numbers")
+                raise MeshwrightError(f"row {number} of {name} has {column} that are not a list of whole numbers")
             if too := [token for token in tokens if not -(2**63) <= token < 2**63]:
-                raise MeshwrightError(f"row {number} of {name} has {column} with {shown(too[0])}", fix="ids of the vocabulary")
+                raise MeshwrightError(
+                    f"row {number} of {name} has {column} with {shown(too[0])}", fix="use ids of the vocabulary"
+                )
 
 
 def _refuse_length(length: int) -> None:

@@ -1,4 +1,4 @@
-"""How the rows of any data set of a run become tensors: one collator, one seed, and the columns that the model takes."""
+"""Turns the rows of any data set of a run into tensors, with one collator, one seed, and the columns that the model takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.train.data.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class RowReader:
-    """Makes a `Source` of a data set. `processes` is the number of loader processes."""
+    """Makes a `Source` from a data set. `processes` is the number of loader processes."""
 
     collate: Collate
     seed: int
@@ -20,6 +20,6 @@ class RowReader:
     vocabularies: tuple[Vocabulary, ...] = ()
 
     def source(self, dataset: Any) -> Source:
-        """A data set, read by this reader; unused columns are not even loaded."""
+        """Return a source for a data set. Unused columns are never loaded."""
         known = without_unused(dataset, self.collate.columns)
         return Source(known, self.collate, self.seed, processes=self.processes, vocabularies=self.vocabularies)

@@ -1,10 +1,10 @@
-"""How a step's rows follow from batch size, accumulation, copies and microbatches.
+"""Computes the rows of a step from batch size, accumulation, data-parallel copies and microbatches.
 
     a step   = per_device_train_batch_size x gradient_accumulation_steps x dp rows, as in the Hugging Face Trainer
     a copy   = its share of them, cut into `microbatches`
 
-`microbatches` is gradient_accumulation_steps where nothing else is said, or the next multiple of it that fills the
-pipeline; given by hand it must be a multiple, so that no accumulation step is torn.
+By default `microbatches` is gradient_accumulation_steps, or the next multiple of it that fills the pipeline. A value from the
+user must be a multiple of gradient_accumulation_steps, so that no microbatch mixes rows of two accumulation steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.runtime.stage.layers import Shapes
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step: `device` per microstep and copy, `accumulation` microsteps, `copies`."""
+    """The rows of a step: `device` rows per accumulation step and copy, `accumulation` steps, `copies` data-parallel copies."""
 
     device: int
     accumulation: int
@@ -32,7 +32,7 @@ class StepRows:
 
     @property
     def batch(self) -> int:
-        """Rows of one microstep of all copies: what a serial data loader would give."""
+        """Rows of one accumulation step of all copies: the batch of a serial data loader."""
         return self.device * self.copies
 
     @property
@@ -42,7 +42,7 @@ class StepRows:
 
 
 def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Parallel:
-    """The plan with its number of microbatches, or why batch sizes and plan contradict each other."""
+    """Return the plan with its number of microbatches. Raises if batch sizes and plan contradict each other."""
     for name, count in (("per_device_train_batch_size", device), ("gradient_accumulation_steps", accumulation)):
         if isinstance(count, bool) or not isinstance(count, int) or not 0 < count < LARGEST:
             raise MeshwrightError(
@@ -53,7 +53,7 @@ def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Par
     microbatches = plan.microbatches if given else accumulation * ceil(plan.pp / accumulation)
     if given and given % accumulation:
         raise MeshwrightError(
-            f"microbatches={given} is no multiple of gradient_accumulation_steps={accumulation}",
+            f"microbatches={given} is not a multiple of gradient_accumulation_steps={accumulation}",
             fix=f"gradient_accumulation_steps={given}, or microbatches={accumulation * ceil(given / accumulation)}",
         )
     if device * accumulation < microbatches:
@@ -68,7 +68,7 @@ def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Par
 
 
 def refuse_small_cuts(refusal: Callable[[Shapes], str | None], example: Given, rows: Iterable[int], cuts: int) -> None:
-    """Refuse, before the first step, numbers of rows that some step has and that captured layers are not right for."""
+    """Raise before the first step if some step has microbatches of a size that the captured layers cannot compute."""
     if not isinstance(example, Mapping):
         return
     for step in rows:
@@ -76,5 +76,5 @@ def refuse_small_cuts(refusal: Callable[[Shapes], str | None], example: Given, r
             if why := refusal({name: (size, *t.shape[1:]) for name, t in example.items()}):
                 raise MeshwrightError(
                     f"a step of {step} rows has microbatches of {size}, and the model was captured for batches with {why}",
-                    fix="fewer microbatches, or dataloader_drop_last=True where it is the last step",
+                    fix="use fewer microbatches, or dataloader_drop_last=True if it is the last step",
                 )

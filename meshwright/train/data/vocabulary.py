@@ -1,7 +1,7 @@
-"""Ids that a model has no row for: found in a batch, by column, before any rank runs it.
+"""Finds ids in a batch that the model has no row for, and names the column, before any rank runs the batch.
 
-Which columns are looked up in which tables is read from the captured graph: a column that reaches an embedding, or the
-target of a cross entropy, with its values unchanged.
+The captured graph tells which columns are looked up in which tables: a column whose values reach an embedding, or the target of a
+cross entropy, unchanged.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _PARTS = (
     *("aten.as_strided", "aten.diagonal", "aten.unfold", "operator.getitem"),
 )
 _WHOLE = (*(name for name in VIEWS if name not in _PARTS), "aten.clone", "aten._to_copy")
-"""What has all values of its argument. Where a table is given a part of a column, the rest may be anything."""
+"""Operations whose result has all values of their argument. If only a part of a column is looked up, the rest may be anything."""
 
 _SHIFTED = (*_WHOLE, "aten.slice", "aten.constant_pad_nd", "aten.pad")
-"""What a loss may be given of labels: a causal model leaves out the first, or pads behind the last."""
+"""Operations between labels and a loss: a causal model leaves out the first label, or pads after the last one."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A column whose values are from 0 to `size` - 1, or `ignored`."""
+    """A column whose values are between 0 and `size` - 1, or `ignored`."""
 
     column: str
     size: int
@@ -36,7 +36,7 @@ class Vocabulary:
 
 
 def vocabularies(flat: Flat | None) -> tuple[Vocabulary, ...]:
-    """The tables that columns are looked up in; the largest where a column is looked up in several."""
+    """Return the tables that columns are looked up in; the largest one if a column is looked up in several."""
     found: dict[str, Vocabulary] = {}
     for node in flat.nodes if flat is not None else ():
         one = _looked_up(flat, node) if flat is not None and node.kind is NodeKind.CALL else None
@@ -46,7 +46,7 @@ def vocabularies(flat: Flat | None) -> tuple[Vocabulary, ...]:
 
 
 def refuse_ids(known: Sequence[Vocabulary], batch: Given, names: Iterable[str] = ()) -> None:
-    """Refuse a batch with an id that its vocabulary does not have; `names` are those of a batch without names, in order."""
+    """Raise if a batch has an id that its vocabulary does not have. `names` are the column names of a tuple, in order."""
     columns = batch if isinstance(batch, Mapping) else dict(zip(names, batch, strict=False))
     for one in known:
         ids = columns.get(one.column)
@@ -60,8 +60,8 @@ def refuse_ids(known: Sequence[Vocabulary], batch: Given, names: Iterable[str] =
             what = f"column {one.column!r} has the id {int(ids[wrong][0])} in row {row} of the batch"
             also = f", and {one.ignored} is ignored" if one.ignored is not None else ""
             raise MeshwrightError(
-                f"{what}, the model's vocabulary has {one.size}: ids are from 0 to {one.size - 1}{also}",
-                fix="the tokenizer of this model, or a model with more rows (resize_token_embeddings)",
+                f"{what}, but the model's vocabulary has {one.size}: ids are from 0 to {one.size - 1}{also}",
+                fix="use the tokenizer of this model, or a model with more rows (resize_token_embeddings)",
             )
 
 
@@ -81,7 +81,7 @@ def _looked_up(flat: Flat, node: Node) -> Vocabulary | None:
 
 
 def _column(flat: Flat, name: str, through: tuple[str, ...]) -> str | None:
-    """The column whose values a node has; None where they are computed."""
+    """Return the column that a node's values come from; None if they are computed."""
     node = flat.by_name[name]
     while node.kind is NodeKind.CALL and is_one_of(node.target, through) and node.args and isinstance(node.args[0], Ref):
         node = flat.by_name[node.args[0].name]

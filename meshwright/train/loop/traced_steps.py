@@ -13,11 +13,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import fmean
 
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import MeshwrightError
@@ -28,6 +27,7 @@ from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Lane, Timeline
 from meshwright.report.perfetto import to_perfetto
+from meshwright.runtime.json_exchange import all_gather_json
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.runtime.tracing.footprint import Footprint, Totals
 from meshwright.runtime.tracing.trace import Trace
@@ -177,12 +177,10 @@ def sizes_of(totals: dict[int, Totals], stages: int, microbatches: int) -> tuple
 
 def _summed_over_ranks(mine: Footprint) -> dict[int, Totals]:
     """Sums the counts of all ranks. Each row passes each stage on exactly one rank, so nothing is counted twice."""
-    per_rank: list[dict[int, Totals]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(per_rank, dict(mine.stages))
     found: dict[int, Totals] = defaultdict(Totals)
-    for one in per_rank:
-        for stage, totals in one.items():
-            found[stage] += totals
+    for one in all_gather_json([[stage, *astuple(totals)] for stage, totals in mine.stages.items()]):
+        for stage, *numbers in one:
+            found[stage] += Totals(*numbers)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Small models to try plans on, as lists of layers: `mlp` and `gpt`, with data that every machine has."""
+"""Small models for trying plans, as lists of layers: `mlp` and `gpt`, with data that exists on every machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention, then the two linear layers, each added to what came in."""
+        """Apply attention, then the feed-forward layers, each with a residual connection."""
         b, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -30,14 +30,14 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens and positions."""
+    """Token and position embeddings."""
 
     def __init__(self, vocabulary: int, length: int, width: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Their sum."""
+        """Return their sum."""
         return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
 
 
@@ -49,14 +49,14 @@ class Head(nn.Module):
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores."""
+        """Return the logits."""
         return self.out(self.norm(x))
 
 
 def gpt(
     *, blocks: int = 8, width: int = 32, heads: int = 4, length: int = 16, tied: bool = True, dropout: float = 0.0
 ) -> list[nn.Module]:
-    """A byte-level GPT: embedding, blocks, head; embedding and head share their weight where tied."""
+    """A byte-level GPT: embedding, blocks, head. With `tied`, embedding and head share their weight."""
     embedding, head = Embedding(256, length, width), Head(width, 256)
     if tied:
         head.out.weight = embedding.tokens.weight
@@ -70,17 +70,27 @@ def mlp(*, layers: int = 16, width: int = 16, dropout: float = 0.0) -> list[nn.M
 
 
 def mlp_batch(step: int, *, rows: int = 32, width: int = 16) -> tuple[Tensor, Tensor]:
-    """Noise, and something to learn from it."""
+    """Return noise, and targets computed from it."""
     random = torch.Generator().manual_seed(step + 1)
     x = torch.randn(rows, width, generator=random, dtype=torch.float64)
     return x, x.roll(1, dims=1).sin()
 
 
 def text_batch(step: int, *, rows: int = 32, length: int = 16) -> tuple[Tensor, Tensor]:
-    """Bytes of Python's own sources, and the bytes behind them."""
+    """Return bytes of a Python source file, and the bytes that follow them."""
     source = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()
     data = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
     random = torch.Generator().manual_seed(step + 1)
     starts = torch.randint(0, len(data) - length - 1, (rows,), generator=random)
     rows_of = torch.stack([data[s : s + length + 1] for s in starts.tolist()])
     return rows_of[:, :-1].contiguous(), rows_of[:, 1:].contiguous()
+
+
+def mlp_rows() -> list[tuple[Tensor, ...]]:
+    """Return a data set for `mlp`."""
+    return list(zip(*(column.float() for column in mlp_batch(0, rows=512)), strict=True))
+
+
+def gpt_rows() -> list[tuple[Tensor, ...]]:
+    """Return a data set for `gpt`."""
+    return list(zip(*text_batch(0, rows=512), strict=True))

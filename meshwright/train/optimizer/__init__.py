@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules of a model that is split over ranks."""
+"""Optimizers and learning-rate schedules for a model that is split over ranks."""

@@ -1,7 +1,8 @@
-"""Does an optimizer look at other parameters than the one it updates? Found by trying it, not by its name.
+"""Tests whether an optimizer couples parameters: whether its update of one parameter depends on the gradients of others.
 
-Each unit of a pipeline has an optimizer of its own. One that couples parameters (Prodigy, a step divided by the norm of all
-gradients) would then couple those of its unit alone, which is another optimizer.
+Each unit of a pipeline has its own optimizer. An optimizer that couples parameters (Prodigy, or a step divided by the norm of all
+gradients) would then couple only the parameters of its unit, which is a different optimizer. The test runs the optimizer; it does
+not look at its name.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch import Tensor, nn
 from meshwright.errors import MeshwrightError
 
 STEPS = 6
-"""Steps of the trial: enough for those that measure first and act later."""
+"""Steps of the trial: enough for optimizers that measure first and act later."""
 SIDE = 4
-"""The largest size of a stand-in along any dimension."""
+"""The largest size of a trial parameter in any dimension."""
 
 _log = logging.getLogger(__name__)
 Made = Callable[[list[nn.Parameter], list[nn.Parameter]], torch.optim.Optimizer]
-"""What makes an optimizer for stand-ins of some parameters."""
+"""Makes an optimizer for trial parameters that represent some parameters."""
 
 
 def refuse_coupled(
     make: Made, units: Sequence[Sequence[nn.Parameter]], group: Callable[[nn.Parameter], object] = lambda p: None
 ) -> None:
-    """Refuse an optimizer whose step on one unit depends on the gradients of another.
+    """Raise if the optimizer's step on one unit depends on the gradients of another unit.
 
-    `units` are the parameters that would have an optimizer each, `group` says which group of options one belongs to.
+    `units` are lists of parameters with one optimizer each. `group` returns the parameter group of a parameter.
     """
     trained = [found for unit in units if (found := [p for p in unit if p.requires_grad])]
     if len(trained) < 2:
@@ -44,40 +45,40 @@ def refuse_coupled(
             calm, wild = (_tried(make, pair, scale) for scale in (1.0, 1000.0))
         except MeshwrightError:
             raise
-        except Exception as error:  # an optimizer that cannot be tried on small tensors, for whatever reason
-            _log.warning("whether the optimizer couples parameters could not be tried: %s: %s", type(error).__name__, error)
+        except Exception as error:  # the optimizer cannot run on small tensors, for any reason
+            _log.warning("could not test whether the optimizer couples parameters: %s: %s", type(error).__name__, error)
             return
     apart = [not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(calm[1], wild[1], strict=True)]
     if any(apart):
         raise MeshwrightError(
             f"{calm[0]} couples parameters: its step on one depends on the gradients of others, and the {len(trained)} units of "
-            f"this plan have an optimizer each (a trial came apart in step {apart.index(True) + 1} of {STEPS})",
-            fix="AdamW, SGD or another that updates each parameter by itself, or a plan of one stage (pp=1)",
+            f"this plan have an optimizer each (two trials differ from step {apart.index(True) + 1} of {STEPS})",
+            fix="use AdamW, SGD or another that updates each parameter separately, or a plan of one stage (pp=1)",
         )
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """A step is taken with the gradients that are there; an optimizer that wants to compute them again cannot."""
+    """Raise if the optimizer needs a closure. The pipeline only gives it gradients and cannot compute them again."""
     if wants_more(optimizer.step):
         raise MeshwrightError(
-            f"{type(optimizer).__name__} needs a closure that runs the model again, a pipeline gives it gradients only",
-            fix="an optimizer whose step() needs no argument: SGD, Adam, AdamW",
+            f"{type(optimizer).__name__} needs a closure that runs the model again, but a pipeline only gives it gradients",
+            fix="use an optimizer whose step() needs no argument: SGD, Adam, AdamW",
         )
 
 
 def wants_more(step: Callable[..., Any]) -> bool:
-    """Does a step need an argument?"""
+    """True if a step function needs an argument."""
     return any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in signature(step).parameters.values())
 
 
 def _tried(make: Made, like: tuple[nn.Parameter, nn.Parameter], scale: float) -> tuple[str, list[Tensor]]:
-    """One parameter after each step, beside another one whose gradients are so many times as large."""
+    """Return a parameter after each step, while the gradients of another parameter are multiplied by `scale`."""
     torch.manual_seed(0)
     pair = [nn.Parameter(torch.randn([min(n, SIDE) for n in p.shape]).to(p.dtype)) for p in like]
     optimizer = make(pair, list(like))
     refuse_closure(optimizer)
     for group in optimizer.param_groups:
-        if "lr" in group and not group["lr"]:  # a warmup begins with no step at all
+        if "lr" in group and not group["lr"]:  # a warmup begins with a rate of 0
             group["lr"] = group.get("initial_lr") or 1e-2
     seen = []
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""The optimizer and the learning-rate schedule that Hugging Face's arguments ask for, or that a user has made."""
+"""Makes the optimizer and the learning-rate schedule from the arguments of Hugging Face, or from those that the user passes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from meshwright.train.optimizer.shared_rates import Rates, Recipe
 from meshwright.train.setup.usable_arguments import usable
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""Names of parameters that weight decay leaves alone, as in the Hugging Face Trainer."""
+"""Patterns of parameter names without weight decay, as in the Hugging Face Trainer."""
 
 
 def recipe_for(model: Any, args: Any, chosen: tuple[Any, dict[str, Any]] | None = None) -> Recipe:
-    """Two groups, with and without weight decay, and the optimizer that `args.optim` names."""
+    """Return the optimizer that `args.optim` names, with two weight decay groups: with decay and without."""
     with usable(
         f"optim={args.optim.value!r} with optim_args={args.optim_args!r}", fix="optim_args='name=value, ...', or another optim"
     ):
         kind, options = chosen or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
     if not isinstance(kind, type) or {"params", "model", "optimizer_dict"} & set(options):
         raise MeshwrightError(
-            f"optim={args.optim.value!r} wants the whole model, and a rank has only its stages",
-            fix="optim='adamw_torch', or another that takes parameters alone",
+            f"optim={args.optim.value!r} needs the whole model, but a rank has only its stages",
+            fix="optim='adamw_torch', or another that only takes parameters",
         )
     decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -37,7 +37,7 @@ def recipe_for(model: Any, args: Any, chosen: tuple[Any, dict[str, Any]] | None 
 
 
 def rates_for(model: nn.Module, args: Any, optimizers: tuple[Any, Any], chosen: Any, *, steps: int) -> Rates:
-    """What moves the learning rates over `steps` updates."""
+    """Return the learning rates over `steps` optimizer steps."""
     optimizer, scheduler = optimizers
     recipe = recipe_for(model, args, chosen) if optimizer is None else Recipe.like(optimizer)
     with usable(f"{recipe.kind.__name__} with {dict(recipe.options)}"):
@@ -46,7 +46,7 @@ def rates_for(model: nn.Module, args: Any, optimizers: tuple[Any, Any], chosen: 
         raise MeshwrightError("a learning-rate schedule was given without its optimizer", fix="optimizers=(optimizer, scheduler)")
     kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     asked = f"lr_scheduler_type={kind!r} with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}"
-    with usable(asked, fix="keyword arguments of that schedule: lr_scheduler_kwargs={...}"):
+    with usable(asked, fix="pass keyword arguments of that schedule: lr_scheduler_kwargs={...}"):
         rates.scheduler = scheduler or transformers.get_scheduler(
             args.lr_scheduler_type,
             optimizer=rates.reference,

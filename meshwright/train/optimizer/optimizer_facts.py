@@ -1,7 +1,7 @@
-"""Facts of a run, as JSON has them: for every parameter its options and counters, and the learning-rate schedule.
+"""Facts of a run as JSON: the options and counters of every parameter, and the learning-rate schedule.
 
-Optimizers have groups of parameters, and a schedule has lists with an entry per group. Groups depend on the plan (each unit
-has an optimizer), so what is said of a group is written with each of its parameters and put together again on the way back.
+Optimizers have parameter groups, and a schedule has lists with one entry per group. Groups depend on the plan, because each unit
+has its own optimizer. So the values of a group are saved with each of its parameters, and groups are rebuilt on loading.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.parameters.unit import Unit
 
 PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
-"""Lists of a learning-rate schedule that have an entry per group of parameters."""
+"""Lists of a learning-rate schedule with one entry per parameter group."""
 
 
 def entries(engine: Engine) -> Iterator[tuple[str, str, Any]]:
-    """What the optimizers of this rank keep: name of the parameter, entry, value."""
+    """Yield the optimizer state of this rank: parameter name, entry, value."""
     names = engine.layers.names
     for unit in engine.units.values():
         kept = {} if unit.optimizer is None else unit.optimizer.state
@@ -31,7 +31,7 @@ def entries(engine: Engine) -> Iterator[tuple[str, str, Any]]:
 
 
 def facts(engine: Engine) -> dict[str, Any]:
-    """Everything beside tensors that this rank knows; those of all ranks are merged."""
+    """Return everything besides tensors that this rank knows. The facts of all ranks are merged."""
     options: dict[str, dict[str, Any]] = {}
     counters: dict[str, dict[str, Any]] = {}
     for unit in engine.units.values():
@@ -53,7 +53,7 @@ def facts(engine: Engine) -> dict[str, Any]:
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One set of facts from those of all ranks; options that are equal are written once."""
+    """Merge the facts of all ranks. Equal options are stored once."""
     whole: dict[str, Any] = {"optimizer": None, "scheduler": None}
     for part in parts:
         for key in ("optimizer", "scheduler"):
@@ -69,13 +69,13 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def options_of(known: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The options that a parameter was trained with; none where it was frozen."""
+    """Return the options that a parameter was trained with; empty if it was frozen."""
     chosen = known["options"].get(name)
     return {} if chosen is None else dict(known["groups"][chosen])
 
 
 def put_back(engine: Engine, known: Mapping[str, Any], kept: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Set options, counters and tensors of the optimizers, and the schedules; `kept[name][entry]` are the tensors."""
+    """Restore options, counters and tensors of the optimizers, and the schedules. `kept[name][entry]` are the tensors."""
     names = engine.layers.names
     for unit in engine.units.values():
         if unit.optimizer is None:
@@ -94,7 +94,7 @@ def put_back(engine: Engine, known: Mapping[str, Any], kept: Mapping[str, Mappin
 
 
 def refuse_mixture(engine: Engine, known: Mapping[str, Any]) -> None:
-    """Parameters that share a group now must have been trained with the same options."""
+    """Raise if parameters that now share a group were trained with different options."""
     names = engine.layers.names
     for unit in engine.units.values():
         for _, params in _groups(unit):
@@ -105,7 +105,7 @@ def refuse_mixture(engine: Engine, known: Mapping[str, Any]) -> None:
                     raise MeshwrightError(
                         f"{names[params[0]]} and {names[p]} are in one group of the optimizer, but were trained with "
                         f"{key} {one[key]} and {other.get(key)}",
-                        fix="the groups of parameters that the checkpoint was trained with",
+                        fix="use the parameter groups that the checkpoint was trained with",
                     )
 
 
@@ -114,7 +114,7 @@ def _groups(unit: Unit) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
 
 
 def _per_group(unit: Unit, group: dict[str, Any]) -> dict[str, Any]:
-    """What a schedule knows of one group, with the path to it."""
+    """Return the values of a schedule for one group, by path."""
     if unit.scheduler is None or unit.optimizer is None:
         return {}
     index = next(i for i, other in enumerate(unit.optimizer.param_groups) if other is group)
@@ -122,7 +122,7 @@ def _per_group(unit: Unit, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lists(state: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """The lists per group in a schedule's state, which may hold schedules."""
+    """Yield the per-group lists in the state of a schedule, which may contain other schedules."""
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
     for key, value in items:
         if key in PER_GROUP and isinstance(value, list):
@@ -132,14 +132,14 @@ def _lists(state: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
 
 
 def _common(state: Any) -> Any:
-    """A schedule's state without its lists per group."""
+    """Return the state of a schedule without its per-group lists."""
     if type(state) is dict:
         return {key: _common(value) for key, value in state.items() if key not in PER_GROUP}
     return [_common(value) for value in state] if isinstance(state, list) else _plain(state)
 
 
 def _whole(saved: Any, now: Any, unit: Unit, known: Mapping[str, Any], names: Mapping[nn.Parameter, str], path: str = "") -> Any:
-    """The saved state in the shape that this unit's schedule has, its lists per group filled from the parameters."""
+    """Return the saved state in the form of this unit's schedule, with per-group lists filled from the parameters."""
     if type(now) is dict:
         found = {}
         for key, value in now.items():
@@ -161,7 +161,7 @@ def _whole(saved: Any, now: Any, unit: Unit, known: Mapping[str, Any], names: Ma
 
 
 def _plain(value: Any) -> Any:
-    """A number or a tuple of some, as JSON has it."""
+    """Convert a number, or a container of numbers, for JSON."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, tuple | list):
@@ -170,12 +170,12 @@ def _plain(value: Any) -> Any:
 
 
 def _like(value: Any, now: Any) -> Any:
-    """A value from JSON as what stands there now: a tensor, a tuple, or as it is."""
+    """Convert a value from JSON to the type of the current value: a tensor, a tuple, or unchanged."""
     if isinstance(now, Tensor):
         return torch.full_like(now, value)
     if isinstance(now, tuple) and isinstance(value, list):
         return tuple(value)
-    if isinstance(now, dict) and isinstance(value, dict):  # a Counter, or keys that are numbers
+    if isinstance(now, dict) and isinstance(value, dict):  # a Counter, or a dict with numbers as keys
         keys = {str(key): key for key in now}
         with contextlib.suppress(ValueError):
             return type(now)({keys.get(k, int(k) if k.isdigit() else k): v for k, v in value.items()})
@@ -183,7 +183,7 @@ def _like(value: Any, now: Any) -> Any:
 
 
 def _counter(value: Any) -> Any:
-    """A counter of a parameter; one in a tensor keeps its dtype."""
+    """Convert a counter of a parameter for JSON. A tensor keeps its dtype."""
     return {"tensor": str(value.dtype).removeprefix("torch."), "value": value.item()} if isinstance(value, Tensor) else value
 
 

@@ -1,7 +1,7 @@
-"""Optimizers of many units that act as one: groups, learning rates and their schedule are kept in one place.
+"""Makes the optimizers of many units act as one: parameter groups, learning rates and their schedule are kept in one place.
 
-A reference optimizer holds the groups and their numbers and never takes a step; schedules move it, and before every update
-each unit's own optimizer takes over its numbers. So one schedule, of any kind, serves all units of all ranks.
+A reference optimizer holds the groups and their options and never takes a step. The schedule changes its options, and before
+every step the optimizer of each unit copies them. So one schedule of any kind serves all units of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make an optimizer: its class, its arguments, and groups of parameters with numbers of their own."""
+    """How to make an optimizer: its class, its arguments, and its parameter groups with their options."""
 
     kind: type[torch.optim.Optimizer]
     options: Mapping[str, Any]
@@ -30,18 +30,18 @@ class Recipe:
 
     @classmethod
     def like(cls, optimizer: torch.optim.Optimizer) -> Recipe:
-        """The recipe of an optimizer that a user has made."""
+        """Return the recipe of an optimizer that the user made."""
         known = signature(type(optimizer).__init__).parameters
         options = {name: value for name, value in optimizer.defaults.items() if name in known}
         return cls(type(optimizer), options, [dict(group) for group in optimizer.param_groups])
 
     def reference(self) -> torch.optim.Optimizer:
-        """The same groups and numbers, on parameters that nobody has."""
+        """Make an optimizer with the same groups and options on dummy parameters."""
         return self.kind([{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in self.groups], **self.options)
 
 
 class Rates:
-    """The numbers of all groups over time."""
+    """The options of all groups over time."""
 
     def __init__(self, recipe: Recipe, reference: torch.optim.Optimizer | None = None) -> None:
         self.recipe = recipe
@@ -51,21 +51,21 @@ class Rates:
         self.followers: list[tuple[torch.optim.Optimizer, list[int]]] = []
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer for the parameters of a unit, in the groups that they belong to."""
+        """Make an optimizer for the parameters of a unit, in their groups."""
         mine: dict[int, list[nn.Parameter]] = {}
         for p in params:
             mine.setdefault(self.group_of.get(p, -1), []).append(p)
         left_out = mine.pop(-1, [])
         indices = sorted(mine)
         groups = [{**self.recipe.groups[i], "params": mine[i]} for i in indices]
-        if left_out:  # what no group names is not trained, as in one process
+        if left_out:  # parameters in no group are not trained, as in one process
             groups.append({"params": left_out, "lr": 0.0, "weight_decay": 0.0})
         made = self.recipe.kind(groups, **self.recipe.options)
         self.followers.append((made, indices))
         return made
 
     def trial(self, params: Sequence[nn.Parameter], like: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer for parameters that stand in for others, in their groups; nothing follows it."""
+        """Make an optimizer for trial parameters, in the groups of the parameters they represent. It is not updated later."""
         of = [self.group_of.get(p, 0) for p in like]
         mine = {index: [p for p, at in zip(params, of, strict=True) if at == index] for index in sorted(set(of))}
         groups = [{**self.recipe.groups[index], "params": held} for index, held in mine.items()]
@@ -73,23 +73,23 @@ class Rates:
 
     @property
     def learning_rate(self) -> float:
-        """That of the first group."""
+        """The learning rate of the first group."""
         rate = self.reference.param_groups[0].get("lr")
         if rate is None:
             raise MeshwrightError(
-                f"{type(self.reference).__name__} has no learning rate of its own: it makes one from its step and its weights",
-                fix="a learning rate: Adafactor(lr=1e-3, relative_step=False, scale_parameter=False)",
+                f"{type(self.reference).__name__} has no learning rate of its own: it computes one from its step and its weights",
+                fix="set a learning rate: Adafactor(lr=1e-3, relative_step=False, scale_parameter=False)",
             )
         return float(rate)
 
     def follow(self) -> None:
-        """Let every unit's optimizer have the numbers of now."""
+        """Copy the current options to the optimizer of every unit."""
         for optimizer, indices in self.followers:
             for group, index in zip(optimizer.param_groups, indices, strict=False):
                 group.update({k: v for k, v in self.reference.param_groups[index].items() if k != "params"})
 
     def step(self, metric: float | None = None) -> None:
-        """The schedule goes on by one update; those that look at a metric move only when they are given one."""
+        """Advance the schedule by one step. A schedule that needs a metric advances only when it gets one."""
         plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self.scheduler is None or plateau != (metric is not None):
             return
@@ -98,15 +98,16 @@ class Rates:
             self.scheduler.step(*([metric] if plateau else []))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule stands."""
+        """Return the state of the options and the schedule."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.reference.param_groups]
         return {"groups": groups, "scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         if len(state["groups"]) != len(self.reference.param_groups):
             raise MeshwrightError(
-                f"the checkpoint has {len(state['groups'])} parameter groups, the optimizer {len(self.reference.param_groups)}",
+                f"the checkpoint has {len(state['groups'])} parameter groups, "
+                f"but the optimizer has {len(self.reference.param_groups)}",
                 fix="resume with the optimizer that it was saved with",
             )
         for group, saved in zip(self.reference.param_groups, state["groups"], strict=True):

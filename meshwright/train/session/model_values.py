@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.torch_internals import module_tables, write_count
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 DEPTH, LARGE, MOST = 6, 1000, 20_000
 END = object()
@@ -60,14 +62,14 @@ class AttachedValues:
         found = cls(_model_storages={_storage(t) for t in chain(model.parameters(), model.buffers())})
         for module in model.modules():
             found._seen.add(id(module))
-            for table in (vars(module), module._parameters, module._modules, module._buffers):
+            for table in (vars(module), *module_tables(module)):
                 found._watch(table.values())
         for path, module in model.named_modules():
             owner = path or type(module).__name__
             for name, value in vars(module).items():
                 if name not in _MODULE_ATTRIBUTES:
                     found._add(f"{owner}.{name}", value, 0)
-            for name, buffer in module._buffers.items():
+            for name, buffer in module_tables(module)[2].items():
                 found._add(f"{owner}.{name}", buffer, 0)
         found.writes = found._count_writes()
         return found
@@ -77,7 +79,7 @@ class AttachedValues:
         return all(map(is_, chain.from_iterable((*self._views, (END,))), self._objects)) and self._count_writes() == self.writes
 
     def _count_writes(self) -> dict[str, int]:
-        return {path: tensor._version for path, tensor in self._constants.items()}
+        return {path: write_count(tensor) for path, tensor in self._constants.items()}
 
     def _watch(self, view: Iterable[Any]) -> None:
         """Adds a container to those that `same` compares. END stays last, so a container that grows or shrinks differs."""
@@ -134,7 +136,7 @@ class _Slots:
 
 def _storage(tensor: Tensor) -> int:
     """Returns an id of a tensor's storage, which views of a buffer share. A sparse tensor has no storage: returns its own id."""
-    return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage()._cdata
+    return id(tensor) if tensor.layout is not torch.strided else id(tensor.untyped_storage())
 
 
 def _has_attributes(value: Any) -> bool:

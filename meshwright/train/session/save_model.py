@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.train.checkpoint.pretrained_weights import save_adapters
 from meshwright.train.checkpoint.save_pretrained import gathered, holdings
 from meshwright.train.session.session import Session
 from meshwright.train.setup.all_ranks import agree
@@ -37,4 +38,4 @@ def save(session: Session, folder: Path) -> None:
         return
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     found = gathered(session.engine, {name: t for name, t in holdings(session.engine).items() if name in trained})
-    agree(lambda: model.save_pretrained(str(folder), state_dict=found) if dist.get_rank() == 0 else None)
+    agree(lambda: save_adapters(model, folder, found) if dist.get_rank() == 0 else None)

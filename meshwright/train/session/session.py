@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshwright.ir.column_names import TARGETS
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
+from meshwright.runtime.json_exchange import all_gather_state
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import LossKind, Tally
@@ -59,7 +60,25 @@ class StepResult:
 
 
 class Session:
-    """One rank of a training run; all ranks call its methods together."""
+    """One rank of a training run with your own loop. `meshwright.parallelize` makes one.
+
+    All ranks call the methods together, with the same batch.
+
+    Attributes:
+        model: The model that is trained.
+        parallel: The plan.
+        steps: How many steps were made.
+        rank: The rank of this process.
+
+    Examples:
+        ```python
+        with meshwright.parallelize(model, example_batch, dict(pp=2)) as session:
+            for batch in batches:
+                result = session.step(batch)
+                print(result.step, result.loss, result.grad_norm)
+            session.export("out/model")
+        ```
+    """
 
     def __init__(
         self,
@@ -155,10 +174,9 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the full training state on every rank. It does not depend on the plan. Checkpoints save it in parts instead."""
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (snapshot(self.engine), facts(self.engine)))
-        known = merged([part[1] for part in parts])  # type: ignore[index]
-        found = {name: t for part in parts for name, t in part[0].items()}  # type: ignore[index]
+        parts = all_gather_state((snapshot(self.engine), facts(self.engine)))
+        known = merged([rest for _, rest in parts])
+        found = {name: t for tensors, _ in parts for name, t in tensors.items()}
         return {"step": self.steps, "tensors": found, "facts": known, "rates": self.rates.state_dict(), "scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.device import peak_bytes
+from meshwright.runtime.json_exchange import all_gather_json
 
-T = TypeVar("T")
+_PLAIN = (int, float, str, type(None))
 
 
-def agree(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns the results of `work()` from all ranks. If it fails on any rank, all ranks raise the first failure."""
-    answer: tuple[T | None, tuple[str, str | None] | None]
+def agree(work: Callable[[], Any], *, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns the results of `work()` from all ranks. If it fails on any rank, all ranks raise the first failure.
+
+    The results are exchanged as JSON.
+    """
+    answer: list[Any]
     try:
-        answer = (work(), None)
+        answer = [work(), None]
     except MeshwrightError as error:
-        answer = (None, (error.what, error.fix))
+        answer = [None, [error.what, error.fix]]
     except Exception as error:  # any error is sent to all ranks
-        answer = (None, (f"{type(error).__name__}: {error}", None))
-    answers: list[tuple[T, tuple[str, str | None] | None]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
-    dist.all_gather_object(answers, answer, group=group)
+        answer = [None, [f"{type(error).__name__}: {error}", None]]
+    answers = all_gather_json(answer, group=group)
     failed = [(rank, failure) for rank, (_, failure) in enumerate(answers) if failure is not None]
     if failed:
         rank, (what, fix) = failed[0]
@@ -35,7 +38,7 @@ def agree(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> l
 
 def refuse_differences(facts: Mapping[str, Any]) -> None:
     """Raises on all ranks if a fact differs between ranks. Ranks with different inputs could wait for each other forever."""
-    found = agree(lambda: dict(facts))
+    found = agree(lambda: {name: value if isinstance(value, _PLAIN) else str(value) for name, value in facts.items()})
     for rank, theirs in enumerate(found):
         for name, value in found[0].items():
             if (other := theirs.get(name)) != value:
@@ -47,6 +50,4 @@ def refuse_differences(facts: Mapping[str, Any]) -> None:
 
 def peaks(device: torch.device) -> tuple[int, ...]:
     """Returns the peak memory of each rank, in bytes. A collective call: all ranks must call it."""
-    found = [0] * dist.get_world_size()
-    dist.all_gather_object(found, peak_bytes(device))
-    return tuple(found)
+    return tuple(all_gather_json(peak_bytes(device)))

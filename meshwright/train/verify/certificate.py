@@ -33,7 +33,39 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a comparison found; `worst` names the tensor with the largest error, `problems` what is missing or unequal."""
+    """What `verify` found.
+
+    Attributes:
+        passed: Whether all errors are within the tolerance and nothing is missing.
+        max_relative_error: The largest of the three errors.
+        loss_error: The largest relative error of a loss.
+        gradient_error: The largest relative error of a gradient.
+        weight_error: The largest relative error of a weight at the end.
+        worst: The tensor with the largest error.
+        replicas_equal: Whether copies of a parameter were equal bit for bit in every version.
+        problems: What is missing or unequal.
+        tolerance: The largest error that passes.
+        losses: The losses of the parallel run.
+        reference_losses: The losses of one process.
+        updates: How many updates were made.
+        compared: How many tensors were compared.
+        steps: How many steps were trained.
+        dtype: What both runs computed in.
+        precision: The mixed precision, if any.
+        clip: The largest norm of a gradient, if clipped.
+        skipped: Updates that were skipped because a gradient was not finite.
+        seed: Where weights and dropout started.
+        parallel: The plan.
+        schedule: The name of the schedule.
+        versions: Versions of Python, torch and Meshwright.
+
+    Examples:
+        ```python
+        certificate = meshwright.verify(build, batch, parallel=dict(pp=2))
+        assert certificate.passed, certificate.problems
+        Path("certificate.json").write_text(certificate.to_json())
+        ```
+    """
 
     passed: bool
     max_relative_error: float

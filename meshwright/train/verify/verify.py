@@ -51,11 +51,39 @@ def verify(
     workers: Workers | None = None,
     loss_kind: str = "mean",
 ) -> Certificate:
-    """Compare a plan with one process. `build()` gives the model, `batch(step)` its data; workers import both by name.
+    """Train a few steps on local workers and in one process, and compare losses, gradients and weights.
 
-    A captured model is first compared with its layers, as at the start of training. `loss_kind="sum"`: the loss is a sum.
-    `scheduler(optimizer)` makes a learning-rate schedule that goes on by one with each update. `clip` is the largest norm of
-    a gradient: of all of it, or of each unit's where the schedule has no flush.
+    A captured model is first compared with its layers, as at the start of training.
+
+    Args:
+        build: A function that builds the model. Workers import it by name.
+        batch: A function of the step that makes the batch. Workers import it by name.
+        parallel: The plan: a `Parallel` or a mapping.
+        steps: How many steps to train.
+        dtype: `float64` or `float32`; both runs compute in it.
+        seed: Where weights and dropout start.
+        loss: A loss of your own, `f(output, target)`; None uses the model's.
+        optimizer: A function that makes an optimizer for a list of parameters.
+        scheduler: A function that makes a learning-rate schedule for an optimizer.
+        clip: The largest norm of a gradient: of all of it, or of each unit's where the schedule has no flush.
+        precision: `fp32`, `bf16` or `fp16`: what layers compute in.
+        workers: A pool of workers that is running already; None starts one.
+        loss_kind: `mean` if the loss is a mean over rows or labels, `sum` if it is a sum.
+
+    Returns:
+        The certificate. A difference does not raise: `passed` is False.
+
+    Raises:
+        MeshwrightError: The model, the batches or the plan cannot be used.
+
+    Examples:
+        ```python
+        from meshwright import verify
+        from meshwright.train.models.small_models import mlp, mlp_batch
+
+        certificate = verify(mlp, mlp_batch, parallel=dict(pp=2, schedule="zbv", microbatches=4), steps=2)
+        assert certificate.passed
+        ```
     """
     case = Case(
         build,

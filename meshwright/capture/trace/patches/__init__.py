@@ -1,1 +1,1 @@
-"""What is replaced or refused while a model is traced."""
+"""Functions that are replaced or refused while a model is traced."""

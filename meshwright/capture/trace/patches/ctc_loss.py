@@ -1,6 +1,6 @@
-"""The CTC loss while a model is traced: torch cannot trace its own, whose inner table is as long as the longest target.
+"""Makes the CTC loss traceable. Torch cannot trace its own, because the size of an inner table depends on the longest target.
 
-One operation of the same shape stands for it; a captured layer calls torch's own.
+During tracing one custom operation of the same shape replaces it; a captured layer calls torch's own loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """What stands in a trace for `torch.ctc_loss`, whose arguments it has; never run as it is."""
+    """Placeholder for `torch.ctc_loss` in a trace, with the same arguments; it is never run."""
     raise AssertionError("a captured layer calls the loss itself")
 
 
@@ -44,7 +44,7 @@ def _(
 
 @contextmanager
 def ctc_whole() -> Iterator[None]:
-    """While a model is traced: a CTC loss whose lengths are tensors is one operation."""
+    """While a model is traced, record a CTC loss whose lengths are tensors as one operation."""
     real = torch.ctc_loss
 
     def stand(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,7 +1,8 @@
-"""Casts of modules inside a forward (`self.classifier.to(torch.float32)`): they pass where they change nothing.
+"""Handles casts of modules inside a forward (`self.classifier.to(torch.float32)`): allowed if they change nothing.
 
-A trace cannot swap a parameter for another. Where dtype and device are as asked for, there is nothing to swap (routers of
-Switch Transformers and NLLB); where not, the forward would change the model in its first step, and is refused by name.
+A trace cannot replace a parameter. If dtype and device are already as requested, nothing has to be replaced; the routers of
+Switch Transformers and NLLB do this. Otherwise the forward would change the model in its first step, and an error names the
+tensor.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 from meshwright.capture.trace.patches.replaced_attribute import replaced
 from meshwright.capture.trace.patches.user_lines import asking
 from meshwright.errors import MeshwrightError
-from meshwright.torch_internals import CASTS
+from meshwright.torch_internals import cast_method
 
 
 @contextmanager
 def casts_pass(model: nn.Module) -> Iterator[None]:
-    """While a model is traced: `.to`, `.float` and the like of its modules do nothing, or are refused where they would."""
+    """While a model is traced, `.to`, `.float` and similar calls on its modules do nothing, or raise if a tensor would change."""
     names = {module: name for name, module in model.named_modules()}
-    apply = getattr(nn.Module, CASTS)
+    method = cast_method()
+    apply = getattr(nn.Module, method)
 
     def looked(module: nn.Module, change: Any, *args: Any, **kwargs: Any) -> Any:
         if module not in names:
@@ -32,11 +34,11 @@ def casts_pass(model: nn.Module) -> Iterator[None]:
                 where = f"{names[module]}.{name}".removeprefix(".")
                 raise MeshwrightError(
                     f"the forward changes {where!r} {found} at {asking()}, which a captured graph cannot do",
-                    fix="that change before training, once for all",
+                    fix="make that change once, before training",
                 )
         return module
 
-    with replaced(nn.Module, CASTS, looked):
+    with replaced(nn.Module, method, looked):
         yield
 
 

@@ -1,7 +1,7 @@
-"""Numbers of Python's and numpy's generators: a captured graph has the one that was drawn while tracing, for ever.
+"""Refuses numbers from Python's and numpy's generators: a captured graph would reuse the number of the trace in every step.
 
-They are refused, unless the forward seeds the generator itself (BigBird's blocks), or only asks whether to drop a layer at a
-rate of zero. Generators that a model keeps for itself (`random.Random()`, `default_rng()`) are not seen here.
+Two cases are allowed: the forward seeds the generator itself (BigBird's blocks), or it only compares the number with a layer drop
+rate of zero. Generators that a model owns (`random.Random()`, `default_rng()`) are not detected here.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from meshwright.capture.trace.patches.replaced_attribute import replaced
 from meshwright.errors import MeshwrightError
 
 _UNKNOWN, _SEEDED = b"unknown", b"seeded"
-"""In place of a state: one that differs in every call, and one that is the same in every call."""
+"""Used instead of a state: one that differs in every call, and one that is the same in every call."""
 
 
 class Generators:
-    """The generators, and where they would be, had a forward drawn nothing that matters."""
+    """The global generators, and the states that they would have if the forward had drawn nothing that matters."""
 
     def __init__(self) -> None:
         self.expected = _states()
         self.moved: dict[str, str] = {}
-        """Those that a number was drawn from, with the module whose forward did."""
+        """Generators that a number was drawn from, with the module whose forward drew it."""
         self.inside: list[str] = []
 
     def harmless(self, drawn: object) -> None:
-        """The number that was drawn last does not matter: it was compared with a rate of zero."""
+        """Accept the last number drawn: it was only compared with a rate of zero."""
         for name, state in _states().items() if isinstance(drawn, float) else ():
             if self.expected[name] not in (_UNKNOWN, _SEEDED) and state == _after_one(name, self.expected[name]):
                 self.expected[name] = state
 
     def look(self) -> None:
-        """Take down those that are not where they would be."""
+        """Record the generators whose state is not the expected one."""
         for name, state in _states().items():
             if name not in self.moved and self.expected[name] not in (state, _SEEDED):
                 self.moved[name] = f"{name} in {self.inside[-1]}" if self.inside and self.inside[-1] else name
 
     def enter(self, module: str) -> None:
-        """A module's forward begins."""
+        """Called when the forward of a module begins."""
         self.look()
         self.inside.append(module)
 
     def leave(self) -> None:
-        """The forward of the innermost module ends."""
+        """Called when the forward of the innermost module ends."""
         self.look()
         self.inside.pop()
 
     def seeding(self, name: str, seed: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that seeds one of them: what is drawn after it is the same in every call."""
+        """Wrap the seed function of a generator: numbers drawn after it are the same in every call."""
 
         def look_and_seed(*args: Any, **kwargs: Any) -> Any:
             self.look()
@@ -70,7 +70,7 @@ class Generators:
 
 @contextmanager
 def nothing_frozen(model: nn.Module) -> Iterator[Generators]:
-    """While a model is traced: numbers that a graph would freeze are refused in the end; the generators are as before then."""
+    """While a model is traced, detect numbers that a graph would freeze. Raises at the end; the generators are restored."""
     watched = Generators()
     before = dict(watched.expected)
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
@@ -92,9 +92,9 @@ def nothing_frozen(model: nn.Module) -> Iterator[Generators]:
     if watched.moved:
         raise MeshwrightError(
             f"the forward draws from {' and '.join(watched.moved.values())}, which a captured graph freezes: "
-            "every step would have the numbers of the trace",
-            fix="torch.rand and the like in forward, or the numbers as a column of the batch; where a speech model of "
-            "transformers masks its input, config.apply_spec_augment = False",
+            "every step would use the numbers of the trace",
+            fix="use torch.rand or similar in the forward, or pass the numbers as a column of the batch; if a speech model of "
+            "transformers masks its input, set config.apply_spec_augment = False",
         )
 
 
@@ -108,12 +108,12 @@ def _states() -> dict[str, bytes]:
 
 @cache
 def _names() -> tuple[str, ...]:
-    """Numpy may be absent."""
+    """Numpy may not be installed."""
     return ("random", "numpy.random") if find_spec("numpy") else ("random",)
 
 
 def _state(generator: Any) -> bytes:
-    """Of a generator, or of a module that is one."""
+    """Return the state of a generator, or of a module that acts as one."""
     return pickle.dumps(generator.getstate() if hasattr(generator, "getstate") else generator.get_state(legacy=False))
 
 
@@ -122,7 +122,7 @@ def _set(generator: Any, state: bytes) -> None:
 
 
 def _after_one(name: str, state: bytes) -> bytes:
-    """The state after one number more."""
+    """Return the state after drawing one more number."""
     one = random.Random() if name == "random" else _owner(name).RandomState()
     _set(one, state)
     one.random()

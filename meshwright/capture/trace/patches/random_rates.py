@@ -1,6 +1,6 @@
-"""How a number that a forward draws compares with a rate, where that is certain: a trace need not look at it.
+"""Answers comparisons of a random number with a rate whose result is certain, so that the trace does not need the number.
 
-`torch.rand` draws from 0 to 1, without 1: `torch.rand([]) < 0.0` is false whatever is drawn, so a rate of zero drops no layer.
+`torch.rand` draws from [0, 1), so `torch.rand([]) < 0.0` is always false: a drop rate of zero never drops a layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.capture.trace.patches.replaced_attribute import replaced
 
 
 class Never:
-    """A rate of zero, at which nothing that is drawn at random is dropped: all numbers are above it, and no trace has to look."""
+    """A drop rate of zero. Every random number is above it, so a comparison needs no value and nothing is ever dropped."""
 
     def __init__(self, seen: Callable[[object], None] = lambda drawn: None) -> None:
         self.seen = seen
@@ -51,12 +51,12 @@ _KNOWN: dict[str, Callable[[float], bool | None]] = {
     "__gt__": lambda rate: True if rate < 0 else False if rate >= 1 else None,
     "__le__": lambda rate: False if rate < 0 else True if rate >= 1 else None,
 }
-"""What a number from 0 to 1, without 1, is to a rate, where that is certain."""
+"""How a number from [0, 1) compares with a rate; None if that is not certain."""
 
 
 @contextmanager
 def certain_draws() -> Iterator[None]:
-    """While a model is traced: how one number of `torch.rand` compares with a rate is known where it is certain."""
+    """While a model is traced, answer comparisons of one number of `torch.rand` with a rate if the result is certain."""
     drawn: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
     truths: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
     known: dict[int, bool] = {}

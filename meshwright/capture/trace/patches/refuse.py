@@ -1,6 +1,6 @@
-"""What a trace would drop in silence, refused while it is made: hooks on gradients, and backwards inside a forward.
+"""Refuses what a trace would silently drop: gradient hooks, and backward calls inside a forward.
 
-Reentrant checkpoints are unwrapped: they run their part without a graph, and recompute is the plan's.
+Reentrant checkpoints are unwrapped: they run their part without building a graph, and the plan decides about recompute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DROPPED = (
 
 @contextmanager
 def nothing_dropped(model: nn.Module) -> Iterator[None]:
-    """While a model is traced: what a graph cannot hold raises, with the line of the model that asks for it."""
+    """While a model is traced, raise for anything that a graph cannot hold, with the line of the model that uses it."""
     refuse_backward_hooks(model)
     with ExitStack() as stack:
         for owner, name, what in _DROPPED:
@@ -40,12 +40,12 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Refuse hooks that a backward of the model would call, and that of its captured layers would not."""
+    """Raise if a module has a backward hook. The captured layers would not call it."""
     for name, module in model.named_modules():
         if backward_hooks(module):
             raise MeshwrightError(
                 f"{name or type(model).__name__} has a backward hook, which would not be called: its layers are captured",
-                fix="no backward hook, a forward hook, or a list of layers, which is not captured",
+                fix="remove the backward hook, use a forward hook, or pass a list of layers, which is not captured",
             )
 
 
@@ -56,8 +56,8 @@ def _unwrapped(run: Any, preserve: bool, *arguments: Any) -> Any:
 def _refusing(name: str, what: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise MeshwrightError(
-            f"the forward asks for {what} ({name}) at {asking()}, which a captured graph drops",
-            fix="an autograd.Function with its own backward, or a list of layers, which is not captured",
+            f"the forward uses {what} ({name}) at {asking()}, which a captured graph drops",
+            fix="use an autograd.Function with its own backward, or pass a list of layers, which is not captured",
         )
 
     return refuse

@@ -1,4 +1,4 @@
-"""One attribute in the place of another, for the time of a trace."""
+"""Replaces one attribute for the duration of a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
-    """Let an attribute of a class or module be another, and be as it was in the end, inherited or its own."""
+    """Replace an attribute of a class or module and restore it at the end, also if it was inherited."""
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, other)
     try:

@@ -1,12 +1,12 @@
-"""Where `nn.Transformer` and its parts ask for values, a trace is given what computes the same without asking.
+"""Replaces the places where `nn.Transformer` and its parts read tensor values by code that computes the same without reading.
 
-Masks: without a hint torch looks whether a mask is causal, to choose a faster kernel. While a model is traced the answer is no,
+Masks: without a hint, torch checks whether a mask is causal, to choose a faster kernel. While a model is traced the answer is no,
 and the mask itself is used.
 
-Padding: in evaluation without gradients `nn.TransformerEncoder` packs the rows, and padded places become 0. A trace follows the
-other path, which computes something there, and a loss or a later layer may look at it. While a model is traced, both results
-are made, and the mode chooses. As in torch, nothing is zeroed where a batch (here: a microbatch) has padding that is not at the
-end of its rows. Under autocast torch does not pack, and captured layers do.
+Padding: in evaluation without gradients `nn.TransformerEncoder` packs the rows, and padded positions become 0. A trace follows
+the other path, which computes values there, and a loss or a later layer may read them. While a model is traced, both results are
+computed and the mode selects one. As in torch, nothing is zeroed if a batch (here: a microbatch) has padding that is not at the
+end of its rows. Under autocast torch does not pack, but captured layers do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.capture.trace.patches.train_eval_modes import mode
 
 @contextmanager
 def nothing_asked(model: nn.Module) -> Iterator[None]:
-    """While a model is traced: torch's encoders and decoders ask for no values."""
+    """While a model is traced, torch's encoders and decoders read no tensor values."""
     stacks = [m for m in model.modules() if type(m).forward in FORWARDS and "forward" not in vars(m)]
     try:
         for stack in stacks:
@@ -46,7 +46,7 @@ def _decoder(
     tgt_is_causal: bool | None = None,
     memory_is_causal: bool = False,
 ) -> Tensor:
-    """The decoder's forward, with the mask as it is."""
+    """Run the forward of the decoder and use the mask as it is."""
     masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
     return nn.TransformerDecoder.forward(decoder, tgt, memory, *masks, bool(tgt_is_causal), memory_is_causal)
 
@@ -58,7 +58,7 @@ def _encoder(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool | None = None,
 ) -> Tensor:
-    """The encoder's forward, with the mask as it is and zeros in padded places; its norm comes after the zeros."""
+    """Run the forward of the encoder with the mask as it is, and zero padded positions. The final norm runs after that."""
     norm, encoder.norm = encoder.norm, None
     try:
         found = nn.TransformerEncoder.forward(encoder, src, mask, src_key_padding_mask, bool(is_causal))

@@ -1,7 +1,7 @@
-"""Modules that do something else in training than in evaluation, by means that an operation has no switch for.
+"""Handles modules that behave differently in training and evaluation without an operation that has a switch for it.
 
-A trace follows one mode. Layers that drop whole rows at random, or add noise, ask `self.training` and draw for themselves:
-while a model is traced such a module runs in both modes, and one operation stands for the choice between the two results.
+A trace follows one mode. Layers that drop whole rows at random, or add noise, read `self.training` and draw random numbers
+themselves. While a model is traced, such a module runs in both modes, and one operation selects between the two results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODE = "meshwright.mode"
 
 @torch.library.custom_op("meshwright::mode", mutates_args=())
 def mode(trained: Tensor, evaluated: Tensor) -> Tensor:
-    """What a captured graph has `Chosen` for; never run as it is."""
+    """Placeholder for `Chosen` in a trace; a captured graph never runs it."""
     return trained.clone()
 
 
@@ -32,9 +32,9 @@ def _(trained: Tensor, evaluated: Tensor) -> Tensor:
 
 @contextmanager
 def both_modes(model: nn.Module, dropped: Callable[[object], None] = lambda drawn: None) -> Iterator[None]:
-    """While a model is traced: modules with a mode of their own run in both, and layers that are never dropped are kept.
+    """While a model is traced, run modules that read their mode in both modes, and keep layers whose drop rate is 0.
 
-    `dropped` is told of each number that was drawn to ask whether a layer is dropped.
+    `dropped` is called with each number that was drawn to decide whether a layer is dropped.
     """
     chosen = [module for module in model.modules() if _has_modes(module)]
     rates = [module for module in model.modules() if type(getattr(module, "layerdrop", None)) in (int, float)]
@@ -54,7 +54,7 @@ def both_modes(model: nn.Module, dropped: Callable[[object], None] = lambda draw
 
 
 def _has_modes(module: nn.Module) -> bool:
-    """Is it a user's, without state and parts, and does it ask for its mode?"""
+    """True for a user's module without state and children whose forward reads `self.training`."""
     own = type(module).__module__.partition(".")[0] != "torch" and "forward" not in vars(module)
     state = (
         next(module.children(), None) or next(module.parameters(), None) is not None or next(module.buffers(), None) is not None

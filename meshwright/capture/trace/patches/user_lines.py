@@ -1,4 +1,4 @@
-"""Lines of a user's model: those outside of torch and of this package."""
+"""Finds lines of a user's model: those outside of torch and of this package."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _OWN = str(Path(__file__).parents[2])
 
 
 def is_users(file: str) -> bool:
-    """Is a file neither torch's nor one that traces?"""
+    """True if a file belongs neither to torch nor to the code that traces."""
     return not file.startswith((_TORCH, _OWN, "<"))
 
 
 def line(file: str, number: int, function: str) -> str:
-    """A line as errors show it, with its text where there is one."""
+    """Format a line for an error, with its source text if there is any."""
     text = linecache.getline(file, number).strip()
     return f"{file}:{number}, in {function}{': ' if text else ''}{text}"
 
 
 def asking() -> str:
-    """The line of the model that is running now."""
+    """Return the line of the model that is running now."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -33,7 +33,7 @@ def asking() -> str:
 
 
 def last(traceback: TracebackType | None) -> str:
-    """The innermost line of the model that an error came through, or nothing."""
+    """Return the innermost line of the model in a traceback, or an empty string."""
     found = ""
     while traceback is not None:
         code = traceback.tb_frame.f_code

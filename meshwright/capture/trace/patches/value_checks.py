@@ -1,11 +1,11 @@
-"""Checks of values inside a forward: `if labels.max() >= self.config.vocab_size: raise ValueError(...)`.
+"""Handles value checks inside a forward: `if labels.max() >= self.config.vocab_size: raise ValueError(...)`.
 
-A trace has no values, so it cannot take a branch on one. Where one side of the branch does nothing but raise, only the other
-side can be part of a training step: it is the one that is captured. The check itself is not in the captured layers: a batch
-that the model would refuse by it is seen by what runs the model itself, not by a step. Other branches on values stay refused.
+A trace has no values, so it cannot take a branch on one. If one side of the branch only raises, a training step can only take the
+other side, so that side is captured. The captured layers do not contain the check: a training step does not detect a batch that
+the model would reject; only running the model itself does. Other branches on values are refused.
 
-Which side raises is read from the bytecode of the line that asks: no source text is needed, and `and`, `or`, `not` and
-`assert` need no rules of their own.
+Which side raises is read from the bytecode of the branch. No source text is needed, and `and`, `or`, `not` and `assert` need no
+rules of their own.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from meshwright.capture.trace.patches.replaced_attribute import replaced
 from meshwright.torch_internals import has_no_value, is_data_dependent
 
 _ASKS = ("COMPARE_OP", "TO_BOOL")
-"""Instructions that newer Pythons ask for a truth with, just before the jump."""
+"""Bytecode instructions with which newer Python versions compute a truth value just before the jump."""
 
 _LEAVES = ("RETURN", "YIELD", "FOR_ITER", "SEND")
 _WITH = ("WITH_EXCEPT_START", "RERAISE")
-"""What the cleanup of a `with` block does with an error: it is raised again."""
+"""How the cleanup of a `with` block treats an error: it raises the error again."""
 
 
 @contextmanager
 def checks_pass() -> Iterator[None]:
-    """While a model is traced: a branch on a value of which one side only raises takes the other side."""
+    """While a model is traced, a branch on a value takes the side that does not raise, if the other side only raises."""
     with ExitStack() as stack:
         for owner in (Tensor, torch.SymBool):
             stack.enter_context(replaced(owner, "__bool__", _asking(owner.__bool__)))
@@ -48,7 +48,7 @@ def _asking(truth: Any) -> Any:
             return bool(truth(value)) if found is None else found
         try:
             return bool(truth(value))
-        except Exception as error:  # of no class that torch names in public
+        except Exception as error:  # torch has no public class for it
             if not is_data_dependent(error) or (found := passing(frame)) is None:
                 raise
             return found
@@ -57,7 +57,7 @@ def _asking(truth: Any) -> Any:
 
 
 def passing(frame: FrameType) -> bool | None:
-    """The truth with which the branch that a frame stands at does not raise; None where both sides may go on, or neither."""
+    """Return the truth value for which the branch of a frame does not raise; None if both sides may continue, or neither."""
     steps = list(dis.get_instructions(frame.f_code))
     at = next((i for i, step in enumerate(steps) if step.offset == frame.f_lasti), None)
     if at is not None and steps[at].opname in _ASKS:
@@ -79,7 +79,7 @@ def _at(steps: Sequence[dis.Instruction], offset: int) -> int:
 
 
 def _only_raises(code: CodeType, steps: Sequence[dis.Instruction], at: int) -> bool:
-    """Does what begins here come to a `raise` by one way alone, and does nobody in this function catch it?"""
+    """True if the code from here reaches a `raise` on its only path, and no handler in this function catches it."""
     for _ in range(len(steps)):
         step = steps[at]
         if step.opname == "RAISE_VARARGS":
@@ -93,7 +93,7 @@ def _only_raises(code: CodeType, steps: Sequence[dis.Instruction], at: int) -> b
 
 
 def _caught(code: CodeType, steps: Sequence[dis.Instruction], offset: int) -> bool:
-    """Is there a handler for an error here that may go on? That of a `with` block is none."""
+    """True if a handler may catch an error here. The handler of a `with` block does not count."""
     bytecode: Any = dis.Bytecode(code)
     for entry in bytecode.exception_entries:
         if entry.start <= offset < entry.end:
