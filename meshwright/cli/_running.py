@@ -24,10 +24,10 @@ TraceFile = Annotated[
 def follow(trainer: Trainer, trace: Path | None, *, as_json: bool) -> None:
     """Makes a trainer show its start and its logs, and trace some steps if asked."""
     from meshwright.report.progress import Stream
-    from meshwright.train.loop.callbacks import ShownLines
+    from meshwright.train.loop.callbacks import TextLines
     from meshwright.train.loop.traced_steps import Traced
 
-    trainer.add_callback(ShownLines(Stream.STDERR if as_json else Stream.STDOUT))
+    trainer.add_callback(TextLines(Stream.STDERR if as_json else Stream.STDOUT))
     if trace is not None:
         if trainer.is_world_process_zero():
             outputs.refuse_output(trace)

@@ -22,7 +22,7 @@ from meshwright.train.data.batches import Position
 from meshwright.train.loop.on_rank import session_for
 from meshwright.train.loop.rank_job import RankJob
 from meshwright.train.loop.traced_steps import WARM_UP, Tracing
-from meshwright.train.loop.training_loop import Course
+from meshwright.train.loop.training_loop import RunLength
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -58,7 +58,7 @@ def measured(trainer: Trainer, steps: int) -> Measurement | None:
     if type(steps) is not int or steps < 1:
         raise MeshwrightError(f"at least 1 step is measured, got steps={steps!r}", fix="steps=3")
     job = trainer.job(trainer.train_dataset)
-    found: list[Measurement | None] = trainer.everywhere(_measure_on_rank, job, trainer.train_dataset, steps)
+    found: list[Measurement | None] = trainer.run_on_ranks(_measure_on_rank, job, trainer.train_dataset, steps)
     return found[0]
 
 
@@ -66,10 +66,10 @@ def _measure_on_rank(job: RankJob, dataset: Any, steps: int) -> Measurement | No
     if dist.get_world_size() == 1:
         job = deepcopy(job)
     source, trace = job.reader.source(dataset), Trace()
-    course = Course.of(job.args, source)
-    session = session_for(job, course.max_steps, trace)
+    length = RunLength.of(job.args, source)
+    session = session_for(job, length.max_steps, trace)
     wanted = WARM_UP + steps + 1
-    batches = list(islice(course.batches(session.reads(source), job.args, Position(0, 0)), wanted))
+    batches = list(islice(length.batches(session.source_for_rank(source), job.args, Position(0, 0)), wanted))
     if len(batches) < WARM_UP + 2:
         raise MeshwrightError(
             f"an epoch of {len(batches)} steps is too short to measure", fix=f"at least {WARM_UP + 2} steps of data"

@@ -33,7 +33,7 @@ from meshwright.train.optimizer.shared_rates import Rates, Recipe
 from meshwright.train.prepared import RunRequest, prepare
 from meshwright.train.session.session import Session
 from meshwright.train.setup.eval_submodules import stay_in_evaluation
-from meshwright.train.setup.gradient_hooks import refuse_lost
+from meshwright.train.setup.gradient_hooks import refuse_lost_hooks
 from meshwright.train.setup.own_weights import materialise
 from meshwright.train.setup.settled_plan import settled
 from meshwright.train.setup.user_arguments import refuse_arguments
@@ -113,7 +113,7 @@ def parallelize(
         check_capture=check_capture,
     )
     if skeleton is not None:
-        refuse_lost(model, parallel.processes, sketched=True)
+        refuse_lost_hooks(model, parallel.processes, sketched=True)
     with ExitStack() as closing:
         closing.callback(stay_in_evaluation(model))
         run = prepare(request)  # by every rank for itself, before it talks to others

@@ -26,7 +26,7 @@ from meshwright.train.prepared import Phase, PreparedRun, RunRequest, captured, 
 from meshwright.train.setup.build_schedule import refuse_early
 from meshwright.train.setup.captured_layers import refuse_lossless
 from meshwright.train.setup.loss_additivity import ROWS
-from meshwright.train.setup.loss_functions import OwnLoss, count_for, items, output_name
+from meshwright.train.setup.loss_functions import OwnLoss, count_for, label_count, output_name
 from meshwright.train.setup.usable_arguments import refuse_folder
 from meshwright.train.setup.where import launched
 
@@ -56,7 +56,7 @@ def prepare_for_trainer(
         inputs.model,
         example,
         args.plan,
-        loss=None if own is None else OwnLoss(own, None, count or items),
+        loss=None if own is None else OwnLoss(own, None, count or label_count),
         count=count,
         loss_kind=LossKind.of(args.loss_kind),
         precision=args.precision,

@@ -32,11 +32,11 @@ from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.data.vocabulary import Vocabulary, refuse_ids, vocabularies
-from meshwright.train.setup.build_schedule import lists_for, refuse_early, refuse_endless, stages_of
+from meshwright.train.setup.build_schedule import lists_for, refuse_early, refuse_without_flush, stages_of
 from meshwright.train.setup.captured_layers import CutGraph, cut_graph, is_captured, listed_layers
 from meshwright.train.setup.check_capture import Evaluation, Start, check_start
-from meshwright.train.setup.own_weights import ground
-from meshwright.train.setup.saved_bytes import Kept, saved_bytes
+from meshwright.train.setup.own_weights import fill_small_buffers
+from meshwright.train.setup.saved_bytes import KeptBytes, saved_bytes
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Told when a phase of the preparation begins and ends: capture, cut, check, schedule."""
@@ -82,7 +82,7 @@ class PreparedRun:
     """The same with forwards alone, for evaluation; None where the schedule has no flush."""
     graph: CutGraph | None
     """None for a list of layers, which is run as it is."""
-    kept: tuple[Kept, ...] | None = None
+    kept: tuple[KeptBytes, ...] | None = None
     """The bytes that each stage keeps of a microbatch, where recompute is chosen by a budget."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     loss: Loss | None = None
@@ -153,7 +153,7 @@ def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | Non
     if request.steps is None:
         refuse_early(plan)
     if isinstance(request.model, Skeleton):
-        ground(request.model, request.weights)
+        fill_small_buffers(request.model, request.weights)
     flat = flat or captured(request, phase=phase)
     graph, evaluation = None, Evaluation()
     if flat is not None:
@@ -195,7 +195,7 @@ def _start(request: RunRequest, graph: CutGraph) -> Start:
     )
 
 
-def _lists(request: RunRequest, layers: Layers) -> tuple[Schedule, tuple[Kept, ...] | None]:
+def _lists(request: RunRequest, layers: Layers) -> tuple[Schedule, tuple[KeptBytes, ...] | None]:
     """The proved schedule of the plan for these layers, and what stages keep where a budget chooses recompute."""
     plan = request.parallel
     objective = Objective(request.loss, weigh=layers.weigh, count=request.count, kind=request.loss_kind)
@@ -206,7 +206,7 @@ def _lists(request: RunRequest, layers: Layers) -> tuple[Schedule, tuple[Kept, .
         kept = saved_bytes(layers, batch, objective=objective, precision=request.precision)
     schedule = lists_for(plan, ties=layers.ties, steps=request.steps or 1, kept=kept, costs=layers.costs)
     if request.steps is None:
-        refuse_endless(plan, flush=schedule.flush)
+        refuse_without_flush(plan, flush=schedule.flush)
     return schedule, kept
 
 

@@ -28,19 +28,24 @@ from meshwright.train.arguments import TrainingArguments
 from meshwright.train.data.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data.row_reader import RowReader
 from meshwright.train.loop import on_rank
-from meshwright.train.loop.between_trainings import Carried, bring_back, gathered, take_notes
+from meshwright.train.loop.between_trainings import (
+    KeptOptimizerState,
+    copy_callback_attributes,
+    copy_trained_weights,
+    merged_optimizer_state,
+)
 from meshwright.train.loop.flops import speed_of
 from meshwright.train.loop.rank_job import RankJob, TrainJob, output_folder, trained_weights
 from meshwright.train.loop.traced_steps import Traced
-from meshwright.train.loop.training_loop import Judged, Outcome
+from meshwright.train.loop.training_loop import EvaluationResult, TrainResult
 from meshwright.train.prepare_for_trainer import TrainerInputs, prepare_for_trainer, refuse_rows, refuse_unusable
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.save_model import save_whole
-from meshwright.train.setup import trainer_inputs as border
-from meshwright.train.setup.gradient_hooks import refuse_lost
-from meshwright.train.setup.own_weights import refuse_others, seeded, stamp
+from meshwright.train.setup import trainer_inputs
+from meshwright.train.setup.gradient_hooks import refuse_lost_hooks
+from meshwright.train.setup.own_weights import refuse_changed_files, seeded, write_times
 from meshwright.train.setup.start_phases import phase
-from meshwright.train.setup.where import everywhere, launched, refuse_world
+from meshwright.train.setup.where import launched, refuse_world, run_on_ranks
 
 
 class Trainer:
@@ -104,12 +109,12 @@ class Trainer:
             raise MeshwrightError(
                 f"args is {type(args).__module__}.{type(args).__name__}", fix="meshwright.TrainingArguments(...)"
             )
-        border.refuse_given(type(self), locals())
+        trainer_inputs.refuse_given(type(self), locals())
         set_seed(self.args.seed)
         self.model_init, self.weights = model_init, cast(Path | None, None)
         self._set(model if model_init is None else self._sketched())
-        self.carried, self._trained = cast(Carried | None, None), False
-        self._stamp: dict[str, int] = {}
+        self.optimizer_state, self._trained = cast(KeptOptimizerState | None, None), False
+        self._write_times: dict[str, int] = {}
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = data_collator or default_collator(processing_class)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
@@ -129,8 +134,8 @@ class Trainer:
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
-        border.refuse_checkpoint(resume_from_checkpoint)
-        border.refuse_training(self.module, self.train_dataset)
+        trainer_inputs.refuse_checkpoint(resume_from_checkpoint)
+        trainer_inputs.refuse_training(self.module, self.train_dataset)
         refuse_unusable(self.args, self.module, self.optimizers, self.optimizer_cls_and_kwargs)
         if self._trained and not resume_from_checkpoint:
             self._start_again()
@@ -139,15 +144,15 @@ class Trainer:
             job.run.evaluation.refuse()
         speed = speed_of(self.module, job.run.flat, example)
         resume = resume_from_checkpoint or None
-        work = TrainJob(self.train_dataset, self.eval_dataset, resume, self.carried, self.traced, speed)
-        found: list[Outcome] = self.everywhere(on_rank.train_on_rank, job, work)
+        work = TrainJob(self.train_dataset, self.eval_dataset, resume, self.optimizer_state, self.traced, speed)
+        found: list[TrainResult] = self.run_on_ranks(on_rank.train_on_rank, job, work)
         self.state, self.peak_bytes = found[0].state, found[0].peaks
-        take_notes(self.callbacks, found[0].callbacks)
-        bring_back(self.module, [outcome.weights for outcome in found])
-        self.carried, self._trained = gathered([outcome.carried for outcome in found]), True
+        copy_callback_attributes(self.callbacks, found[0].callbacks)
+        copy_trained_weights(self.module, [result.weights for result in found])
+        self.optimizer_state, self._trained = merged_optimizer_state([result.optimizer_state for result in found]), True
         if self.skeleton is not None and self.args.plan.processes > 1:
             self.weights = trained_weights(self.args)
-            self._stamp = stamp(self.weights)
+            self._write_times = write_times(self.weights)
         return found[0].output
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -155,23 +160,23 @@ class Trainer:
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
-        border.refuse_dataset("eval_dataset", chosen, several=True)
+        trainer_inputs.refuse_dataset("eval_dataset", chosen, several=True)
         job = self.evaluation_job(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
-        found: list[Judged] = self.everywhere(on_rank.evaluate_on_rank, job, chosen, metric_key_prefix)
+        found: list[EvaluationResult] = self.run_on_ranks(on_rank.evaluate_on_rank, job, chosen, metric_key_prefix)
         self.state = found[0].state
-        take_notes(self.callbacks, found[0].callbacks)
+        copy_callback_attributes(self.callbacks, found[0].callbacks)
         return found[0].metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """Predictions for a data set, and metrics where it has labels."""
-        border.refuse_dataset("test_dataset", test_dataset, needed=True)
+        trainer_inputs.refuse_dataset("test_dataset", test_dataset, needed=True)
         job = self.evaluation_job(test_dataset)
-        found: list[PredictionOutput] = self.everywhere(on_rank.predict_on_rank, job, test_dataset, metric_key_prefix)
+        found: list[PredictionOutput] = self.run_on_ranks(on_rank.predict_on_rank, job, test_dataset, metric_key_prefix)
         return found[0]
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """One more that looks on."""
-        border.refuse_callback(callback)
+        trainer_inputs.refuse_callback(callback)
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -186,7 +191,7 @@ class Trainer:
         """Write what `from_pretrained` reads: rank 0, which has a whole model, or of a sketch every rank its part, together."""
         folder = Path(output_dir or self.folder)
         if self.skeleton is not None:
-            self.everywhere(on_rank.save_on_rank, self.job(self._any_dataset()), folder)
+            self.run_on_ranks(on_rank.save_on_rank, self.job(self._any_dataset()), folder)
         elif self.is_world_process_zero():
             save_whole(self.module, folder)
         if self.is_world_process_zero() and hasattr(self.processing_class, "save_pretrained"):
@@ -195,7 +200,7 @@ class Trainer:
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
         """The most likely continuation of every row under the plan; see `Session.generate`."""
         job = self.evaluation_job(self._any_dataset())
-        found: list[Tensor] = self.everywhere(
+        found: list[Tensor] = self.run_on_ranks(
             on_rank.generate_on_rank, job, input_ids, {"max_new_tokens": max_new_tokens, **more}
         )
         return found[0]
@@ -260,11 +265,11 @@ class Trainer:
         plan = self.args.plan
         refuse_world(plan)
         if plan.processes > 1 and not launched():
-            border.refuse_checkpointing(self.model)
+            trainer_inputs.refuse_checkpointing(self.model)
         if trains:
-            refuse_lost(self.module, plan.processes, sketched=self.skeleton is not None)
+            refuse_lost_hooks(self.module, plan.processes, sketched=self.skeleton is not None)
         if self.weights is not None and not launched():
-            refuse_others(self.weights, self._stamp)
+            refuse_changed_files(self.weights, self._write_times)
         source = self.reader.source(dataset)
         example = source.example(self.args.example_rows)
         columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
@@ -273,7 +278,7 @@ class Trainer:
             inputs = TrainerInputs(
                 self.args, self.skeleton or self.model, self.weights, self.compute_loss_func, self.check_capture
             )
-            self.run = prepare_for_trainer(inputs, source, example, trains=trains, phase=partial(phase, self._heard))
+            self.run = prepare_for_trainer(inputs, source, example, trains=trains, phase=partial(phase, self._phase_listeners))
         elif trains:
             refuse_rows(self.args, self.run.flat, source, example, own_loss=self.compute_loss_func is not None)
         return self._job(self.run), example
@@ -304,21 +309,21 @@ class Trainer:
         return next(iter(first.values())) if isinstance(first, dict) else first
 
     @property
-    def _heard(self) -> list[TrainerCallback]:
+    def _phase_listeners(self) -> list[TrainerCallback]:
         """The callbacks that are told of phases: those of rank 0."""
         return self.callbacks if self.is_world_process_zero() else []
 
-    def everywhere(self, work: Callable[..., Any], *more: Any) -> list[Any]:
+    def run_on_ranks(self, work: Callable[..., Any], *more: Any) -> list[Any]:
         """Call `work(*more)` on every rank of the plan; what those ranks returned that this process can see."""
-        return everywhere(work, *more, parallel=self.args.plan, workers=self._workers)
+        return run_on_ranks(work, *more, parallel=self.args.plan, workers=self._workers)
 
     def _workers(self) -> Workers:
         """The workers of this trainer, started when they are first needed, and ended with it."""
-        border.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.processes)
+        trainer_inputs.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.processes)
         if self._given is not None:
             return self._given
         if self._pool is None:
-            with phase(self._heard, "start workers"):
+            with phase(self._phase_listeners, "start workers"):
                 self._pool = Workers(self.args.plan.processes, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
             weakref.finalize(self, self._pool.close)
         return self._pool

@@ -17,7 +17,7 @@ from transformers import GPT2Config
 import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.capture.trace.export import flatten
-from meshwright.train.session.model_changes import Unchanged
+from meshwright.train.session.model_changes import ModelChanges
 from meshwright.train.setup.captured_layers import layers_for
 from tests.support import hard_models as hard
 
@@ -216,30 +216,30 @@ def _with_values() -> Any:
 @pytest.mark.parametrize("kind", CHANGES)
 def test_values_inside_containers_are_watched(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model = _with_values()
-    unchanged, (change, words) = Unchanged(model), CHANGES[kind]
+    changes, (change, words) = ModelChanges(model), CHANGES[kind]
     for module in (model, model.eval(), model.train()):
         module.scale.add_(1)  # in place: followed, as all modes are
-        unchanged.refuse()
+        changes.check()
     assert not caplog.text
     change(model)
-    unchanged.refuse()
-    unchanged.refuse()
+    changes.check()
+    changes.check()
     assert len(caplog.messages) == 1 and re.search(words, caplog.text)
 
 
 def test_a_value_that_changes_at_every_step_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
     model = _with_values()
-    unchanged = Unchanged(model)
+    changes = ModelChanges(model)
     for step in range(40):
         model.cfg.beta = step + 0.5
         if step == 5:
             model.cfg.inner.kl = 0.7
-        unchanged.refuse()
+        changes.check()
     assert [message.split()[0] for message in caplog.messages] == ["Base.cfg.beta", "Base.cfg.inner.kl"]
     model.first.weight.requires_grad_(False)
     model.cfg.beta = 0.0
     with pytest.raises(MeshwrightError, match=r"first\.weight was frozen"):
-        unchanged.refuse()
+        changes.check()
 
 
 def test_an_annealed_config_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -237,7 +237,7 @@ def plateau(optimizer: torch.optim.Optimizer) -> object:
         ({"clip": [1]}, "norm above 0"),
         ({"clip": torch.ones(2)}, "norm above 0"),
         ({"dtype": ["a"]}, "no tolerance for"),
-        ({"scheduler": 3}, "scheduler makes a schedule for an optimizer, got 3"),
+        ({"scheduler": 3}, "scheduler must be a function that returns a schedule for an optimizer, got 3"),
         ({"scheduler": plateau}, "ReduceLROnPlateau, which has no step"),
     ],
 )

@@ -21,7 +21,7 @@ from meshwright.runtime.stage.stage import Stage
 from meshwright.simulate.recompute_budget import with_recompute
 from meshwright.train.models import small_models as models
 from meshwright.train.setup.build_schedule import lists_for
-from meshwright.train.setup.saved_bytes import Kept, saved_bytes
+from meshwright.train.setup.saved_bytes import KeptBytes, saved_bytes
 from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 
@@ -29,17 +29,17 @@ BUILD = partial(models.gpt, blocks=10, width=16, heads=2, tied=False)
 DATA = partial(models.text_batch, rows=8)
 
 
-def kept_of(stages: int, microbatches: int) -> tuple[Kept, ...]:
+def kept_of(stages: int, microbatches: int) -> tuple[KeptBytes, ...]:
     torch.manual_seed(0)
     return saved_bytes(Layers.of(BUILD(), stages), Batch(DATA(0), microbatches=microbatches))
 
 
-def costs_of(kept: tuple[Kept, ...]) -> list[StageCost]:
+def costs_of(kept: tuple[KeptBytes, ...]) -> list[StageCost]:
     sizes = [{"activation_bytes": k.bytes[0], "output_bytes": k.output, "gradient_bytes": k.output} for k in kept]
     return [StageCost(1.0, 1.0, 1.0, **size) for size in sizes]
 
 
-def peaks(schedule: Schedule, kept: tuple[Kept, ...], counts: list[int]) -> list[float]:
+def peaks(schedule: Schedule, kept: tuple[KeptBytes, ...], counts: list[int]) -> list[float]:
     """Simulated peaks with so many layers of each stage dropped."""
     costs = [replace(cost, recompute_s=1.0) for cost in costs_of(kept)]
     shares = [1 - k.bytes[n] / k.bytes[0] for k, n in zip(kept, counts, strict=True)]
@@ -206,7 +206,7 @@ def test_budgets_are_read_and_refused() -> None:
             Parallel(recompute=wrong)  # type: ignore[arg-type]
     with pytest.raises(MeshwrightError, match="even with full recompute, but the budget is 10"):
         lists_for(Parallel(pp=2, microbatches=4, recompute="10B"), kept=kept_of(2, 4))
-    with pytest.raises(MeshwrightError, match="needs to know what stages keep"):
+    with pytest.raises(MeshwrightError, match="needs the bytes that stages keep"):
         lists_for(Parallel(pp=2, recompute="10B"))
     cost = StageCost(1.0, 1.0, 1.0, activation_bytes=4.0)
     schedule = schedules.build("gpipe", workers=1, microbatches=2)

@@ -49,14 +49,14 @@ def test_a_model_that_looks_ahead_needs_the_column() -> None:
     model = transformers.BertForMaskedLM(config)
     with session(model, input_ids=PROMPT, labels=PROMPT) as run:
         run.generate(PROMPT, max_new_tokens=2)
-        with pytest.raises(MeshwrightError, match="looks at tokens behind the last one, captured without 'attention_mask'"):
+        with pytest.raises(MeshwrightError, match="captured without 'attention_mask', reads the padding after the last token"):
             run.generate(PROMPT, max_new_tokens=2, attention_mask=RIGHT)
 
 
 def test_an_encoder_without_the_column_refuses_padding() -> None:
     with session(bart(), input_ids=PROMPT, labels=PROMPT[:, 1:]) as run:
         run.generate(PROMPT, max_new_tokens=2, decoder_start_token_id=2)
-        with pytest.raises(MeshwrightError, match="captured without 'attention_mask': it would read padding"):
+        with pytest.raises(MeshwrightError, match="captured without 'attention_mask': it would read the padding"):
             run.generate(PROMPT, max_new_tokens=2, decoder_start_token_id=2, attention_mask=RIGHT)
 
 
@@ -99,7 +99,7 @@ def test_tokens_that_end_rows_are_those_of_the_model() -> None:
 def test_what_is_not_greedy_is_refused_by_name() -> None:
     model = bart()
     model.generation_config.num_beams = 4
-    words = "generation_config has num_beams=4, and only plain greedy tokens"
+    words = "generation_config has num_beams=4, but only plain greedy generation"
     with session(model, input_ids=PROMPT, labels=PROMPT) as run, pytest.raises(MeshwrightError, match=words):
         run.generate(PROMPT, max_new_tokens=2, decoder_start_token_id=2)
 
@@ -115,7 +115,7 @@ def test_checkpointing_of_the_model_itself_points_to_the_argument(tmp_path: Path
 def test_other_ways_of_continuing_are_refused(option: str) -> None:
     with (
         session(gpt2(), input_ids=PROMPT, labels=PROMPT) as run,
-        pytest.raises(MeshwrightError, match=f"does not take '{option}'"),
+        pytest.raises(MeshwrightError, match=f"has no option '{option}'"),
     ):
         run.generate(PROMPT, max_new_tokens=2, **{option: 2})
 
@@ -137,6 +137,6 @@ class _Prompted(torch.nn.Module):
 def test_positions_that_a_model_adds_are_refused() -> None:
     with (
         session(_Prompted(), input_ids=PROMPT, labels=PROMPT) as run,
-        pytest.raises(MeshwrightError, match="scores for 6 positions of 4 tokens"),
+        pytest.raises(MeshwrightError, match="scores for 6 positions, but a row has 4 tokens"),
     ):
         run.generate(PROMPT, max_new_tokens=2)

@@ -47,7 +47,7 @@ def test_a_hook_that_was_removed_is_none(tmp_path: Path) -> None:
     for kind in KINDS:
         getattr(model.transformer.wpe.weight, kind)(nothing).remove()
     trainer = ours(model, tmp_path, text(16), max_steps=1, parallel={"pp": 2})
-    trainer.everywhere = never  # type: ignore[method-assign]
+    trainer.run_on_ranks = never  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="no worker is started"):
         trainer.train()
 

@@ -70,7 +70,7 @@ def test_a_loss_that_is_neither_mean_nor_sum_is_warned_about(kind: str, caplog: 
     torch.manual_seed(0)
     text = told(Loss(kind), caplog)
     assert "the loss of a batch of 7 rows is" in text and "compute_loss_func" in text
-    assert ("norm norms over the rows" in text) == (kind == "batch norm")
+    assert ("norm normalizes over the rows" in text) == (kind == "batch norm")
 
 
 class Places(nn.Module):

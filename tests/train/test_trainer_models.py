@@ -110,7 +110,7 @@ def test_streams_are_trained_on_again_and_again(tmp_path: Path, workers: Workers
     trainer = ours(gpt2(), tmp_path, Stream(), workers, parallel={"pp": 2}, max_steps=6)
     trainer.train()
     assert series(trainer.state.log_history, "loss") == pytest.approx(series(log, "loss"), rel=CLOSE)
-    with pytest.raises(MeshwrightError, match="nobody knows how long"):
+    with pytest.raises(MeshwrightError, match="the length of an iterable data set is unknown"):
         ours(gpt2(), tmp_path, Stream()).train()
 
 
@@ -146,14 +146,14 @@ def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest
         ours(gpt2(), tmp_path, ragged, parallel={"pp": 2}).train()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(MeshwrightError, match="needs pp 2 x dp 2 = 4 ranks, the job has 3"):
+    with pytest.raises(MeshwrightError, match="needs pp 2 x dp 2 = 4 ranks, but the job has 3"):
         refuse_world(mw.Parallel(pp=2, dp=2))
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "never ends a step on all workers at once"),
+        ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "a step never ends on all workers at once"),
         ({"parallel": {"pp": 4, "schedule": "chimera", "microbatches": 6}}, "chimera runs whole units of 4"),
         ({"parallel": {"pp": 64, "microbatches": 8}}, "64 stages"),
     ],

@@ -75,7 +75,7 @@ def test_a_sketch_trains_evaluates_generates_and_is_saved_as_the_model_would_be(
     wanted = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert torch.equal(trainer.generate(PROMPT, max_new_tokens=4), wanted)
     os.utime(tmp_path / "trained" / ONE, ns=(0, 0))
-    with pytest.raises(MeshwrightError, match="no longer those that this trainer has written"):
+    with pytest.raises(MeshwrightError, match="have changed since this trainer wrote them"):
         trainer.evaluate()
 
 
@@ -129,7 +129,7 @@ def held_on_rank(job: RankJob) -> tuple[int, int, int]:
 @pytest.mark.parametrize("made", [gpt2, partial(mw.sketch, gpt2)], ids=["model", "sketch"])
 def test_a_rank_holds_its_own_stages_and_no_more(made: Callable[[], Any], tmp_path: Path, workers: Workers) -> None:
     trainer = ours(made(), tmp_path, text(), workers, parallel={"pp": 4})
-    ranks = trainer.everywhere(held_on_rank, trainer.job(trainer.train_dataset))
+    ranks = trainer.run_on_ranks(held_on_rank, trainer.job(trainer.train_dataset))
     tied = trainer.model.transformer.wte.weight.nbytes
     assert [held for held, _, _ in ranks] == [mine for _, mine, _ in ranks]
     assert sum(held for held, _, _ in ranks) == ranks[0][2] + tied, "the tied table is on the first and on the last"

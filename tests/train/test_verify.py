@@ -70,7 +70,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"build": partial(nn.Linear, 2, 2)},
         "the model itself fails on this batch, before any capture: RuntimeError: mat1 and mat2",
     ),
-    ({}, {"build": frozen}, "no parameter of the model takes a gradient"),
+    ({}, {"build": frozen}, "no parameter of the model requires a gradient"),
     ({}, {"batch": uneven}, "different numbers of rows"),
     ({}, {"batch": partial(int)}, r"batch\(step\) returned int"),
 ]

@@ -69,10 +69,10 @@ def refused(text: str, parallel: Any = None, **more: Any) -> None:
 
 
 def test_what_makes_a_model_and_its_data_are_functions() -> None:
-    refused("build is a function that makes the model, got torch.nn", build=nn.Linear(16, 16))
-    refused("build is a function that makes the model, got int", build=3)
-    refused("batch is a function that makes the data of a step, got dict", batch={"x": torch.zeros(8, 16)})
-    refused("workers are a pool that was started, got 5", workers=5)
+    refused("build must be a function that returns the model, got torch.nn", build=nn.Linear(16, 16))
+    refused("build must be a function that returns the model, got int", build=3)
+    refused("batch must be a function that returns the data of a step, got dict", batch={"x": torch.zeros(8, 16)})
+    refused("workers must be a pool of running workers, got 5", workers=5)
 
 
 @pytest.mark.parametrize("recompute", [[2, 3], [nan, 1], [inf, 0], [2, -1], [True, 1], ["1", 0], 0.5, 1, True, {0: 1.0}, {1.0}])
@@ -150,7 +150,7 @@ def test_arrays_are_no_tensors() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 99999999999999999999999, 1.0, True, None, "0"])
 def test_seeds_that_no_generator_takes(seed: Any) -> None:
-    refused("a seed is a whole number of at least 0 and below", seed=seed)
+    refused("a seed must be a whole number of at least 0 and below", seed=seed)
 
 
 @pytest.mark.parametrize(("more", "what"), [({"build": broken}, "build"), ({"batch": broken}, "batch")])
@@ -237,7 +237,7 @@ def without_numbers(step: int) -> dict[str, Tensor]:
 
 
 def test_a_batch_that_is_another_each_time() -> None:
-    refused("batch\\(0\\) gives other tensors when it is called again(.|\\n)*manual_seed", batch=unseeded)
+    refused("batch\\(0\\) returns other tensors when it is called again(.|\\n)*manual_seed", batch=unseeded)
     prepare_case(Case(BUILD, without_numbers, Parallel(pp=2), 1, "float64", 0, None, module.momentum))
 
 
@@ -276,8 +276,8 @@ def test_weights_that_are_others_on_each_worker_are_named() -> None:
     built = {name: digest(p) for p, name in layers.names.items()}
     for digests, told in ((built, False), ({**built, "1.0.weight": 1}, True)):
         found = certify(case, layers, run.schedule, SerialTrace([0.0]), [RankTrace(digests={0: digests})])
-        assert any("rank 0 starts with another 1.0.weight" in problem for problem in found.problems) is told
+        assert any("rank 0 starts with other values of 1.0.weight" in problem for problem in found.problems) is told
 
 
 def test_a_loss_that_is_no_function() -> None:
-    refused("loss is a function of output and target, got 3", loss=3)
+    refused("loss must be a function of output and target, got 3", loss=3)

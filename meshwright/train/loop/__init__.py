@@ -1,1 +1,1 @@
-"""The training and evaluation loops of one rank."""
+"""The training loop and the evaluation loop of one rank."""

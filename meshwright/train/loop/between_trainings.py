@@ -1,6 +1,7 @@
-"""From one `train()` to the next of the same trainer, as in Hugging Face's: the optimizer keeps what it has gathered.
+"""Keep the optimizer state between two `train()` calls of one trainer, as the Hugging Face Trainer does.
 
-Weights go on by themselves. Learning rates start anew, unless the schedule is the user's own; steps and epochs count from 0.
+The weights stay in the model. Learning rates start again from the beginning, unless the user passed a learning-rate schedule.
+Steps and epochs are counted from 0 again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from meshwright.train.setup.where import keeps_own_objects
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What a rank's optimizers keep, by the names of parameters; `rates` where the schedule is the user's own."""
+class KeptOptimizerState:
+    """The state of a rank's optimizers, by parameter name. `rates` is set only if the user passed the schedule."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     facts: Mapping[str, Any]
@@ -32,19 +33,22 @@ class Carried:
     plan: Parallel
 
 
-def carried(session: Session, *, own_schedule: bool) -> Carried:
-    """What this rank has at the end of training: all that it holds, or its share where a parent gathers the shares."""
+def kept_optimizer_state(session: Session, *, own_schedule: bool) -> KeptOptimizerState:
+    """Returns the optimizer state of this rank after training.
+
+    If a parent process merges the states of all ranks, each rank returns only the parameters that it writes.
+    """
     mine = None if keeps_own_objects() else shared_out(session.engine)
     found: dict[str, dict[str, Tensor]] = {}
     for name, entry, value in entries(session.engine):
         if isinstance(value, Tensor) and value.dim() and (mine is None or name in mine):
             found.setdefault(name, {})[entry] = value.detach()
     rates = session.rates.state_dict() if own_schedule else None
-    return Carried(found, facts(session.engine), rates, session.scale, session.parallel)
+    return KeptOptimizerState(found, facts(session.engine), rates, session.scale, session.parallel)
 
 
-def gathered(parts: Sequence[Carried | None]) -> Carried | None:
-    """The shares of all ranks together."""
+def merged_optimizer_state(parts: Sequence[KeptOptimizerState | None]) -> KeptOptimizerState | None:
+    """Merges the states that the ranks returned. Returns None if no rank returned one."""
     found = [part for part in parts if part is not None]
     if not found:
         return None
@@ -52,13 +56,13 @@ def gathered(parts: Sequence[Carried | None]) -> Carried | None:
     return replace(found[0], tensors=tensors, facts=merged([dict(part.facts) for part in found]))
 
 
-def go_on(session: Session, kept: Carried) -> None:
-    """Let the optimizers of a new session have what those of the last one had."""
+def restore_optimizer_state(session: Session, kept: KeptOptimizerState) -> None:
+    """Loads the optimizer state of the last session into the optimizers of a new session."""
     held = parameters(session.engine)
     if keeps_own_objects() and session.parallel != kept.plan:
         raise MeshwrightError(
-            "the plan has changed since this trainer trained, and each rank has kept the optimizer of its own stages",
-            fix="train(resume_from_checkpoint=True), which any plan can, or a new Trainer",
+            "the plan changed after the last train(), and each rank has only the optimizer state of its own stages",
+            fix="train(resume_from_checkpoint=True), which works with any plan, or a new Trainer",
         )
     tensors = {
         name: {entry: t.to(held[name].device, copy=True) for entry, t in of.items()}
@@ -68,11 +72,11 @@ def go_on(session: Session, kept: Carried) -> None:
     put_back(session.engine, kept.facts, tensors)
     if kept.rates is not None:
         session.rates.load_state_dict(kept.rates)
-    session.rescale(kept.scale)
+    session.load_scale(kept.scale)
 
 
-def bring_back(module: nn.Module, weights: Iterable[Mapping[str, Tensor]]) -> None:
-    """Let trained weights come back from ranks that are other processes."""
+def copy_trained_weights(module: nn.Module, weights: Iterable[Mapping[str, Tensor]]) -> None:
+    """Copies the trained weights that the ranks returned into the model of this process."""
     held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     with torch.no_grad():
         for part in weights:
@@ -80,8 +84,8 @@ def bring_back(module: nn.Module, weights: Iterable[Mapping[str, Tensor]]) -> No
                 held[name].copy_(tensor)
 
 
-def take_notes(mine: list[TrainerCallback], theirs: list[TrainerCallback]) -> None:
-    """Let callbacks have what they have noted on rank 0, where that is another process."""
+def copy_callback_attributes(mine: list[TrainerCallback], theirs: list[TrainerCallback]) -> None:
+    """Copies the attributes of rank 0's callbacks to the callbacks here, if rank 0 is another process."""
     if mine is not theirs:
-        for callback, noted in zip(mine, theirs, strict=True):
-            callback.__dict__.update(noted.__dict__)
+        for callback, other in zip(mine, theirs, strict=True):
+            callback.__dict__.update(other.__dict__)

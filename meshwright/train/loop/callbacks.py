@@ -1,4 +1,4 @@
-"""What looks on while training runs: the flow of logging, evaluation and saving, a progress bar, and a log of JSON lines."""
+"""The callbacks of a run: when to log, evaluate and save, a progress bar, a JSON Lines log, and the user's own callbacks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from meshwright.report.progress import Lines, Stream, TerminalBar
 from meshwright.train.loop.report_to import reporters
 
 LOG = "log.jsonl"
-"""The file of the log inside output_dir."""
+"""The log file in output_dir."""
 
 _BESIDE = ("loss", "eval_loss", "tokens_per_second", "samples_per_second")
-"""What stands beside the bar."""
+"""Log entries that are shown next to the progress bar."""
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class JsonLines(TrainerCallback):
-    """Every log as one line of JSON in output_dir."""
+    """Writes every log as one line of JSON to a file in output_dir."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """A new run starts a new file; one that goes on adds to it."""
+        """Starts a new file for a new run. A resumed run appends to the existing file."""
         if state.is_world_process_zero:
             path = Path(args.output_dir, LOG)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ class JsonLines(TrainerCallback):
                 path.write_text("")
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
-        """Add a line."""
+        """Appends one line."""
         if state.is_world_process_zero and logs:
             finite = {k: v if not isinstance(v, float) or isfinite(v) else str(v) for k, v in logs.items()}
             path = Path(args.output_dir, LOG)
@@ -48,100 +48,100 @@ class JsonLines(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """A bar on rank 0: steps, the last loss, and how long it will take."""
+    """A progress bar on rank 0 with the number of steps, the last loss and the remaining time."""
 
     def __init__(self) -> None:
         self.bar: TerminalBar | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Show it."""
+        """Shows the bar."""
         if state.is_world_process_zero:
             self.bar = TerminalBar(state.max_steps, state.global_step)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """One step further."""
+        """Advances the bar by one step."""
         if self.bar is not None:
             self.bar.at(state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
-        """The last loss beside it."""
+        """Shows the last loss and the speed next to the bar."""
         if self.bar is not None and logs:
             self.bar.say(
                 {key: logs[key] for key in ("loss", "eval_loss", "tokens_per_second", "samples_per_second") if key in logs}
             )
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Take it down."""
+        """Closes the bar."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
 
 
-class ShownLines(TrainerCallback):
-    """Start-up phases and logs as lines, for whoever reads along; the end is left to who has asked for them."""
+class TextLines(TrainerCallback):
+    """Prints start-up phases and logs as lines of text. The caller prints the summary at the end of the run."""
 
     def __init__(self, stream: Stream = Stream.STDOUT) -> None:
-        self.stream, self.trains = stream, False
+        self.stream, self.training = stream, False
         self._lines: Lines | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lines": None}  # every process writes for itself
+        return {**self.__dict__, "_lines": None}  # every process opens its own writer
 
     @property
     def lines(self) -> Lines:
-        """What writes in this process."""
+        """The writer of this process."""
         self._lines = self._lines or Lines(self.stream)
         return self._lines
 
     def on_phase_begin(self, name: str) -> None:
-        """A phase of the start begins; while training the bar stands on the terminal."""
-        if not self.trains:
+        """Prints the start of a phase. During training the terminal shows the progress bar instead."""
+        if not self.training:
             self.lines.begin(name)
 
     def on_phase_end(self, name: str, seconds: float | None) -> None:
-        """It is over, or has failed."""
-        if not self.trains or not self.lines.on_terminal:
+        """Prints the duration of a phase, or that it failed."""
+        if not self.training or not self.lines.on_terminal:
             self.lines.end(name, seconds)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The first step follows."""
-        self.trains = True
+        """Remembers that the training steps have begun."""
+        self.training = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
-        """A line, unless the bar shows it; the last log of a run is its summary."""
-        seen = self.lines.on_terminal and not args.disable_tqdm
-        if state.is_world_process_zero and logs and "train_runtime" not in logs and not seen:
+        """Prints a log, unless the progress bar shows it. The last log of a run is the summary and is not printed."""
+        shown_by_bar = self.lines.on_terminal and not args.disable_tqdm
+        if state.is_world_process_zero and logs and "train_runtime" not in logs and not shown_by_bar:
             self.lines.log(state.global_step, state.max_steps, logs)
 
 
-class Watchers:
-    """All callbacks of a run. Those of a user may decide by anything, so what rank 0 decides holds for all."""
+class RunCallbacks:
+    """All callbacks of a run. A user's callback may decide differently on each rank, so all ranks follow rank 0."""
 
-    def __init__(self, own: list[TrainerCallback], report_to: list[str], *, bar: bool, folder: Path, **seen: Any) -> None:
-        """`folder` is where TensorBoard's files go, unless its environment variable names another."""
+    def __init__(self, own: list[TrainerCallback], report_to: list[str], *, bar: bool, folder: Path, **passed: Any) -> None:
+        """TensorBoard writes its files to `folder`, unless its environment variable names another one."""
         made = reporters(report_to)
         self._boards = [callback for callback in made if isinstance(callback, TensorBoardCallback)]
         for board in self._boards:
             board.logging_dir = board.logging_dir or str(folder)
         ours = [DefaultFlowCallback(), JsonLines(), *([ProgressBar()] if bar else [])]
-        self.handler = CallbackHandler([*ours, *made, *own], **seen)
-        self.own = any(not isinstance(callback, ShownLines) for callback in own)
+        self.handler = CallbackHandler([*ours, *made, *own], **passed)
+        self.has_own = any(not isinstance(callback, TextLines) for callback in own)
         self.control = TrainerControl()
 
     def __call__(self, event: str, args: Any, state: TrainerState, **more: Any) -> TrainerControl:
-        """Tell them of an event."""
+        """Calls the method `event` of all callbacks."""
         self.control = getattr(self.handler, event)(args, state, self.control, **more)
         return self.control
 
     def close(self) -> None:
-        """Finish TensorBoard's files, which otherwise are open until training ends."""
+        """Closes TensorBoard's files, which otherwise stay open until training ends."""
         for board in self._boards:
             if board.tb_writer is not None:
                 board.tb_writer.close()
                 board.tb_writer = None
 
     def states(self) -> dict[str, list[Any]]:
-        """What callbacks want a checkpoint to keep, by class."""
+        """Returns the states that callbacks store in a checkpoint, by class name."""
         found: dict[str, list[Any]] = {}
         for callback in self.handler.callbacks:
             if isinstance(callback, ExportableState):
@@ -149,15 +149,15 @@ class Watchers:
         return found
 
     def restore(self, states: Mapping[str, list[Any]]) -> None:
-        """Let callbacks of the same classes go on from there."""
+        """Restores the states of callbacks of the same classes."""
         for kind, kept in states.items():
             mine = [c for c in self.handler.callbacks if type(c).__name__ == kind]
             for callback, state in zip(mine, kept, strict=False):
                 callback.__dict__.update(type(callback).from_state(state).__dict__)
 
-    def agree(self) -> TrainerControl:
-        """After events that may change what comes next: all ranks go by rank 0."""
-        if self.own and dist.get_world_size() > 1:
+    def follow_rank_zero(self) -> TrainerControl:
+        """Copies the control flags of rank 0 to all ranks. Called after every event that may change the flags."""
+        if self.has_own and dist.get_world_size() > 1:
             flags = torch.tensor([getattr(self.control, name) for name in _FLAGS], dtype=torch.uint8)
             dist.broadcast(flags, src=0)
             for name, flag in zip(_FLAGS, flags.tolist(), strict=True):

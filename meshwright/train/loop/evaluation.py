@@ -1,4 +1,4 @@
-"""Evaluation on one rank: loss as the Hugging Face Trainer reckons it, predictions, and metrics on every rank."""
+"""Evaluation on one rank: the loss as the Hugging Face Trainer computes it, predictions, and metrics on every rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from meshwright.train.session.session import Session
 
 
 def predict_on(job: RankJob, session: Session, dataset: Any, prefix: str, *, loss_only: bool) -> PredictionOutput:
-    """Losses, predictions and metrics of a data set, the same on every rank; all ranks call this together."""
+    """Returns the predictions and metrics of a data set, equal on every rank. A collective call: all ranks must call it."""
     begun, args = time.time(), job.args
-    found = _Found(job, loss_only)
+    totals = _EvaluationTotals(job, loss_only)
     for batch in _batches(job, session, dataset, whole=not loss_only):
         tensors = batch.tensors
         labels = _labels(tensors, job)
@@ -34,14 +34,14 @@ def predict_on(job: RankJob, session: Session, dataset: Any, prefix: str, *, los
         given = batch if loss_only else tensors
         result = session.forward(given, outputs=outputs, loss=labels is not None)
         rows = _rows(tensors) if not loss_only else session.rows(tensors)
-        found.add(result.loss if labels is not None else None, rows, result.outputs, labels, tensors)
-    if not found.rows:
+        totals.add(result.loss if labels is not None else None, rows, result.outputs, labels, tensors)
+    if not totals.rows:
         raise MeshwrightError("the data set is empty: there is nothing to evaluate")
-    return found.finish(prefix, begun, args)
+    return totals.finish(prefix, begun, args)
 
 
-class _Found:
-    """What has been evaluated so far."""
+class _EvaluationTotals:
+    """The sums and predictions of all batches so far."""
 
     def __init__(self, job: RankJob, loss_only: bool) -> None:
         self.job, self.loss_only = job, loss_only
@@ -50,7 +50,7 @@ class _Found:
         self.predictions, self.labels, self.inputs = (EvalLoopContainer(concat, padding_index=-100) for _ in range(3))
 
     def add(self, loss: float | None, rows: int, outputs: tuple[Tensor, ...], labels: Any, tensors: Given) -> None:
-        """One batch more: its mean loss counts with its rows."""
+        """Adds one batch. Its mean loss is weighted by its number of rows."""
         self.rows += rows
         if loss is not None:
             self.total, self.counted = self.total + loss * rows, self.counted + rows
@@ -66,7 +66,7 @@ class _Found:
             self.inputs.add(tensors[getattr(self.job.model, "main_input_name", "input_ids")])
 
     def finish(self, prefix: str, begun: float, args: Any) -> PredictionOutput:
-        """Metrics over everything."""
+        """Computes the metrics over all batches."""
         predictions, labels = self.predictions.get_arrays(), self.labels.get_arrays()
         metrics: dict[str, Any] = {}
         if self.job.compute_metrics is not None and predictions is not None and labels is not None:
@@ -82,12 +82,15 @@ class _Found:
 
 
 def _batches(job: RankJob, session: Session, dataset: Any, *, whole: bool) -> Iterator[Own]:
-    """Batches in order: of this copy's rows, or of all rows where labels are to be compared on every rank."""
+    """Yields the batches in order.
+
+    With `whole` they have all rows, because every rank compares labels. Otherwise they have this data-parallel rank's rows.
+    """
     mesh = session.engine.mesh
     source: Source = job.reader.source(dataset)
     rows = StepRows(job.args.per_device_eval_batch_size, 1, mesh.copies)
     if not whole:
-        source = session.reads(source)
+        source = session.source_for_rank(source)
     if source.size is None:
         return streamed_steps(source, rows, Position(0, 0))
     sampler = Sampler(source.size, rows, source.seed, shuffle=False, drop_last=job.args.dataloader_drop_last)
@@ -95,7 +98,7 @@ def _batches(job: RankJob, session: Session, dataset: Any, *, whole: bool) -> It
 
 
 def _labels(tensors: Given, job: RankJob) -> Any:
-    """What predictions are compared with; None where the batch has no labels."""
+    """Returns the labels that predictions are compared with, or None if the batch has no labels."""
     if not isinstance(tensors, Mapping):
         return tensors[-1] if len(tensors) > 1 else None
     names = job.args.label_names or find_labels(type(job.model)) or [n for n in TARGETS if n in tensors][:1]

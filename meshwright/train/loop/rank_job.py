@@ -1,4 +1,7 @@
-"""What a rank is sent: a prepared run, the model, and the user's own functions and data, as data and no trainer."""
+"""The data that a rank receives for a job: a prepared run, the model, and the user's functions and data sets.
+
+Ranks do not receive the Trainer itself.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from transformers import TrainerCallback, TrainerState
 from meshwright.capture.weights.sketch import Skeleton
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.data.row_reader import RowReader
-from meshwright.train.loop.between_trainings import Carried
+from meshwright.train.loop.between_trainings import KeptOptimizerState
 from meshwright.train.loop.traced_steps import Traced
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.speed import Speed
@@ -21,15 +24,15 @@ from meshwright.train.session.speed import Speed
 
 @dataclass(frozen=True)
 class RankJob:
-    """What every job on ranks needs: training, evaluation, prediction, generation, saving."""
+    """The data that every job needs: training, evaluation, prediction, generation and saving."""
 
     run: PreparedRun
     args: TrainingArguments
     model: nn.Module
     skeleton: Skeleton | None
-    """The sketch that `model` belongs to, where it has no weights yet."""
+    """The sketch that `model` belongs to, if the model has no weights yet. None otherwise."""
     weights: Path | None
-    """Files with the weights of a trained sketch."""
+    """The folder with the weights of a trained sketch."""
     reader: RowReader
     optimizers: tuple[Any, Any]
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
@@ -39,39 +42,39 @@ class RankJob:
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     state: TrainerState
     board_folder: Path
-    """Where TensorBoard's files go."""
+    """The folder for TensorBoard's files."""
 
     @property
     def folder(self) -> Path:
-        """Where checkpoints, log and model go."""
+        """The folder for checkpoints, the log and the model."""
         return output_folder(self.args)
 
     @property
-    def heard(self) -> list[TrainerCallback]:
-        """The callbacks that are told of phases: those of rank 0."""
+    def phase_listeners(self) -> list[TrainerCallback]:
+        """The callbacks that are notified of start-up phases. Empty on all ranks except rank 0."""
         return self.callbacks if self.args.process_index == 0 else []
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What training needs besides."""
+    """The data that only training needs."""
 
     train_dataset: Any
     eval_dataset: Any
     resume: str | bool | None = None
-    """A checkpoint's folder, True for the last good one, or None to start anew."""
-    carried: Carried | None = None
-    """What the optimizers of the last `train()` have gathered."""
+    """The folder of a checkpoint, True for the last good checkpoint in output_dir, or None for a new run."""
+    optimizer_state: KeptOptimizerState | None = None
+    """The optimizer state after the last `train()`."""
     traced: Traced | None = None
     speed: Speed | None = None
-    """The clock of the run, with the operations of one row and of one token."""
+    """The speed counter of the run, with the operations per row and per token."""
 
 
 def output_folder(args: TrainingArguments) -> Path:
-    """Where checkpoints, log and model go."""
+    """Returns the folder for checkpoints, the log and the model."""
     return Path(args.output_dir or "trainer_output")
 
 
 def trained_weights(args: TrainingArguments) -> Path:
-    """Where the weights of a trained sketch are."""
+    """Returns the folder with the weights of a trained sketch."""
     return output_folder(args) / "trained"

@@ -1,6 +1,6 @@
-"""`report_to`: the programs that transformers can report to, each through its own callback there.
+"""`report_to`: the tracking programs that transformers supports, each through its own transformers callback.
 
-One that nobody knows, or whose package is missing, is refused by name before anything starts.
+An unknown program, or one whose package is not installed, is refused by name before training starts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from transformers import TrainerCallback
-from transformers.integrations import integration_utils as theirs
+from transformers.integrations import integration_utils
 
 from meshwright.errors import MeshwrightError
 from meshwright.train.setup.usable_arguments import usable
@@ -29,20 +29,25 @@ _PACKAGES = {
     "trackio": "trackio",
     "wandb": "wandb",
 }
-"""What to install for each of them; the names are those of transformers."""
+"""The package to install for each program, by the name that transformers uses."""
 
-_ASKED = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
-"""Names in transformers' questions whether a package is there, where they are not those of the programs."""
+_AVAILABLE_AS = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
+"""The names in transformers' `is_NAME_available`, where they differ from the names of the programs."""
 
 
 def refuse_reporters(names: Sequence[str] | None) -> None:
-    """Refuse what cannot be reported to; training arguments have made a list of "all", which is installed, and of "none"."""
+    """Refuses programs that cannot be used.
+
+    TrainingArguments has already replaced "all" by the list of installed programs, and "none" by an empty list.
+    """
     wanted = list(names or ())
     with _reporting(wanted):
-        theirs.get_reporting_integration_callbacks(wanted)
+        integration_utils.get_reporting_integration_callbacks(wanted)
     for name in wanted:
-        is_there: Callable[[], bool] | None = getattr(theirs, f"is_{_ASKED.get(name, name)}_available", None)
-        if name in _PACKAGES and is_there is not None and not is_there():
+        is_available: Callable[[], bool] | None = getattr(
+            integration_utils, f"is_{_AVAILABLE_AS.get(name, name)}_available", None
+        )
+        if name in _PACKAGES and is_available is not None and not is_available():
             package = _PACKAGES[name]
             raise MeshwrightError(
                 f"report_to={name!r} needs the package {package}, which is not installed",
@@ -51,10 +56,10 @@ def refuse_reporters(names: Sequence[str] | None) -> None:
 
 
 def reporters(names: Sequence[str]) -> list[TrainerCallback]:
-    """The callbacks that report to these programs."""
+    """Returns the callbacks that report to these programs."""
     refuse_reporters(names)
     with _reporting(names):
-        return [kind() for kind in theirs.get_reporting_integration_callbacks(list(names))]
+        return [kind() for kind in integration_utils.get_reporting_integration_callbacks(list(names))]
 
 
 def _reporting(names: object) -> AbstractContextManager[None]:

@@ -1,10 +1,10 @@
-"""Trace some steps of a run: their timeline, what stages cost there, and what they keep and send.
+"""Trace some steps of a run: their timeline, the time of each stage, and the bytes that stages keep and send.
 
-trainer.traced = Traced("trace.json")       # steps 3 to 6, after two that warm up
+trainer.traced = Traced("trace.json")       # steps 3 to 6, after two warm-up steps
 trainer.train()
 
-All other steps run as they always do. In the step before the first traced one the bytes are counted, which takes a little
-longer; behind the last one ranks send their times to rank 0, which writes them down.
+All other steps run as usual. The bytes are counted in the step before the first traced step, which makes that step a little
+slower. After the last traced step all ranks send their times to rank 0, which writes the files.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from meshwright.runtime.tracing.trace import Trace
 from meshwright.train.session.session import Session, StepResult
 
 WARM_UP = 2
-"""Steps that are not traced: first calls allocate and choose."""
+"""Steps before the first traced one. First calls allocate memory and select kernels."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Which steps of a run to trace, and where their Perfetto trace goes (None: nowhere).
+    """Which steps of a run to trace, and the file for their Perfetto trace (None writes no trace).
 
-    Steps are counted from 1 since the run has started or gone on. A shorter run traces its last steps. The measurement itself
-    is written to `measurement.json` in output_dir.
+    Steps are counted from 1, starting when the run starts or is resumed. A run that is too short traces its last steps. The
+    measurement itself is written to `measurement.json` in output_dir.
     """
 
     path: str | Path | None = None
@@ -54,12 +54,12 @@ class Traced:
     def __post_init__(self) -> None:
         for name, value in (("first", self.first), ("steps", self.steps)):
             if type(value) is not int or value < 1:
-                raise MeshwrightError(f"Traced({name}=...) is a whole number of at least 1, got {value!r}", fix=f"{name}=3")
+                raise MeshwrightError(f"Traced({name}=...) must be a whole number of at least 1, got {value!r}", fix=f"{name}=3")
 
 
 @dataclass
 class Tracing:
-    """A session whose steps from `first` to `last` are traced; `found` is there behind the last one, on rank 0."""
+    """A session whose steps from `first` to `last` are traced. `found` is set on rank 0 after the last traced step."""
 
     session: Session
     trace: Trace
@@ -74,13 +74,13 @@ class Tracing:
 
     @classmethod
     def of(cls, wanted: Traced, session: Session, trace: Trace, steps: int, folder: Path) -> Tracing:
-        """For a run of so many steps."""
+        """Chooses the traced steps of a run of `steps` steps."""
         first = max(1, min(wanted.first, steps - wanted.steps + 1))
         path = None if wanted.path is None else Path(wanted.path)
         return cls(session, trace, first, min(first + wanted.steps - 1, max(steps, 1)), folder, path)
 
     def step(self, batch: Given | Own) -> StepResult:
-        """The next step."""
+        """Runs the next training step, with tracing if it is one of the traced steps."""
         self.done += 1
         self.trace.on = self.first <= self.done <= self.last
         try:
@@ -96,7 +96,10 @@ class Tracing:
         return result
 
     def finish(self) -> None:
-        """Put together what all ranks have traced; all ranks call this together, where the last step has not done so."""
+        """Merges the traces of all ranks and writes the files. A collective call: all ranks must call it.
+
+        The last traced step calls it. A second call does nothing.
+        """
         traced, self.last = min(self.done, self.last) - self.first + 1, 0
         if traced < 1:
             return
@@ -105,30 +108,31 @@ class Tracing:
         self.trace.keep_last()
         one = engine.timeline()
         self.trace.clear()
-        totals = _gathered(self.bytes)
+        totals = _summed_over_ranks(self.bytes)
         if whole is None or one is None:
             return
         costs = costs_of(whole, engine.schedule, rounds=max(1, traced - 1))
         sizes = sizes_of(totals, engine.schedule.stages, engine.settings.microbatches * engine.mesh.copies)
         weights = [_weights(self.session.layers.of_stage(stage)) for stage in range(engine.schedule.stages)]
-        joined = tuple(_joined(*parts) for parts in zip(costs, sizes, weights, strict=True))
-        self.found = Measurement(engine.schedule, joined, one, (self.first, self.first + traced - 1))
+        combined = tuple(_combined(*parts) for parts in zip(costs, sizes, weights, strict=True))
+        self.found = Measurement(engine.schedule, combined, one, (self.first, self.first + traced - 1))
         if self.folder is not None:
-            _written(self.folder / FILE, measurement_to_json(self.found))
+            _write_or_warn(self.folder / FILE, measurement_to_json(self.found))
         if self.path is not None:
-            _written(self.path, to_perfetto(whole))
+            _write_or_warn(self.path, to_perfetto(whole))
 
 
-def forget(folder: Path) -> None:
-    """A new run begins in a folder: what another one has measured is not its own."""
+def remove_measurement(folder: Path) -> None:
+    """Deletes the measurement of an earlier run when a new run starts in the same folder."""
     with suppress(OSError):
         (folder / FILE).unlink()
 
 
 def costs_of(timeline: Timeline, schedule: Schedule, *, rounds: int | None = None) -> tuple[StageCost, ...]:
-    """The mean time of every kind of action of every stage, of a whole microbatch; a whole backward is halved.
+    """Returns the mean time of each kind of action for each stage and one whole microbatch.
 
-    Later walks than the first `rounds` are left out. What an action did for a part of a microbatch's rows is scaled up.
+    The time of a full backward is split into two halves, one for inputs and one for weights. Only the first `rounds` repetitions
+    of the schedule count. The time of an action on part of a microbatch's rows is scaled up to all rows.
     """
     price, times = Price(schedule, [StageCost()] * schedule.stages), defaultdict[tuple[int, Op], list[float]](list)
     end = float("inf") if rounds is None else rounds * schedule.steps * schedule.microbatches
@@ -156,7 +160,10 @@ def costs_of(timeline: Timeline, schedule: Schedule, *, rounds: int | None = Non
 
 
 def sizes_of(totals: dict[int, Totals], stages: int, microbatches: int) -> tuple[StageCost, ...]:
-    """Bytes of a microbatch of every stage: what autograd keeps, what goes on, and what comes back over the same boundary."""
+    """Returns the bytes of one microbatch for each stage.
+
+    These are the activations that autograd keeps, the output that is sent, and the gradient that is received for that output.
+    """
 
     def of(stage: int, name: str) -> float:
         found = totals.get(stage, Totals())
@@ -168,8 +175,8 @@ def sizes_of(totals: dict[int, Totals], stages: int, microbatches: int) -> tuple
     )
 
 
-def _gathered(mine: Footprint) -> dict[int, Totals]:
-    """What all ranks have counted; each row passes each stage once."""
+def _summed_over_ranks(mine: Footprint) -> dict[int, Totals]:
+    """Sums the counts of all ranks. Each row passes each stage on exactly one rank, so nothing is counted twice."""
     found: dict[int, Totals] = defaultdict(Totals)
     for one in all_gather_json([[stage, *astuple(totals)] for stage, totals in mine.stages.items()]):
         for stage, *numbers in one:
@@ -178,20 +185,20 @@ def _gathered(mine: Footprint) -> dict[int, Totals]:
 
 
 def _weights(layers: Sequence[nn.Module]) -> int:
-    """The bytes of a stage's parameters; one that several stages share is there on each."""
+    """Returns the bytes of a stage's parameters. A parameter that several stages share counts for each of them."""
     held = {p for layer in layers for p in layer.parameters()}
     return sum(p.numel() * p.element_size() for p in held)
 
 
-def _joined(times: StageCost, sizes: StageCost, weights: int) -> StageCost:
+def _combined(times: StageCost, sizes: StageCost, weights: int) -> StageCost:
     return StageCost(
         times.forward_s, times.input_s, times.weight_s, times.recompute_s, times.sync_s,
         sizes.activation_bytes, sizes.output_bytes, sizes.gradient_bytes, float(weights),
     )  # fmt: skip
 
 
-def _written(path: Path, text: str) -> None:
-    """A trace that cannot be written is no reason to end a run."""
+def _write_or_warn(path: Path, text: str) -> None:
+    """Writes a file. If that fails, it logs a warning, because a missing trace is no reason to stop training."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

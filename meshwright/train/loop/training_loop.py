@@ -1,4 +1,4 @@
-"""The training loop of one rank, with the events, logs and habits of the Hugging Face Trainer."""
+"""The training loop of one rank, with the events, logs and defaults of the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshwright.runtime.stage.batch import Own
 from meshwright.train.checkpoint.write import Checkpoints
 from meshwright.train.data.batches import Position, Source, numbered_steps, streamed_steps
 from meshwright.train.data.sampler import Sampler
-from meshwright.train.loop.between_trainings import Carried
-from meshwright.train.loop.callbacks import Watchers
+from meshwright.train.loop.between_trainings import KeptOptimizerState
+from meshwright.train.loop.callbacks import RunCallbacks
 from meshwright.train.loop.evaluation import predict_on
 from meshwright.train.loop.rank_job import RankJob
 from meshwright.train.loop.traced_steps import Tracing
@@ -33,20 +33,20 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a rank brings back from training."""
+class TrainResult:
+    """The result that a rank returns after training."""
 
     output: TrainOutput
     state: TrainerState
     callbacks: list[TrainerCallback]
     weights: dict[str, Tensor]
-    carried: Carried | None = None
+    optimizer_state: KeptOptimizerState | None = None
     peaks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What a rank brings back from evaluation."""
+class EvaluationResult:
+    """The result that a rank returns after evaluation."""
 
     metrics: dict[str, float]
     state: TrainerState
@@ -54,19 +54,19 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Course:
-    """How long training goes on: `steps` per epoch (None where nobody knows), epochs, and steps in all."""
+class RunLength:
+    """How long training runs: its epochs and its total number of steps. `sampler` is None for an iterable data set."""
 
     sampler: Sampler | None
     epochs: int
     max_steps: int
 
     @classmethod
-    def of(cls, args: Any, source: Source) -> Course:
-        """From arguments and the size of the data."""
+    def of(cls, args: Any, source: Source) -> RunLength:
+        """Computes the length from the arguments and the size of the data set."""
         if source.size is None:
             if args.max_steps <= 0:
-                raise MeshwrightError("nobody knows how long an iterable data set is", fix="max_steps=1000")
+                raise MeshwrightError("the length of an iterable data set is unknown: max_steps is needed", fix="max_steps=1000")
             return cls(None, 1 << 62, args.max_steps)
         shuffle = args.train_sampling_strategy == "random"
         sampler = Sampler(source.size, args.rows, source.seed, shuffle=shuffle, drop_last=args.dataloader_drop_last)
@@ -75,13 +75,13 @@ class Course:
         return cls(sampler, ceil(args.num_train_epochs), ceil(args.num_train_epochs * sampler.steps))
 
     def batches(self, source: Source, args: Any, start: Position) -> Iterator[Own]:
-        """The batches of an epoch from a position on."""
+        """Yields the batches of an epoch, starting at a position."""
         if self.sampler is None:
             return streamed_steps(source, args.rows, start)
         return numbered_steps(source, self.sampler, start)
 
     def epoch_at(self, at: Position) -> float:
-        """How many epochs are done once this step is."""
+        """Returns the number of epochs, with a fraction, that are complete after the step at this position."""
         if self.sampler is None:
             return at.epoch + (at.step + 1) / self.max_steps
         return at.epoch + self.sampler.progress(at.step)
@@ -89,51 +89,54 @@ class Course:
 
 @dataclass
 class _Losses:
-    """Losses since the last log, and in all."""
+    """Sums of the losses since the last log, and since the start of the run."""
 
-    since: float = 0.0
+    since_log: float = 0.0
     total: float = 0.0
     logged_at: int = 0
-    finite: int = 0
-    odd: int = 0
-    odd_total: int = 0
-    ever: bool = False
+    counted: int = 0
+    nonfinite: int = 0
+    nonfinite_total: int = 0
+    any_counted: bool = False
     last: StepResult | None = None
 
     def add(self, result: StepResult, step: int, *, filtered: bool) -> bool:
-        """One more step; one that is no number counts as the mean so far, where that is asked for, and False is returned."""
-        self.odd += not isfinite(result.loss)
-        odd = filtered and not isfinite(result.loss)
-        self.since += self.since / (1 + step - self.logged_at) if odd else result.loss
-        self.finite += not odd
-        self.ever = self.ever or not odd
+        """Adds the loss of one step.
+
+        With `filtered`, a loss that is NaN or infinite is replaced by the mean so far, and the method returns False.
+        """
+        self.nonfinite += not isfinite(result.loss)
+        replaced = filtered and not isfinite(result.loss)
+        self.since_log += self.since_log / (1 + step - self.logged_at) if replaced else result.loss
+        self.counted += not replaced
+        self.any_counted = self.any_counted or not replaced
         self.last = result
-        return not odd
+        return not replaced
 
     def drain(self, step: int) -> dict[str, float]:
-        """What a log says, and a new start; where no step had a number, neither has the log."""
+        """Returns the entries of a log and resets the sums. The loss is NaN if the loss of every step was replaced."""
         assert self.last is not None
         logs = {
-            "loss": self.since / (step - self.logged_at) if self.finite else nan,
+            "loss": self.since_log / (step - self.logged_at) if self.counted else nan,
             "grad_norm": self.last.grad_norm,
             "learning_rate": self.last.learning_rate,
         }
-        logs |= {"nan_losses": self.odd} if self.odd else {}
-        self.odd_total += self.odd
-        self.total += self.since
-        self.since, self.logged_at, self.finite, self.odd = 0.0, step, 0, 0
+        logs |= {"nan_losses": self.nonfinite} if self.nonfinite else {}
+        self.nonfinite_total += self.nonfinite
+        self.total += self.since_log
+        self.since_log, self.logged_at, self.counted, self.nonfinite = 0.0, step, 0, 0
         return logs
 
 
 @dataclass
 class Loop:
-    """One rank while it trains."""
+    """The training loop of one rank."""
 
     job: RankJob
     session: Session
     source: Source
-    course: Course
-    watchers: Watchers
+    length: RunLength
+    callbacks: RunCallbacks
     state: TrainerState
     eval_dataset: Any = None
     checkpoints: Checkpoints | None = None
@@ -144,20 +147,20 @@ class Loop:
     peaks: tuple[int, ...] = ()
 
     def run(self) -> TrainOutput:
-        """Train to the end."""
+        """Trains until the last step."""
         args, state, begun, first = self.job.args, self.state, time.time(), self.state.global_step
         self.losses.logged_at, self.position = first, self.start
-        self._tell("on_train_begin")
+        self._notify("on_train_begin")
         if args.eval_on_start:
             self._evaluate()
         self.speed.go()
-        for epoch in range(self.start.epoch, self.course.epochs):
-            done = state.global_step >= self.course.max_steps  # a run that had ended is resumed
-            if done or self.watchers.control.should_training_stop or not self._epoch(epoch):
+        for epoch in range(self.start.epoch, self.length.epochs):
+            done = state.global_step >= self.length.max_steps  # the resumed run was already complete
+            if done or self.callbacks.control.should_training_stop or not self._epoch(epoch):
                 break
         if self.tracing is not None:
-            self.tracing.finish()  # a run may end before the last step that was to be traced
-        self.losses.total += self.losses.since
+            self.tracing.finish()  # training may stop before the last step that should be traced
+        self.losses.total += self.losses.since_log
         steps = state.global_step - first
         metrics = speed_metrics("train", begun, self.speed.rows, steps, self.speed.tokens or None)
         self.peaks = peaks(self.session.settings.device)
@@ -165,68 +168,68 @@ class Loop:
             "train_step_time": round(self.speed.step_s, 6),
             "train_peak_mem_bytes": max(self.peaks),
             "total_flos": state.total_flos,
-            "train_loss": self.losses.total / max(steps, 0.001) if self.losses.ever or not steps else nan,
+            "train_loss": self.losses.total / max(steps, 0.001) if self.losses.any_counted or not steps else nan,
         }
-        metrics |= {"nan_losses": odd} if (odd := self.losses.odd_total + self.losses.odd) else {}
+        metrics |= {"nan_losses": count} if (count := self.losses.nonfinite_total + self.losses.nonfinite) else {}
         self.log(metrics)
         self._load_best()
-        self._tell("on_train_end")
+        self._notify("on_train_end")
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _epoch(self, epoch: int) -> bool:
-        """One pass through the data; False where it gave nothing."""
-        self._tell("on_epoch_begin")
+        """Trains for one epoch. Returns False if the data set returned no batch."""
+        self._notify("on_epoch_begin")
         begin = self.start.step if epoch == self.start.epoch else 0
         step = begin - 1
-        for step, batch in enumerate(self.course.batches(self.source, self.job.args, Position(epoch, begin)), begin):
+        for step, batch in enumerate(self.length.batches(self.source, self.job.args, Position(epoch, begin)), begin):
             self._step(Position(epoch, step), batch)
-            control = self.watchers.control
+            control = self.callbacks.control
             if control.should_epoch_stop or control.should_training_stop:
                 break
         if step < begin:
             return epoch == self.start.epoch and begin > 0
-        self._tell("on_epoch_end")
-        self._act()
+        self._notify("on_epoch_end")
+        self._log_evaluate_save()
         return True
 
     def _step(self, at: Position, batch: Own) -> None:
         args, state = self.job.args, self.state
-        self._tell("on_step_begin")
+        self._notify("on_step_begin")
         result = self._train_on(batch)
         state.total_flos += self.speed.add(result.rows, result.tokens)
         if not self.losses.add(result, state.global_step, filtered=args.logging_nan_inf_filter) and state.is_world_process_zero:
-            what = "the loss of step %d is %s; what is logged is the mean of the other steps (logging_nan_inf_filter)"
+            what = "the loss of step %d is %s; the log shows the mean of the other steps (logging_nan_inf_filter)"
             _log.warning(what, state.global_step + 1, result.loss)
-        self._tell("on_optimizer_step")
+        self._notify("on_optimizer_step")
         state.global_step += 1
-        state.epoch = self.course.epoch_at(at)
+        state.epoch = self.length.epoch_at(at)
         self.position = Position(at.epoch, at.step + 1)
-        self._tell("on_step_end")
-        self._act()
+        self._notify("on_step_end")
+        self._log_evaluate_save()
         self.speed.go()
 
     def _train_on(self, batch: Own) -> StepResult:
-        """One step, traced where that was asked for; the first of a run is a phase of its start."""
+        """Runs one step, with tracing if requested. The first step of a run is reported as a start-up phase."""
         step = self.session.step if self.tracing is None else self.tracing.step
         if self.speed.steps:
             return step(batch)
-        with phase(self.job.heard, "first step"):
+        with phase(self.job.phase_listeners, "first step"):
             return step(batch)
 
-    def _act(self) -> None:
-        """Log, evaluate and save, as the callbacks have decided."""
-        control, state = self.watchers.agree(), self.state
+    def _log_evaluate_save(self) -> None:
+        """Logs, evaluates and saves if the callbacks have set the flags for it."""
+        control, state = self.callbacks.follow_rank_zero(), self.state
         if control.should_log and state.global_step > self.losses.logged_at:
             self.log(self.losses.drain(state.global_step) | self.speed.drain())
         if control.should_evaluate:
             self._evaluate()
-            control = self.watchers.agree()
+            control = self.callbacks.follow_rank_zero()
         if control.should_save:
             self._save()
-            self._tell("on_save")
+            self._notify("on_save")
 
     def _evaluate(self) -> None:
-        """Evaluate, tell, and note whether it was the best so far."""
+        """Evaluates, notifies the callbacks, and records whether this model is the best so far."""
         metrics = self.evaluate(self.eval_dataset, "eval")
         wanted = self.job.args.metric_for_best_model
         if wanted is None:
@@ -234,7 +237,7 @@ class Loop:
         value = metrics.get(name := wanted if wanted.startswith("eval_") else f"eval_{wanted}")
         if value is None:
             raise MeshwrightError(
-                f"metric_for_best_model={wanted!r} is not among {', '.join(metrics)}", fix="a metric by its name"
+                f"metric_for_best_model={wanted!r} is not among {', '.join(metrics)}", fix="the name of one of these metrics"
             )
         self.session.rates.step(value)
         best, sign = self.state.best_metric, 1 if self.job.args.greater_is_better else -1
@@ -242,11 +245,11 @@ class Loop:
         if better:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
         if self.job.args.save_strategy == "best":
-            self.watchers.control.should_save = better
+            self.callbacks.control.should_save = better
         assert name
 
     def evaluate(self, datasets: Any, prefix: str) -> dict[str, float]:
-        """Loss and metrics of a data set, or of several by name; logged, and told to the callbacks."""
+        """Returns the loss and metrics of one data set, or of a mapping of data sets. Also logs them and notifies callbacks."""
         if datasets is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...), or eval_strategy='no'")
         if isinstance(datasets, dict):
@@ -256,11 +259,11 @@ class Loop:
         metrics = predict_on(self.job, self.session, datasets, prefix, loss_only=loss_only).metrics
         assert metrics is not None
         self.log(metrics)
-        self._tell("on_evaluate", metrics=metrics)
+        self._notify("on_evaluate", metrics=metrics)
         return metrics
 
     def _save(self) -> None:
-        """A checkpoint of this step; the best one is kept."""
+        """Saves a checkpoint of this step. The best checkpoint is never deleted."""
         assert self.checkpoints is not None
         state, path = self.state, self.job.folder
         if state.best_global_step:
@@ -277,15 +280,15 @@ class Loop:
             self.checkpoints.resume(best)
 
     def log(self, logs: dict[str, float]) -> None:
-        """Keep a log and tell the callbacks."""
+        """Appends a log to the history and notifies the callbacks."""
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._tell("on_log", logs=logs)
+        self._notify("on_log", logs=logs)
 
-    def _tell(self, event: str, **more: Any) -> None:
-        self.watchers(event, self.job.args, self.state, **more)
+    def _notify(self, event: str, **more: Any) -> None:
+        self.callbacks(event, self.job.args, self.state, **more)
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside tensors."""
-        state = {**asdict(self.state), "stateful_callbacks": self.watchers.states()}
+        """Returns the part of a checkpoint that is not tensors."""
+        state = {**asdict(self.state), "stateful_callbacks": self.callbacks.states()}
         return {"state": state, "rates": self.session.rates.state_dict(), "scale": self.session.scale}

@@ -1,1 +1,1 @@
-"""One rank's training session: a model, an engine, and the state of a run."""
+"""The training session of one rank: a model, an engine, and the state of a run."""

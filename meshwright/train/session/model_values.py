@@ -1,12 +1,12 @@
-"""The plain values and tensors that belong to a model, also inside its lists, dicts and objects (a config), by path.
+"""The plain values and tensors of a model, also inside its lists, dicts and objects (a config), by path.
 
-    attached = Attached.of(model)
-    attached.same()         is every container still filled with the very same objects? quick, for every step
+    attached = AttachedValues.of(model)
+    attached.same()         does every container still hold the same objects? fast enough to call at every step
     attached.values         {"Net.cfg.beta": 0.5, "Net.weights['kl']": 0.1, "norm.running_mean": a tensor}
-    attached.written        {"Net.mask": 3}: how often each tensor that is no buffer was written to in place
+    attached.writes         {"Net.mask": 3}: how often each tensor that is not a buffer was changed in place
 
-Seen are attributes, buffers, dicts, lists, tuples, and objects with attributes of their own, to a depth of DEPTH and up to MOST
-values. Not seen: containers of more than LARGE values (a vocabulary), sets, arrays, and objects of torch (an optimizer).
+The search covers attributes, buffers, dicts, lists, tuples, and objects with attributes, to a depth of DEPTH and up to MOST
+values. It skips containers with more than LARGE values (a vocabulary), sets, arrays, and objects of torch (an optimizer).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from meshwright.torch_internals import module_tables, write_count
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 DEPTH, LARGE, MOST = 6, 1000, 20_000
 END = object()
-_CLOSED = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Enum, logging.Logger, logging.Handler)
-_OWN = frozenset(vars(nn.Module()))
-"""What every module has: modes, hooks, and tables that are looked at by themselves."""
+_NOT_SEARCHED = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Enum, logging.Logger, logging.Handler)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: modes, hooks, and the tables of parameters, buffers and submodules."""
 
 
 @dataclass(frozen=True)
 class Nested:
-    """Stands in `values` for a container, whose own values follow: another kind of value than a number or a tensor."""
+    """The entry in `values` for a container. The values inside the container have entries of their own."""
 
     kind: str
     count: int | None
@@ -45,21 +45,21 @@ class Nested:
 
 
 @dataclass
-class AttachedValue:
-    """What was found at one time."""
+class AttachedValues:
+    """The values of a model at one time."""
 
     values: dict[str, Any] = field(default_factory=dict)
     _views: list[Iterable[Any]] = field(default_factory=list)
-    _were: list[Any] = field(default_factory=lambda: [END])
+    _objects: list[Any] = field(default_factory=lambda: [END])
     _seen: set[int] = field(default_factory=set)
-    _loose: dict[str, Tensor] = field(default_factory=dict)
-    _followed: set[int] = field(default_factory=set)
-    written: dict[str, int] = field(default_factory=dict)
+    _constants: dict[str, Tensor] = field(default_factory=dict)
+    _model_storages: set[int] = field(default_factory=set)
+    writes: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module) -> AttachedValue:
-        """Look at a model."""
-        found = cls(_followed={_storage(t) for t in chain(model.parameters(), model.buffers())})
+    def of(cls, model: nn.Module) -> AttachedValues:
+        """Collects the values of a model."""
+        found = cls(_model_storages={_storage(t) for t in chain(model.parameters(), model.buffers())})
         for module in model.modules():
             found._seen.add(id(module))
             for table in (vars(module), *module_tables(module)):
@@ -67,32 +67,32 @@ class AttachedValue:
         for path, module in model.named_modules():
             owner = path or type(module).__name__
             for name, value in vars(module).items():
-                if name not in _OWN:
+                if name not in _MODULE_ATTRIBUTES:
                     found._add(f"{owner}.{name}", value, 0)
             for name, buffer in module_tables(module)[2].items():
                 found._add(f"{owner}.{name}", buffer, 0)
-        found.written = found._written()
+        found.writes = found._count_writes()
         return found
 
     def same(self) -> bool:
-        """Is every container filled as it was, object by object? All in one pass, without a line of Python for each."""
-        return all(map(is_, chain.from_iterable((*self._views, (END,))), self._were)) and self._written() == self.written
+        """Returns whether every container holds the same objects as before. One pass in C, with no Python loop over objects."""
+        return all(map(is_, chain.from_iterable((*self._views, (END,))), self._objects)) and self._count_writes() == self.writes
 
-    def _written(self) -> dict[str, int]:
-        return {path: write_count(tensor) for path, tensor in self._loose.items()}
+    def _count_writes(self) -> dict[str, int]:
+        return {path: write_count(tensor) for path, tensor in self._constants.items()}
 
     def _watch(self, view: Iterable[Any]) -> None:
-        """Look at a container from now on; END stays last, so that one that grows or shrinks is seen."""
+        """Adds a container to those that `same` compares. END stays last, so a container that grows or shrinks differs."""
         self._views.append(view)
-        self._were[-1:] = [*view, END]
+        self._objects[-1:] = [*view, END]
 
     def _add(self, path: str, value: Any, depth: int) -> None:
         if len(self.values) >= MOST:
             return
         if isinstance(value, (*PLAIN, Tensor)) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value)):
             self.values[path] = value
-            if isinstance(value, Tensor) and not value.is_inference() and _storage(value) not in self._followed:
-                self._loose[path] = value
+            if isinstance(value, Tensor) and not value.is_inference() and _storage(value) not in self._model_storages:
+                self._constants[path] = value
             return
         self.values[path] = Nested(type(value).__name__, len(value) if isinstance(value, dict | list | tuple) else None)
         if depth >= DEPTH or id(value) in self._seen:
@@ -102,7 +102,7 @@ class AttachedValue:
             self._add(f"{path}{name}", inner, depth + 1)
 
     def _inside(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """What a container holds, with how it is reached; a mutable one is watched."""
+        """Yields the values in a container, each with its path. A mutable container is also watched."""
         if isinstance(value, dict):
             if len(value) <= LARGE:
                 self._watch(dict.values(value))
@@ -112,7 +112,7 @@ class AttachedValue:
                 if isinstance(value, list):
                     self._watch(value)
                 yield from ((f"[{index}]", inner) for index, inner in enumerate(value))
-        elif not isinstance(value, _CLOSED) and _is_open(value):
+        elif not isinstance(value, _NOT_SEARCHED) and _has_attributes(value):
             own: dict[str, Any] = vars(value)
             self._watch(own.values())
             yield from ((f".{name}", inner) for name, inner in own.items())
@@ -122,7 +122,7 @@ class AttachedValue:
 
 
 class _Slots:
-    """The values of a dataclass that has slots, as they are when they are asked for."""
+    """A view of the current values of a dataclass with slots."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -135,10 +135,10 @@ class _Slots:
 
 
 def _storage(tensor: Tensor) -> int:
-    """The memory of a tensor, by which views of a buffer are known; sparse tensors have none and are known by themselves."""
+    """Returns an id of a tensor's storage, which views of a buffer share. A sparse tensor has no storage: returns its own id."""
     return id(tensor) if tensor.layout is not torch.strided else id(tensor.untyped_storage())
 
 
-def _is_open(value: Any) -> bool:
-    """Has it attributes of its own, and is it none of torch's?"""
+def _has_attributes(value: Any) -> bool:
+    """Returns whether an object has attributes and its class is not defined by torch."""
     return isinstance(getattr(value, "__dict__", None), dict) and type(value).__module__.partition(".")[0] != "torch"

@@ -1,6 +1,6 @@
-"""Saving a model as `from_pretrained` reads it: from the process that has all of it, or from the ranks that have its parts.
+"""Saves a model in the form that `from_pretrained` reads: from one process with the whole model, or from all ranks.
 
-Of a model of peft the adapters alone are saved, by peft itself; they are small, and rank 0 gathers them.
+Of a peft model only the adapters are saved, by peft itself. They are small, so rank 0 gathers them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.train.setup.usable_arguments import refuse_folder
 
 
 def save_whole(model: nn.Module, folder: Path) -> None:
-    """In this process alone: as Hugging Face does, or as safetensors."""
+    """Saves the model of this process with its `save_pretrained`, or as a safetensors file if it has none."""
     refuse_folder("the folder of the model,", folder)
     whole: Any = model
     if hasattr(model, "save_pretrained"):
@@ -31,7 +31,7 @@ def save_whole(model: nn.Module, folder: Path) -> None:
 
 
 def save(session: Session, folder: Path) -> None:
-    """On all ranks together: each writes what it holds."""
+    """Saves the model from all ranks; each writes its own part. A collective call: all ranks must call it."""
     model: Any = session.model
     if not hasattr(model, "peft_config"):
         session.export(folder)

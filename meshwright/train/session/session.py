@@ -1,4 +1,4 @@
-"""One rank while it trains: a prepared run, opened, and the step that it has reached.
+"""The training session of one rank: an opened run and its step counter.
 
 with meshwright.parallelize(model, example, dict(pp=2)) as session:
     for batch in batches:
@@ -35,8 +35,8 @@ from meshwright.train.optimizer.coupled_parameters import refuse_coupled
 from meshwright.train.optimizer.optimizer_facts import facts, merged
 from meshwright.train.optimizer.shared_rates import Rates
 from meshwright.train.prepared import PreparedRun
-from meshwright.train.session.generate import configured, generate, refuse_options
-from meshwright.train.session.model_changes import Unchanged
+from meshwright.train.session.generate import generate, refuse_options, special_tokens
+from meshwright.train.session.model_changes import ModelChanges
 from meshwright.train.session.speed import Amount, amount
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, the same on every rank: the mean loss of its whole batch, and the norm of its mean gradient."""
+    """The result of a training step, equal on every rank. `loss` is the mean over the whole batch of all ranks.
+
+    `grad_norm` is the norm of the mean gradient.
+    """
 
     step: int
     loss: float
@@ -87,7 +90,7 @@ class Session:
         trace: Trace | None = None,
         fill: Callable[[Layers, Iterable[nn.Module]], None] | None = None,
     ) -> None:
-        """Open a prepared run on this rank; `fill(layers, mine)` gives values to the layers of this rank, where it has none."""
+        """Opens a prepared run on this rank. `fill(layers, mine)` initializes this rank's layers if they have no values yet."""
         schedule, layers = run.schedule, run.open(model)
         refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
         if fill is not None:
@@ -95,8 +98,8 @@ class Session:
             fill(layers, [layer for stage in held for layer in layers.of_stage(stage)])
         if layers.moved and (copies := run.parallel.dp * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
             log.warning(
-                "forward changes the buffer %s, and each of %d copies of the model changes its own by its own rows: "
-                "what depends on it differs from one process",
+                "forward changes the buffer %s, and each of the %d copies of the model updates its own buffer from its own rows: "
+                "results that depend on the buffer differ from training in one process",
                 layers.moved[0], copies,
             )  # fmt: skip
         self.run, self.parallel, self.vocabularies = run, run.parallel, run.vocabularies
@@ -105,7 +108,7 @@ class Session:
         self.rank, self.steps = self.engine.mesh.rank, 0
         self.closing = ExitStack()
         self._forward: Forward | None = None
-        self.unchanged = Unchanged(model if layers.columns is not None else None)
+        self.model_changes = ModelChanges(model if layers.columns is not None else None)
 
     def __enter__(self) -> Session:
         return self
@@ -117,21 +120,21 @@ class Session:
             self.closing.__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """Give back channels and groups."""
+        """Closes the channels and process groups."""
         self.engine.close()
         self.closing.close()
 
     def step(self, batch: Given | Own) -> StepResult:
-        """Train on one batch: the whole one, of which each copy takes its rows, or the rows of this copy (`Own`)."""
+        """Trains on one batch: the whole batch, or only the rows of this data-parallel rank (`Own`)."""
         batch = _as_tensors(batch)
         self._refuse_ids(batch)
-        self.unchanged.refuse()
+        self.model_changes.check()
         number, rates = self.steps, self.rates
         rates.follow()
         learning_rate = rates.learning_rate
-        self.mode(training=True)
+        self.set_mode(training=True)
         tally = self.engine.run(lambda _: batch, number).get(number, Tally())
-        loss, weight, rows, tokens = self.total(float(tally.loss), tally.weight, *self._counted(batch))
+        loss, weight, rows, tokens = self.sum_over_ranks(float(tally.loss), tally.weight, *self._counted(batch))
         weight = 1.0 if self.settings.loss_kind is LossKind.SUM else weight
         skipped = bool(self.engine.parameters.skipped) and self.engine.parameters.skipped[-1] == number
         if not skipped:
@@ -143,94 +146,100 @@ class Session:
 
     @property
     def forward(self) -> Forward:
-        """Walks without backward on the same stages, made when they are first asked for."""
+        """The forward-only engine on the same stages, created on first use."""
         self.run.evaluation.refuse()
         if self._forward is None:
             self._forward = Forward(self.engine, schedule=self.run.forwards)
         return self._forward
 
     def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:
-        """The mean loss of a batch without training on it, and on request what the model returns, on every rank."""
+        """Computes the mean loss of a batch without training. With `outputs` every rank also gets the model's outputs."""
         batch = _as_tensors(batch)
         self._refuse_ids(batch)
         return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
-        """The most likely continuation of every row, as the model in one process would give it; see `generate`.
+        """Continues every row with its most likely tokens, as the model in one process would; see `generate`.
 
-        Special tokens that are not given are those of the model's generation_config; `eos_token_id=()` is none.
+        Special tokens default to those of the model's generation_config. `eos_token_id=()` means no end token.
         """
         self._refuse_ids({"input_ids": input_ids})
-        more = {**configured(self.model), **{name: value for name, value in more.items() if value is not None}}
+        more = {**special_tokens(self.model), **{name: value for name, value in more.items() if value is not None}}
         refuse_options(more)
         return generate(self.forward, input_ids, max_new_tokens=max_new_tokens, **more)
 
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Write the folder that `from_pretrained` reads; no rank needs to hold the whole model."""
+        """Writes a folder that `from_pretrained` can read. No rank needs to hold the whole model."""
         export(self.engine, folder, model=self.model, shard_bytes=shard_bytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training goes on from, whole on every rank and free of the plan; checkpoints write it in parts."""
+        """Returns the full training state on every rank. It does not depend on the plan. Checkpoints save it in parts instead."""
         parts = all_gather_state((snapshot(self.engine), facts(self.engine)))
         known = merged([rest for _, rest in parts])
         found = {name: t for tensors, _ in parts for name, t in tensors.items()}
         return {"step": self.steps, "tensors": found, "facts": known, "rates": self.rates.state_dict(), "scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that a session of any plan has given."""
+        """Loads a state that a session with any plan returned."""
         put_whole(self.engine, state["tensors"], state["facts"])
         self.rates.load_state_dict(state["rates"])
-        self.rescale(state.get("scale"))
+        self.load_scale(state.get("scale"))
         self.steps = state["step"]
 
     @property
     def scale(self) -> dict[str, float] | None:
-        """The state of the loss scale, where fp16 has one."""
+        """The state of the fp16 loss scale, or None in other formats."""
         return None if self.engine.scaler is None else self.engine.scaler.state_dict()
 
-    def rescale(self, state: Mapping[str, float] | None) -> None:
-        """Go on with a loss scale; a run in another format has none, and starts afresh."""
+    def load_scale(self, state: Mapping[str, float] | None) -> None:
+        """Loads the state of a loss scale. Does nothing if the state is None or this session has no loss scale."""
         if state is not None and self.engine.scaler is not None:
             self.engine.scaler.load_state_dict(state)
 
-    def reads(self, source: Source) -> Source:
-        """A data set as this rank reads it: the rows of its copy, the columns of its stages."""
+    def source_for_rank(self, source: Source) -> Source:
+        """Returns a data source limited to the rows of this data-parallel rank and the columns of its stages."""
         mesh = self.engine.mesh
         return replace(source, copy=mesh.copy, copies=mesh.copies, needed=self.columns)
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """The columns of a batch that the stages of this rank take; None where they take all."""
+        """The columns of a batch that this rank's stages read, or None if they read all columns."""
         if self.layers.columns is None:
             return None
         names = {name for stage in self.engine.stages.values() for name in stage.columns}
         return frozenset(names | set(TARGETS) - set(self.layers.columns))
 
-    def total(self, *numbers: float) -> list[float]:
-        """Numbers summed over all ranks: one small reduction."""
+    def sum_over_ranks(self, *numbers: float) -> list[float]:
+        """Sums each number over all ranks, in one all_reduce."""
         summed = torch.tensor(numbers, dtype=torch.float64, device=self.settings.device)
         dist.all_reduce(summed)
         return summed.tolist()
 
     def rows(self, batch: Given) -> int:
-        """Rows of all copies together, where each has its own."""
+        """Returns the rows of a step over all data-parallel ranks, where `batch` has the rows of one of them."""
         first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
         mine = first.shape[0] if self.engine.mesh.worker == 0 else 0
-        return int(self.total(mine)[0]) if self.engine.mesh.copies > 1 else int(first.shape[0])
+        return int(self.sum_over_ranks(mine)[0]) if self.engine.mesh.copies > 1 else int(first.shape[0])
 
     def _counted(self, batch: Given | Own) -> Amount:
-        """The rows and tokens that this rank counts: those of its copy on the first worker, a whole batch on the first rank."""
+        """Returns the rows and tokens that this rank adds to the sum over all ranks, so that each is counted once.
+
+        The first worker of each data-parallel copy counts the copy's own rows. Rank 0 counts a whole batch.
+        """
         if isinstance(batch, Own):
             return amount(batch.tensors) if self.engine.mesh.worker == 0 else Amount()
         return amount(batch) if self.rank == 0 else Amount()
 
-    def mode(self, *, training: bool) -> None:
-        """Train or evaluate: what dropout and norms with statistics go by."""
+    def set_mode(self, *, training: bool) -> None:
+        """Sets all layers to train or eval mode, which dropout and batch normalization depend on."""
         for layer in self.layers.modules:
             layer.train(training)
 
-    def held(self) -> dict[str, Tensor]:
-        """Parameters and buffers that this rank is the first to hold, by name: together those of all ranks are the model."""
+    def owned_weights(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers for which this rank is the first holder, by name.
+
+        All ranks together return every weight of the model exactly once.
+        """
         engine, found = self.engine, dict[str, Tensor]()
         for unit in engine.units:
             if engine.mesh.holders(engine.schedule, unit)[0] == self.rank:
@@ -246,8 +255,8 @@ class Session:
             found.update({name: b for name, b in self.model.named_buffers() if id(b) in mine})
         return found
 
-    def spread(self) -> None:
-        """Give every rank all parameters and buffers of the model, as after training in one process."""
+    def broadcast_weights(self) -> None:
+        """Copies all parameters and buffers of the model to every rank, as after training in one process."""
         engine = self.engine
         for unit in range(engine.schedule.units):
             source = engine.mesh.holders(engine.schedule, unit)[0]
@@ -259,7 +268,7 @@ class Session:
                     dist.broadcast(buffer, src=engine.mesh.holders(engine.schedule, stage)[0])
 
     def _refuse_ids(self, batch: Given | Own) -> None:
-        """Ids outside a vocabulary are refused before this rank sends or receives anything."""
+        """Raises if an id is outside its vocabulary, before this rank sends or receives anything."""
         if self.vocabularies and not isinstance(batch, Own):
             refuse_ids(self.vocabularies, batch, self.layers.columns or ())
 
@@ -268,5 +277,5 @@ class Session:
 
 
 def _as_tensors(batch: Given | Own) -> Given | Own:
-    """A batch with lists and arrays as tensors; what is none is refused by its column."""
+    """Converts lists and arrays of a batch to tensors. Raises with the name of the column if that is not possible."""
     return Own(tensors(batch.tensors)) if isinstance(batch, Own) else tensors(batch)

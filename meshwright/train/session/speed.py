@@ -1,6 +1,6 @@
-"""How fast training goes: rows and tokens of the steps, their seconds, and the operations of the model.
+"""The speed of training: rows, tokens and seconds of the steps, and floating-point operations of the model.
 
-Counted is what steps take, the wait for their data included; logging, evaluation and checkpoints are not.
+The time of a step includes the wait for its data. It does not include logging, evaluation and checkpoints.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from meshwright.runtime.stage.batch import Given
 
 TOKENS = "input_ids"
-"""The column that has the tokens of a row."""
+"""The column with the tokens of a row."""
 
 
 class Amount(NamedTuple):
-    """Rows of a batch, and tokens where its first column has ids; padding counts, since it is computed."""
+    """The number of rows of a batch, and of tokens if a column has token ids. Padding counts, because it is computed."""
 
     rows: int = 0
     tokens: int = 0
 
 
 def amount(batch: Given) -> Amount:
-    """The rows and tokens of some tensors of a batch."""
+    """Counts the rows and tokens of the tensors of a batch."""
     named = isinstance(batch, Mapping)
     first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
     ids = batch.get(TOKENS, first) if named and isinstance(batch, Mapping) else first
@@ -41,7 +41,7 @@ def _has_ids(column: Tensor) -> bool:
 
 @dataclass
 class Speed:
-    """The clock of a training loop. `row_flops` and `token_flops` are the operations of a step on one row, or on one token."""
+    """Measures the speed of a training loop. `row_flops` and `token_flops` are the operations of a step per row and per token."""
 
     row_flops: float = 0.0
     token_flops: float = 0.0
@@ -52,18 +52,18 @@ class Speed:
     _begun: float = field(default_factory=monotonic)
 
     def go(self) -> None:
-        """What comes from here on belongs to the next step."""
+        """Starts the time of the next step."""
         self._begun = monotonic()
 
     def add(self, rows: int, tokens: int) -> float:
-        """A step has ended; its operations."""
+        """Ends the time of a step and returns the number of its operations."""
         self.steps.append(monotonic() - self._begun)
         self.rows += rows
         self.tokens += tokens
         return self.token_flops * tokens if self.token_flops and tokens else self.row_flops * rows
 
     def drain(self) -> dict[str, float]:
-        """Tokens per second since the last log, or rows of models without tokens."""
+        """Returns the tokens per second since the last log, or the rows per second if the model has no tokens."""
         steps, rows, tokens = self._since
         self._since = len(self.steps), self.rows, self.tokens
         seconds = sum(self.steps[steps:])
@@ -72,5 +72,5 @@ class Speed:
 
     @property
     def step_s(self) -> float:
-        """What a step takes: the median."""
+        """The median time of a step, in seconds."""
         return median(self.steps) if self.steps else 0.0

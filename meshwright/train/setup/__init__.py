@@ -1,1 +1,1 @@
-"""What is done before training starts: inputs are checked, the model is captured, cut and compared."""
+"""The work before training starts: check the inputs, capture the model, cut it into stages, and compare it."""

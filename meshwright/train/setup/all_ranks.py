@@ -1,4 +1,4 @@
-"""Do something on all ranks, and let all of them know what came out: a failure on one is an error on all."""
+"""Run a function on all ranks and share the results. If one rank fails, all ranks raise."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _PLAIN = (int, float, str, type(None))
 
 
 def agree(work: Callable[[], Any], *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What `work()` returned on each rank; where it failed on any, all raise the first failure, so none goes on alone.
+    """Returns the results of `work()` from all ranks. If it fails on any rank, all ranks raise the first failure.
 
-    What it returns goes to the others as JSON.
+    The results are exchanged as JSON.
     """
     answer: list[Any]
     try:
         answer = [work(), None]
     except MeshwrightError as error:
         answer = [None, [error.what, error.fix]]
-    except Exception as error:  # told to all, whatever it is
+    except Exception as error:  # any error is sent to all ranks
         answer = [None, [f"{type(error).__name__}: {error}", None]]
     answers = all_gather_json(answer, group=group)
     failed = [(rank, failure) for rank, (_, failure) in enumerate(answers) if failure is not None]
     if failed:
         rank, (what, fix) = failed[0]
-        whole = len(failed) == len(answers)  # all of them found the same: a rank would say nothing
+        whole = len(failed) == len(answers)  # all ranks failed: the number of one rank would not help
         raise MeshwrightError(what if whole or len(answers) == 1 else f"rank {rank}: {what}", fix=fix)
     return [value for value, _ in answers]
 
 
 def refuse_differences(facts: Mapping[str, Any]) -> None:
-    """Ranks that were given different things would wait for each other for ever; all of them are told what differs."""
+    """Raises on all ranks if a fact differs between ranks. Ranks with different inputs could wait for each other forever."""
     found = agree(lambda: {name: value if isinstance(value, _PLAIN) else str(value) for name, value in facts.items()})
     for rank, theirs in enumerate(found):
         for name, value in found[0].items():
@@ -49,5 +49,5 @@ def refuse_differences(facts: Mapping[str, Any]) -> None:
 
 
 def peaks(device: torch.device) -> tuple[int, ...]:
-    """The most memory that each rank has had; all ranks ask together."""
+    """Returns the peak memory of each rank, in bytes. A collective call: all ranks must call it."""
     return tuple(all_gather_json(peak_bytes(device)))

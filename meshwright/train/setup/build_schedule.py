@@ -1,7 +1,7 @@
-"""From what a user asks for to the lists that run: build or take an order, widen, tie, lower, and prove.
+"""Builds the schedule of a plan: take or build an order of actions, widen it, add ties, lower it, and prove it.
 
-This is the one place where a plan becomes a schedule. `costs` are those of captured stages: a plan that has costs of its own
-(they were measured) is built and lowered by those.
+This is the only place where a plan becomes a schedule. `costs` are those of the captured stages. If the plan has measured
+costs, they are used instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshwright.passes.check import prove
 from meshwright.passes.lower import lower
 from meshwright.passes.widen import widen
 from meshwright.simulate.recompute_budget import stage_aware, with_recompute
-from meshwright.train.setup.saved_bytes import Kept
+from meshwright.train.setup.saved_bytes import KeptBytes
 
 
 def stages_of(parallel: Parallel) -> int:
-    """How many stages the schedule of a plan has."""
+    """Returns the number of stages in the schedule of a plan."""
     return (parallel.order or _by_name(parallel, steps=1, costs=None)).stages
 
 
@@ -33,12 +33,12 @@ def lists_for(
     *,
     ties: Sequence[tuple[int, ...]] = (),
     steps: int = 1,
-    kept: Sequence[Kept] | None = None,
+    kept: Sequence[KeptBytes] | None = None,
     costs: Sequence[StageCost] | None = None,
 ) -> Schedule:
-    """The lowered and proved schedule of a plan: one step to repeat, or all steps where it has no flush.
+    """Returns the lowered and proved schedule of a plan: one step to repeat, or all steps if the schedule has no flush.
 
-    `kept` says what stages keep, where recompute is chosen by a budget.
+    `kept` are the bytes that stages keep. They are needed if recompute is chosen from a memory budget.
     """
     built = built_for(parallel, steps=steps, costs=costs)
     if parallel.width and not widths(built):
@@ -47,7 +47,7 @@ def lists_for(
     recompute = parallel.recompute
     how: str | Sequence[Recompute] | None = recompute if isinstance(recompute, str) else None
     if isinstance(recompute, float):
-        built, how = _within(built, recompute, kept)
+        built, how = _within_budget(built, recompute, kept)
     elif isinstance(recompute, Sequence) and not isinstance(recompute, str):
         how = [Recompute(float(share)) for share in recompute]
     given = rows_for(parallel.costs, built.stages) if parallel.costs else None
@@ -58,18 +58,18 @@ def lists_for(
 
 
 def built_for(parallel: Parallel, *, steps: int = 1, costs: Sequence[StageCost] | None = None) -> Schedule:
-    """The schedule of a plan as it is drawn, before anything is added to it."""
+    """Returns the schedule of a plan before it is widened and lowered."""
     if parallel.order is not None:
         return _rounds(parallel.order, parallel, steps)
     built = _by_name(parallel, steps=steps, costs=costs)
     if ":" in parallel.schedule:
-        Parallel.of({**parallel.given(), "schedule": built.name, "order": built})  # sizes that changed with its costs
+        Parallel.of({**parallel.given(), "schedule": built.name, "order": built})  # raises if its sizes changed with the costs
         return _rounds(built, parallel, steps)
     return built.repeated(1) if built.flush else built
 
 
 def _by_name(parallel: Parallel, *, steps: int, costs: Sequence[StageCost] | None) -> Schedule:
-    """Built by name: with the plan's costs, else with those of captured stages."""
+    """Builds a schedule by its name, with the costs of the plan, or else with those of the captured stages."""
     given: dict[str, Any] = {"workers": parallel.pp, "microbatches": parallel.microbatches, "steps": steps, **parallel.options}
     rows = parallel.costs or costs
 
@@ -80,7 +80,7 @@ def _by_name(parallel: Parallel, *, steps: int, costs: Sequence[StageCost] | Non
 
 
 def _rounds(order: Schedule, parallel: Parallel, steps: int) -> Schedule:
-    """An order for so many steps: one, or without a flush as many rounds as they have."""
+    """Repeats an order: once if it has a flush, otherwise as many rounds as `steps` steps need."""
     if order.flush:
         return order.repeated(1)
     wanted = steps * parallel.microbatches // order.microbatches
@@ -91,46 +91,54 @@ def _rounds(order: Schedule, parallel: Parallel, steps: int) -> Schedule:
         least = order.steps if not any(order.period) else order.steps - order.repeats
         raise MeshwrightError(
             f"{order.name} has lists for {'' if not any(order.period) else 'at least '}{least} rounds of "
-            f"{order.microbatches} microbatches, and {steps} steps of {parallel.microbatches} are {wanted} rounds",
-            fix="as many steps as it has, or a period that can be repeated",
+            f"{order.microbatches} microbatches, but {steps} steps of {parallel.microbatches} microbatches need {wanted} rounds",
+            fix="the number of steps that the lists have, or a period that can be repeated",
         )
     return order.repeated(repeats)
 
 
 def _tied(built: Schedule, ties: tuple[tuple[int, ...], ...]) -> Schedule:
-    """With the ties of the model; an order may name them itself, and one that is lowered must."""
+    """Adds the model's ties to a schedule. An order may have ties of its own; a lowered one must have the model's ties."""
     if built.ties == ties:
         return built
     if built.ties or built.lowered:
         why = "is lowered for" if built.lowered else "has"
         raise MeshwrightError(
-            f"{built.name} {why} the ties {built.ties}, and stages of the model share parameters in the groups {ties}",
-            fix="the schedule before lowering, without ties: they are found in the model",
+            f"{built.name} {why} the ties {built.ties}, but the stages of the model share parameters in the groups {ties}",
+            fix="the schedule before lowering, without ties: they are taken from the model",
         )
     return replace(built, ties=ties)
 
 
-def _within(schedule: Schedule, budget_bytes: float, kept: Sequence[Kept] | None) -> tuple[Schedule, list[Recompute] | None]:
-    """A schedule with as many layers kept as a budget allows, or what is to be recomputed for that."""
+def _within_budget(
+    schedule: Schedule, budget_bytes: float, kept: Sequence[KeptBytes] | None
+) -> tuple[Schedule, list[Recompute] | None]:
+    """Chooses how much each stage recomputes, so that its activations fit into the budget.
+
+    Returns the schedule and the choice for each stage, or a schedule that already contains the choice and None.
+    """
     if kept is None:
-        raise MeshwrightError("a budget needs to know what stages keep", fix="recompute='inline', or shares for each stage")
+        raise MeshwrightError(
+            "a recompute budget needs the bytes that stages keep, which are unknown here",
+            fix="recompute='inline', or shares for each stage",
+        )
     sizes = [{"activation_bytes": of.bytes[0], "output_bytes": of.output, "gradient_bytes": of.output} for of in kept]
     costs = [StageCost(1.0, 1.0, 1.0, **size) for size in sizes]
-    watched = max(of.output for of in kept)  # a first run looks at a copy of what it is given
-    shares = stage_aware(schedule, costs, budget_bytes=budget_bytes, reserved_bytes=watched, layers=[of.bytes for of in kept])
+    reserved = max(of.output for of in kept)  # the first run of a stage keeps a copy of its input
+    shares = stage_aware(schedule, costs, budget_bytes=budget_bytes, reserved_bytes=reserved, layers=[of.bytes for of in kept])
     return (schedule, list(shares)) if schedule.recompute is None else (with_recompute(schedule, shares), None)
 
 
 def refuse_early(parallel: Parallel) -> None:
-    """Refuse what is wrong with a schedule whatever the model is."""
-    refuse_endless(parallel, flush=parallel.order is None or parallel.order.flush)
+    """Refuses schedules that cannot train any model."""
+    refuse_without_flush(parallel, flush=parallel.order is None or parallel.order.flush)
     stages_of(parallel)
 
 
-def refuse_endless(parallel: Parallel, *, flush: bool) -> None:
-    """Logging, evaluation and checkpoints happen where a step ends on all workers."""
+def refuse_without_flush(parallel: Parallel, *, flush: bool) -> None:
+    """Refuses a schedule without a flush: logging, evaluation and checkpoints need a point where a step ends on all workers."""
     if not flush:
         raise MeshwrightError(
-            f"{parallel.schedule} never ends a step on all workers at once: nothing could be logged or saved between steps",
+            f"{parallel.schedule} has no flush: a step never ends on all workers at once, so nothing can be logged or saved",
             fix="a schedule with a flush: onef1b, chimera, zero_bubble, ... (meshwright.verify runs the others)",
         )

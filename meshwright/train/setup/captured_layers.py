@@ -1,7 +1,7 @@
-"""The layers of what a user built: a list as it is, a module captured, cut into the stages of a plan.
+"""The layers of a user's model, cut into the stages of a plan. A list of layers is used as it is; a module is captured.
 
-layers = layers_for(model, batch, stages)         what the engine runs
-layers_for(model, batch, stages, flat=flat)       the same from a graph that was captured before
+layers = layers_for(model, batch, stages)         the layers that the engine runs
+layers_for(model, batch, stages, flat=flat)       the same, from a graph that was captured before
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from meshwright.runtime.stage.layers import columns_of as stage_columns
 from meshwright.torch_internals import forward_hooks
 
 LISTS = (nn.Sequential, nn.ModuleList, list, tuple)
-"""What is a list of layers already."""
+"""Types that are a list of layers."""
 
 
 def is_captured(built: Any) -> bool:
-    """Is this a model to capture, rather than a list of layers?"""
+    """Returns whether this model must be captured. A list of layers must not."""
     if isinstance(built, nn.Sequential):
         own = type(built).forward is not nn.Sequential.forward or "forward" in vars(built)
         return own or forward_hooks(built)
@@ -50,9 +50,9 @@ def layers_for(
     own_loss: bool = False,
     evaluated: Flat | None = None,
 ) -> Layers:
-    """Cut into stages; with an own loss function the model is captured without its labels.
+    """Returns the layers of a model, cut into stages. With a loss function of the user it is captured without labels.
 
-    `evaluated` is the model's graph in evaluation, where that is another one.
+    `evaluated` is the graph of the model in evaluation mode, if it differs from the graph in training mode.
     """
     if not is_captured(built):
         return listed_layers(built, stages, cuts)
@@ -61,9 +61,9 @@ def layers_for(
 
 
 def listed_layers(built: Any, stages: int, cuts: Sequence[str | int] | None = None) -> Layers:
-    """A list of layers, cut into even runs."""
+    """Cuts a list of layers into stages with an equal number of layers."""
     if cuts:
-        raise MeshwrightError("stages name modules of a captured model, this is a list of layers", fix="stages=()")
+        raise MeshwrightError("stages= names modules of a captured model, but this model is a list of layers", fix="stages=()")
     found = Layers.of(built, stages)
     require_ready(found.modules)
     return found
@@ -71,29 +71,29 @@ def listed_layers(built: Any, stages: int, cuts: Sequence[str | int] | None = No
 
 @dataclass(frozen=True)
 class CutGraph:
-    """The graph of a captured model and where it is cut: data that every rank opens for its own copy of the model."""
+    """The graph of a captured model and its cuts. Every rank opens this data for its own copy of the model."""
 
     flat: Flat
     cuts: ChosenCuts
     columns: Columns | None
-    """How the model is called, so that it can be captured again for other sizes; None where nothing says so."""
+    """How the model is called, to capture it again for other sizes. None if that is unknown."""
     evaluated: Flat | None = None
-    """The model's graph in evaluation, where that is another one."""
+    """The graph of the model in evaluation mode, if it differs from the graph in training mode."""
     evaluated_cuts: ChosenCuts | None = None
 
     def open(self, model: nn.Module, device: torch.device | None = None) -> Layers:
-        """The layers of an equal model, with its own parameters."""
+        """Returns the layers for an equal model, with the parameters of that model."""
         found = open_cuts(model, self.flat, self.cuts, device)
         if self.columns is None:
             return engine_layers(found, None)
-        again = Again(model, self.columns, found, device)
+        recapture = Recapture(model, self.columns, found, device)
         if self.evaluated is None or self.evaluated_cuts is None:
-            return again.layers(found)
+            return recapture.layers(found)
         other = open_like(found, model, self.evaluated, self.evaluated_cuts, device)
-        return replace(again.layers(found), evaluation=again.layers(other))
+        return replace(recapture.layers(found), evaluation=recapture.layers(other))
 
     def with_evaluation(self, model: nn.Module, evaluated: Flat | None) -> CutGraph:
-        """With another graph for evaluation, cut at the same modules."""
+        """Returns the same cuts with a graph for evaluation, cut at the same modules."""
         cuts = None if evaluated is None else cuts_like(self.cuts, model, evaluated)
         return replace(self, evaluated=evaluated, evaluated_cuts=cuts)
 
@@ -108,21 +108,21 @@ def cut_graph(
     own_loss: bool = False,
     evaluated: Flat | None = None,
 ) -> CutGraph:
-    """Choose where a captured model is cut. Without an example nothing says how the model would be called again."""
+    """Chooses the cuts of a captured model. Without an example batch the model cannot be captured again for other sizes."""
     columns = None if example_batch is None else columns_of(model, example_batch, own_loss=own_loss)
     return CutGraph(flat, choose_cuts(model, flat, stages, at=at), columns).with_evaluation(model, evaluated)
 
 
-def engine_layers(cut: Split, again: Again | None) -> Layers:
-    """A cut model as an engine takes it."""
+def engine_layers(cut: Split, recapture: Recapture | None) -> Layers:
+    """Converts a cut model to the layers that an engine runs."""
     flat = cut.flat
-    found = Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, again, flat.dtypes, flat.moved)
+    found = Layers(cut.modules, cut.starts, cut.names, flat.columns, cut.weigh, flat.refusal, recapture, flat.dtypes, flat.moved)
     return replace(found, costs=relative_costs(cut.cuts.flops), graph=flat.digest)
 
 
 @dataclass(frozen=True)
-class Again:
-    """Captures a model once more, for columns of other sizes, and cuts it as before."""
+class Recapture:
+    """Captures a model again for columns of other sizes, and cuts it at the same modules."""
 
     model: nn.Module
     columns: Columns
@@ -138,36 +138,36 @@ class Again:
         return self.layers(split_like(self.first, self.model, flat, self.device))
 
     def layers(self, cut: Split) -> Layers:
-        """A cut model with what captures it once more."""
+        """Returns the layers of a cut model, together with the function that captures it again."""
         return engine_layers(cut, replace(self, first=cut))
 
 
 def refuse_lossless(flat: Flat, example_batch: Any, *, own_loss: bool = False) -> None:
-    """Is there something to train on: a loss that the model returns, or a target to compare its output with?"""
+    """Raises if there is no loss: the model must return one, or the batch must have a target for its output."""
     given = Batch(example_batch, microbatches=1, names=flat.columns)
     size = flat.by_name[next(refs(flat.result)).name].size
     if given.target is None and (own_loss or size is None or size.shape):
         raise MeshwrightError(
-            f"there is no loss to train on: from {', '.join(map(repr, flat.columns))} the model gives {flat.outputs[0]!r}, and "
-            "the data set has no labels besides",
+            f"there is no loss to train on: from {', '.join(map(repr, flat.columns))} the model returns {flat.outputs[0]!r}, and "
+            "the data set has no labels",
             fix=f"a data set with {TARGETS[0]!r}, or a data_collator that adds them",
         )
 
 
 @dataclass(frozen=True)
 class Uncut:
-    """A model as its author wrote it, with other tensors for its parameters."""
+    """The user's model before it is cut. It runs with other tensors in place of its parameters."""
 
     model: nn.Module
     columns: Columns
 
     @classmethod
     def of(cls, model: nn.Module, example_batch: Any, *, own_loss: bool = False) -> Uncut:
-        """With the columns that it would be captured with."""
+        """Uses the same columns as the capture."""
         return cls(model, columns_of(model, example_batch, own_loss=own_loss))
 
     def __call__(self, weights: Mapping[nn.Parameter, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
-        """Its loss, or its output."""
+        """Returns the loss of the model, or its first output if it returns no loss."""
         own = {n: weights[p] for n, p in self.model.named_parameters(remove_duplicate=False) if p in weights}
         call = _Call(self.model, self.columns)
         found = functional_call(call, {f"model.{name}": t for name, t in own.items()}, (dict(columns),), tie_weights=False)
@@ -184,7 +184,7 @@ class _Call(nn.Module):
 
 
 def through(layers: Layers, columns: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Captured layers one after another in this process, as they are, in the mode they are in."""
+    """Runs captured layers one after another in this process, in their current mode."""
     values: tuple[Tensor, ...] = ()
     again: dict[int, Any] = {}
     for layer in layers.modules:

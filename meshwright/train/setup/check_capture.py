@@ -1,8 +1,8 @@
-"""The check at the start: the layers that will train are the model, and its loss is put together right.
+"""The start check: the captured layers compute the same as the model, and the microbatch losses add up to the model's loss.
 
-A model without weights is filled for the check, in a copy that is dropped afterwards; one that does not fit into half of the
-free memory borrows overlapping values from a small buffer instead. Every rank of a job runs the check by itself, before it
-talks to the others, and finds the same.
+If the model has no weights yet, a temporary copy is filled for the check. If that copy does not fit into half of the free
+memory, its parameters are overlapping views of a small buffer instead. Every rank of a job runs the check before any
+communication, and all ranks get the same result.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from meshwright.train.setup.loss_additivity import batch_norms, whole_loss
 log = logging.getLogger(__name__)
 
 LARGE, TOO_LARGE = 10**9, 4 * 10**9
-"""Above so many parameters one size is compared; above so many none."""
+"""Above LARGE parameters only one batch size is compared. Above TOO_LARGE parameters the check is skipped."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What is about to train."""
+    """The inputs of the start check."""
 
     model: Any
     """A module with its weights, or a sketch."""
@@ -49,34 +49,34 @@ class Start:
     stages: int = 1
     cuts: Sequence[str | int] | None = None
     loss: Loss | None = None
-    """A loss function beside the model."""
+    """The user's loss function, if any."""
     count: Count | None = None
     loss_kind: LossKind = LossKind.MEAN
     microbatches: int = 1
-    """Into how many parts a batch is cut, on all copies together."""
+    """The number of microbatches of a batch, over all data-parallel ranks."""
     more: Given | None = None
-    """An example with more rows, for the loss."""
+    """An example with more rows, to check the loss with."""
     precision: Precision | None = None
     weights: str | Path | None = None
     graph: CutGraph | None = None
-    """Where the graph is cut, if that has been chosen already."""
+    """The cuts of the graph, if they are already chosen."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a model is evaluated: by the layers that train, by another graph, or not at all."""
+    """How a model is evaluated: with the training graph, with another graph, or not at all."""
 
     graph: Flat | None = None
     refused: MeshwrightError | None = None
 
     def refuse(self) -> None:
-        """Raise if captured layers do not compute the model's evaluation."""
+        """Raises if the captured layers do not compute what the model computes in evaluation mode."""
         if self.refused is not None:
             raise MeshwrightError(self.refused.what, fix=self.refused.fix)
 
 
 def check_start(start: Start) -> Evaluation:
-    """Raise if the captured layers do not train as the model does; return how it is evaluated."""
+    """Raises if the captured layers do not train as the model does. Returns how the model is evaluated."""
     checked = verdict_of(start)
     if checked is None:
         return Evaluation()
@@ -94,9 +94,9 @@ def check_start(start: Start) -> Evaluation:
 
 
 def verdict_of(start: Start) -> tuple[Verdict, Flat | None] | None:
-    """Compare, and warn about a loss that is put together wrong; None where the check was left out.
+    """Compares the captured layers with the model, and warns if microbatch losses do not add up. Returns None if skipped.
 
-    A model that does something else in evaluation is captured once more in that mode; that graph is returned too.
+    A model that computes something else in evaluation mode is captured again in that mode. That graph is also returned.
     """
     model = start.model.model if isinstance(start.model, Skeleton) else start.model
     count = sum(p.numel() for p in model.parameters())
@@ -112,47 +112,47 @@ def verdict_of(start: Start) -> tuple[Verdict, Flat | None] | None:
     budget = BUDGET_S if count <= LARGE else 0.0
     verdict = compare(model, cut.modules, cut.starts, start.flat, start.example, own_loss=own_loss, dtype=dtype, budget_s=budget)
     if verdict.refused is None and verdict.training is None and start.microbatches > 1:
-        _look_at_loss(start, model, Objective(start.loss, weigh=cut.weigh, count=start.count, kind=start.loss_kind))
-    return verdict, _evaluated(start, model, graph, verdict)
+        _check_loss(start, model, Objective(start.loss, weigh=cut.weigh, count=start.count, kind=start.loss_kind))
+    return verdict, _evaluation_graph(start, model, graph, verdict)
 
 
-def _evaluated(start: Start, model: nn.Module, cut_as: CutGraph, verdict: Verdict) -> Flat | None:
-    """The graph of a model in evaluation, where its training graph is wrong there and this one is right."""
+def _evaluation_graph(start: Start, model: nn.Module, training_cuts: CutGraph, verdict: Verdict) -> Flat | None:
+    """Returns a graph for evaluation if the training graph is wrong in evaluation mode and the new graph is right."""
     if verdict.evaluation is None or verdict.training is not None or verdict.refused is not None:
         return None
     own_loss = start.loss is not None
     try:
         graph = flatten(model, start.example, own_loss=own_loss, training=False)
-        cut = cut_as.with_evaluation(model, graph).open(model).evaluation
+        cut = training_cuts.with_evaluation(model, graph).open(model).evaluation
     except MeshwrightError as error:
-        verdict.notes.append(f"in evaluation the model cannot be captured: {error.what}")
+        verdict.notes.append(f"the model cannot be captured in evaluation mode: {error.what}")
         return None
     assert cut is not None
     found = compare(model, cut.modules, cut.starts, graph, start.example, own_loss=own_loss, modes=(False,))
     verdict.notes += found.notes
     if found.evaluation is not None:
         return None
-    verdict.notes.append("evaluation is captured by itself: the model does something else there")
+    verdict.notes.append("evaluation has its own graph: the model computes something else in evaluation mode")
     verdict.runs += found.runs
     verdict.evaluation = None
     return graph
 
 
-def _look_at_loss(start: Start, model: nn.Module, objective: Objective) -> None:
-    """Warn where the loss of a batch is not what its microbatches give."""
+def _check_loss(start: Start, model: nn.Module, objective: Objective) -> None:
+    """Warns if the loss of a batch differs from the combined loss of its microbatches."""
     columns = columns_of(model, start.example, own_loss=objective.loss is not None)
     example = start.example if start.more is None else start.more
     found = whole_loss(model, columns, start.flat, example, objective, training=not start.flat.random)
-    told = None if found is None else found.warning(objective.kind)
+    warning = None if found is None else found.warning(objective.kind)
     norms = batch_norms(start.flat)
-    if told is not None:
-        log.warning("%s%s", told, f" ({norms[0]} norms over the rows of a microbatch)" if norms else "")
-    elif norms and start.flat.random:  # the comparison had to run in evaluation, where batch norm does not look at rows
-        log.warning("%s norms over the rows of a microbatch: training depends on the number of microbatches", norms[0])
+    if warning is not None:
+        log.warning("%s%s", warning, f" ({norms[0]} normalizes over the rows of a microbatch)" if norms else "")
+    elif norms and start.flat.random:  # the comparison ran in evaluation mode, where batch norm does not depend on the rows
+        log.warning("%s normalizes over the rows of a microbatch: training depends on the number of microbatches", norms[0])
 
 
 def filled(skeleton: Skeleton, weights: str | Path | None) -> nn.Module:
-    """A copy of a sketch's model with values: its own if they fit, else borrowed ones."""
+    """Returns a copy of a sketch's model with values: the true ones if they fit into memory, else overlapping ones."""
     stand_in = replace(skeleton, model=deepcopy(skeleton.model))
     model: nn.Module = stand_in.model
     every = dict(tensors_of(model))
@@ -163,12 +163,12 @@ def filled(skeleton: Skeleton, weights: str | Path | None) -> nn.Module:
         stand_in.give([name for name, t in every.items() if not isinstance(t, nn.Parameter)], weights)
         for parameter in model.parameters():
             if parameter.is_meta:
-                put(parameter, _borrowed(parameter))
+                put(parameter, _overlapping(parameter))
     return model
 
 
-def _borrowed(parameter: Tensor) -> Tensor:
-    """Values whose rows overlap in memory: as many as a few rows have, and no two rows are the same."""
+def _overlapping(parameter: Tensor) -> Tensor:
+    """Returns random values whose rows overlap in memory. They take the memory of a few rows, and no two rows are equal."""
     strides = [1]
     for _ in range(parameter.dim() - 1):
         strides.insert(0, strides[0] * 4 + 3)
@@ -181,7 +181,7 @@ def _borrowed(parameter: Tensor) -> Tensor:
 
 
 def free_bytes() -> int:
-    """Memory that this process may take: what the host has left, shared by the ranks on it."""
+    """Returns the memory that this process may use: the free memory of the host, divided by the number of its ranks."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             found = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))

@@ -1,11 +1,11 @@
-"""Submodules that a user has put into evaluation stay there while the rest of the model trains.
+"""Keeps submodules that the user set to eval mode in that mode while the rest of the model trains.
 
     model.train()
     model.norm.eval()                      a frozen batch norm
-    undo = stay_in_evaluation(model)       from now on model.train() leaves it as it is
+    undo = stay_in_evaluation(model)       from now on model.train() does not change it
     undo()
 
-A model that is in evaluation as a whole, as `from_pretrained` returns it, says nothing about its parts: all of it trains.
+If the whole model is in eval mode, as `from_pretrained` returns it, the user did not choose it: all of the model trains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch import nn
 
 
 def stay_in_evaluation(model: Any) -> Callable[[], None]:
-    """Let parts that are in evaluation keep their modes when a module, or every layer of a list, trains; returns the undo."""
+    """Makes `train()` keep submodules in eval mode that are in eval mode now. Returns a function that undoes this.
+
+    `model` is a module or a list of layers.
+    """
     layers: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     kept = _evaluated(layers) if any(layer.training for layer in layers) else []
     for module in kept:
@@ -27,7 +30,7 @@ def stay_in_evaluation(model: Any) -> Callable[[], None]:
 
 
 def _evaluated(layers: list[nn.Module]) -> list[nn.Module]:
-    """The outermost modules that are in evaluation, and would not be after `train()`; all modes are afterwards as before."""
+    """Returns the outermost modules in eval mode that `train()` would set to train mode. All modes are restored."""
     modes = {module: module.training for layer in layers for module in layer.modules()}
     for layer in layers:
         layer.train()
@@ -39,7 +42,7 @@ def _evaluated(layers: list[nn.Module]) -> list[nn.Module]:
 
 
 def _stay(modes: list[tuple[nn.Module, bool]], mode: bool = True) -> nn.Module:
-    """`train()` of a module that keeps its modes; in evaluation all of it is."""
+    """Replaces `train()` of a module: `train()` restores the kept modes, `eval()` sets all of the module to eval mode."""
     for module, was in modes:
         module.training = was and mode
     return modes[0][0]

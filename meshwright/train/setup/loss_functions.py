@@ -1,4 +1,4 @@
-"""What a loss is divided by, and own loss functions, as the Hugging Face Trainer has them."""
+"""The number of labels that a loss is divided by, and loss functions of the user, as in the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ from meshwright.capture.trace.graph import Flat
 IGNORED = -100
 
 
-def items(labels: Tensor) -> float:
-    """All labels that are not ignored."""
+def label_count(labels: Tensor) -> float:
+    """Counts the labels that are not ignored."""
     return float((labels != IGNORED).sum())
 
 
-def items_behind_the_first(labels: Tensor) -> float:
-    """The same where a model shifts labels inside: the first of a row is never predicted."""
-    return items(labels[..., 1:])
+def shifted_label_count(labels: Tensor) -> float:
+    """Counts the labels of a model that shifts them inside: the first label of a row is never predicted."""
+    return label_count(labels[..., 1:])
 
 
 def count_for(model: Any, *, own_loss: bool) -> Callable[[Tensor], float] | None:
-    """How the Hugging Face Trainer counts the labels of a step where that is not what the model's own loss is a mean over.
+    """Returns how the Hugging Face Trainer counts the labels of a step, or None if the model's own loss counts the same way.
 
-    It hands that number to models whose loss takes it. It knows from the loss's type whether labels are shifted; where a
-    model has no type that it knows, all labels count, although the first of a row is never predicted.
+    The Hugging Face Trainer passes this number to models whose loss accepts it. The loss type tells it whether the model shifts
+    labels. If it does not know the loss type, it counts all labels, although the first label of a row is never predicted.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = LOSS_MAPPING.get(str(getattr(base, "loss_type", None)))
     decodes = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     shifts = kind is ForCausalLMLoss and not decodes
     if own_loss:
-        return items_behind_the_first if shifts else items
+        return shifted_label_count if shifts else label_count
     forward: Callable[..., Any] = base.forward if hasattr(base, "forward") else base
     accepts = any(a.kind is a.VAR_KEYWORD for a in inspect.signature(forward).parameters.values()) if callable(forward) else False
     accepts = getattr(base, "accepts_loss_kwargs", accepts)
     uses = "loss_function" in getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
-    return items if accepts and uses and not shifts else None
+    return label_count if accepts and uses and not shifts else None
 
 
 class NamedOutputs(dict[str, Tensor]):
-    """What a model returned, by name, as an attribute, or by number."""
+    """The outputs of a model, by name, as attributes, or by number."""
 
     def __getattr__(self, name: str) -> Tensor:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"the model returned no {name!r}, but {', '.join(self)}") from None
+            raise AttributeError(f"the model returned no {name!r}, only {', '.join(self)}") from None
 
     def __getitem__(self, key: Any) -> Tensor:
         return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
 
 
 def output_name(flat: Flat) -> str | None:
-    """What a model calls its first output; None where it returns a bare tensor."""
+    """Returns the name of a model's first output, or None if the model returns a bare tensor."""
     name = next(iter(flat.outputs), "output")
     return None if name == "output" else name
 
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """`compute_loss_func` of a Trainer: with outputs, labels and the number of items that what it returns will count for."""
+    """The `compute_loss_func` of a Trainer. It gets the outputs, the labels and the number of items in these labels."""
 
     function: Callable[..., Tensor]
     name: str | None
     count: Callable[[Tensor], float]
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of some rows; a function that returns their sum divides it by the number that it is given."""
+        """Returns the mean loss of some rows. The user's function must divide a sum by the number that it gets."""
         outputs = output if self.name is None else NamedOutputs({self.name: output})
         return self.function(outputs, labels, num_items_in_batch=torch.tensor(self.count(labels)))

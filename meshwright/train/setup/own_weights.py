@@ -1,10 +1,10 @@
-"""A rank's own part of a model: its stages have values, and nothing else does.
+"""The part of a model that a rank holds: only the stages of the rank have values.
 
-    ground(skeleton)                              before the cut: small buffers, which may say how a loss is weighed
-    materialise(skeleton, weights, layers, mine)  behind it: the layers of this rank
-    drop_others(model, layers, mine)              the same for a model that came with its values
+    fill_small_buffers(skeleton)                  before the cut: small buffers, which may decide how a loss is weighted
+    materialise(skeleton, weights, layers, mine)  after the cut: the layers of this rank
+    drop_others(model, layers, mine)              the same for a model that already has its values
 
-Values come from the seed of the sketch or from safetensors files; a trained sketch has its values in such files.
+Values come from the seed of the sketch or from safetensors files. A trained sketch has its values in such files.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.stage.layers import Layers
 
 SMALL = 1 << 16
-"""Buffers of at most so many elements are filled before the cut."""
+"""The largest number of elements of a buffer that is filled before the cut."""
 
 Where = str | Path | None
 
 
-def ground(skeleton: Skeleton, weights: Where = None) -> None:
-    """Fill small buffers; weights that do not fit the model are refused here, before anything is started."""
+def fill_small_buffers(skeleton: Skeleton, weights: Where = None) -> None:
+    """Fills small buffers. Raises here, before any worker starts, if the weights do not fit the model."""
     small = [name for name, t in tensors_of(skeleton.model) if not isinstance(t, nn.Parameter) and t.numel() <= SMALL]
     skeleton.give(small, weights)
 
 
 def materialise(skeleton: Skeleton, weights: Where, layers: Layers, mine: Iterable[nn.Module]) -> None:
-    """Fill these layers, and no others."""
+    """Fills these layers and no others."""
     skeleton.give(_kept(skeleton, layers, mine), weights)
 
 
 def drop_others(model: nn.Module, layers: Layers, mine: Iterable[nn.Module]) -> None:
-    """Of a whole model keep what these layers hold: for a process whose copy of it nobody else reads."""
+    """Drops all values of a whole model except those of these layers. Nothing else may use this copy of the model."""
     _kept(Skeleton(model, seed=0), layers, mine)
 
 
 def _kept(skeleton: Skeleton, layers: Layers, mine: Iterable[nn.Module]) -> set[str]:
-    """The names of what is in these layers, and in no layer at all on rank 0, which writes exports; others are dropped."""
+    """Returns the names of the tensors in these layers, and drops all other tensors.
+
+    Rank 0 also keeps the tensors that are in no layer, because it exports them.
+    """
     names = set(skeleton.names_in(mine))
     if dist.get_rank() == 0:
         names |= set(skeleton.names) - set(skeleton.names_in(layers.modules))
@@ -52,20 +55,21 @@ def _kept(skeleton: Skeleton, layers: Layers, mine: Iterable[nn.Module]) -> set[
     return names
 
 
-def stamp(folder: Path) -> dict[str, int]:
-    """When each file of weights was written."""
+def write_times(folder: Path) -> dict[str, int]:
+    """Returns the modification time of each weight file, in nanoseconds."""
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
 
 
-def refuse_others(folder: Path, known: dict[str, int]) -> None:
-    """Trained weights are read again only as they were written."""
-    if stamp(folder) != known:
+def refuse_changed_files(folder: Path, known: dict[str, int]) -> None:
+    """Raises if the files of trained weights have changed since they were written."""
+    if write_times(folder) != known:
         raise MeshwrightError(
-            f"the trained weights in {folder} are no longer those that this trainer has written", fix="an output_dir of its own"
+            f"the trained weights in {folder} have changed since this trainer wrote them",
+            fix="an output_dir that no other run uses",
         )
 
 
 def seeded(build: Callable[[], Any], seed: int) -> Any:
-    """Build a model as the Hugging Face Trainer does: behind `set_seed`."""
+    """Builds a model as the Hugging Face Trainer does: after `set_seed`."""
     set_seed(seed)
     return build()

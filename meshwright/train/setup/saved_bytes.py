@@ -1,7 +1,8 @@
-"""What a backward will need, in bytes: measured by running one microbatch through the layers, one after another.
+"""Measures the bytes that stages keep for their backward, by running one microbatch through the layers.
 
-Counted is what autograd saves, each piece of memory once and without weights, and what the run itself keeps: the input of a
-stage, and of the first layer that is not recomputed. Weights that are not there are stood in for by zeros, layer by layer.
+The count includes the tensors that autograd saves, each storage once and without weights. It also includes what the engine
+keeps: the input of a stage, and the input of the first layer that is not recomputed. Missing weights are replaced by zeros,
+layer by layer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from meshwright.runtime.stage.stage import Record, Stage, changes_in_place, leav
 
 
 @dataclass(frozen=True)
-class Kept:
-    """`bytes[r]` are kept of a stage for one microbatch when its first r layers are recomputed; `output` goes to the next."""
+class KeptBytes:
+    """The bytes of one stage and one microbatch.
+
+    `bytes[r]` are the bytes that the stage keeps if its first r layers are recomputed. `output` is the size of its output.
+    """
 
     bytes: tuple[float, ...]
     output: float
@@ -31,7 +35,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """One layer: what it saves besides its input; how large its input and output are, and whether it saves them."""
+    """The bytes of one layer: what it saves except its input, the sizes of its input and output, and whether it saves them."""
 
     own: int
     input: int
@@ -42,8 +46,8 @@ class _Saved:
 
 def saved_bytes(
     layers: Layers, batch: Batch, *, objective: Objective | None = None, precision: Precision | None = None
-) -> tuple[Kept, ...]:
-    """For each stage what it keeps of a microbatch of this batch, its largest."""
+) -> tuple[KeptBytes, ...]:
+    """Returns the bytes that each stage keeps for the largest microbatch of this batch."""
     rows = max(batch.cuts, key=lambda rows: rows.stop - rows.start)
     values, named = batch.inputs(rows)
     objective = objective or Objective(weigh=layers.weigh)
@@ -55,7 +59,7 @@ def saved_bytes(
         record = Record(Cut(rows, items=1.0, counts=1.0, stream=0), values)
         record.named, record.target = named if index == 0 else {}, batch.targets(rows) if last else None
         record.weights, record.columns = [_stand_in(layer)], batch.named(stage.columns, rows)
-        stage.untouched.add(0)  # no copy of the input for a first look
+        stage.untouched.add(0)  # do not copy the input to detect in-place changes
         values, one = _measured(stage, record)
         found.append(one)
     torch.set_rng_state(state)
@@ -64,23 +68,27 @@ def saved_bytes(
     )
 
 
-def _kept(layers: list[_Saved], *, first: bool, inplace: bool) -> Kept:
-    """Between two layers there is one tensor, saved by one, both or none; in front of what is kept it always is."""
+def _kept(layers: list[_Saved], *, first: bool, inplace: bool) -> KeptBytes:
+    """Adds up the bytes of the layers of a stage, for each number of recomputed layers.
+
+    The tensor between two layers may be saved by one of them, by both, or by none, and counts once. The input of the first layer
+    that is not recomputed is always kept.
+    """
     kept = []
     for dropped in range(len(layers)):
         front = layers[dropped]
         size = front.own + (0 if first and not dropped and not front.saves_input else front.input)
-        size += front.input if inplace and front.saves_input else 0  # a copy is kept, and another one changed
+        size += front.input if inplace and front.saves_input else 0  # one copy is kept, another is changed in place
         for before, layer in pairwise(layers[dropped:]):
             size += layer.own + (layer.input if layer.saves_input and not before.saves_output else 0)
         kept.append(float(size))
-    # A front may be larger than the layer before it: then dropping that layer alone gains nothing.
+    # The input of a layer may be larger than what the layer before it saves: recomputing only that layer then gains nothing.
     falling = [*accumulate(reversed([*kept, 0.0]), max)]
-    return Kept(tuple(reversed(falling)), float(layers[-1].output))
+    return KeptBytes(tuple(reversed(falling)), float(layers[-1].output))
 
 
 def _stand_in(layer: nn.Module) -> dict[str, Tensor]:
-    """A layer's weights and buffers, or zeros of their shapes; buffers are copies, which a forward may change."""
+    """Returns a layer's weights and buffers, or zeros for meta tensors. Buffers are copied, because a forward may change them."""
     found: dict[str, Tensor] = {}
     for name, p in layer.named_parameters(remove_duplicate=False):
         value = torch.zeros_like(p, device="cpu") if p.is_meta else p.detach()
@@ -91,7 +99,7 @@ def _stand_in(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _measured(stage: Stage, record: Record) -> tuple[tuple[Tensor, ...], _Saved]:
-    """Run a layer; the tensors that it gives on, and what it saves."""
+    """Runs a layer. Returns its output tensors and the bytes that it saves."""
     record.inputs = leaves(record.inputs, [t.is_floating_point() and stage.first_layer > 0 for t in record.inputs])
     given = record.weights[0] if record.weights else {}
     weights = {t.untyped_storage().data_ptr() for t in given.values()}
@@ -101,7 +109,7 @@ def _measured(stage: Stage, record: Record) -> tuple[tuple[Tensor, ...], _Saved]
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes(), storage  # held, so that no other gets its place
+            saved[storage.data_ptr()] = storage.nbytes(), storage  # a reference, so that its address is not used again
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):

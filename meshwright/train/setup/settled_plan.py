@@ -1,7 +1,7 @@
-"""A plan that can run: own schedules read, called and proved, names and options that do not exist refused.
+"""Resolves a plan: reads or calls the user's own schedule and proves it, and refuses unknown names and options.
 
-Everything that takes a plan calls `settled` before it does anything else. After it an own schedule is `Parallel.order`; a
-function that takes costs or steps stays a name, and is called again when they are known.
+All code that takes a plan calls `settled` first. It stores the user's own schedule in `Parallel.order`. If the user's function
+takes costs or steps, the plan keeps the name of the function, which is called again when they are known.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshwright.passes.recompute import Mode
 from meshwright.passes.sync import Sync
 
 LATER = ("costs", "steps")
-"""What is known only when training starts."""
+"""Arguments of a schedule function that are known only when training starts."""
 
 
 def settled(parallel: Parallel, *, accumulation: int = 1) -> Parallel:
-    """The plan with the schedule that it refers to; sizes, names and options that cannot be used are refused.
+    """Returns the plan with the schedule that it refers to. Raises if its sizes, names or options cannot be used.
 
-    Where nobody says how many microbatches an own function is to build for, it is the least multiple of `accumulation` that
-    fills the pipeline.
+    If the number of microbatches for the user's function is not given, it is the smallest multiple of `accumulation` that fills
+    the pipeline.
     """
     parallel = _resolved(parallel, accumulation) if refers(parallel.schedule) and parallel.order is None else parallel
     named(Sync, parallel.sync)
@@ -44,9 +44,9 @@ def settled(parallel: Parallel, *, accumulation: int = 1) -> Parallel:
 
 
 def _resolved(parallel: Parallel, accumulation: int) -> Parallel:
-    """The plan with the schedule that it refers to as its order; sizes follow from it.
+    """Returns the plan with the schedule that it refers to as its order. The sizes are those of the schedule.
 
-    A function that takes costs or steps stays a name: it is called again when they are known.
+    If the user's function takes costs or steps, the plan keeps its name. It is called again when they are known.
     """
     name = parallel.schedule
     if ":" not in name:
@@ -70,27 +70,27 @@ def _resolved(parallel: Parallel, accumulation: int) -> Parallel:
 
 
 def _with_order(parallel: Parallel, order: Schedule, options: Any) -> Parallel:
-    """A plan that has this order in place of its name."""
+    """Returns the plan with this order instead of the name of a schedule."""
     given = {key: value for key, value in parallel.given().items() if key not in ("schedule", "order", "options")}
     return Parallel.of({**given, "order": order, "options": dict(options)})
 
 
 def _refuse_order(parallel: Parallel, order: Schedule) -> None:
-    """Prove an order before anything runs, and refuse what no run could do with it."""
+    """Proves an order before anything runs, and refuses orders that cannot train."""
     schedules.refuse_malformed(order, order.name)
     once = order.repeated(1) if order.flush else order
     if once.forward_only:
-        raise MeshwrightError(f"{order.name} has forwards alone: there is nothing to train", fix="a schedule with backwards")
+        raise MeshwrightError(f"{order.name} has only forwards: there is nothing to train", fix="a schedule with backwards")
     if order.flush and once.steps != 1:
         raise MeshwrightError(
-            f"{order.name} has {once.steps} rounds of {order.microbatches} microbatches between two flushes, a step is one round",
+            f"{order.name} has {once.steps} rounds of {order.microbatches} microbatches between two flushes, but a step has one",
             fix=f"microbatches={order.microbatches * once.steps} in the schedule, or a period of one round",
         )
     if order.lowered:
         for what, given in (("sync", parallel.sync != "eager"), ("recompute", parallel.recompute is not None)):
             if given:
                 raise MeshwrightError(
-                    f"{order.name} is lowered, its {what} is settled: {what}={getattr(parallel, what)!r} would change nothing",
+                    f"{order.name} is already lowered: {what}={getattr(parallel, what)!r} would have no effect",
                     fix=f"the schedule before lowering, or no {what}",
                 )
     prove(once)

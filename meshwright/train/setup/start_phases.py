@@ -1,7 +1,7 @@
-"""The phases of a start: capture, cut, check, schedule, start workers, set up ranks, first step.
+"""The start-up phases: capture, cut, check, schedule, start workers, set up ranks, first step.
 
-A callback that has `on_phase_begin(name)` and `on_phase_end(name, seconds)` is told of them, on the rank that speaks for all;
-`seconds` is None where a phase has failed.
+On rank 0 each phase calls `on_phase_begin(name)` and `on_phase_end(name, seconds)` of every callback that has these methods.
+`seconds` is None if the phase failed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from time import monotonic
 
 @contextmanager
 def phase(callbacks: Iterable[object], name: str) -> Iterator[None]:
-    """Tell callbacks that a phase begins, and how long it took."""
-    heard = list(callbacks)
-    _tell(heard, "on_phase_begin", name)
+    """Notifies callbacks of the begin and the end of a phase."""
+    listeners = list(callbacks)
+    _notify(listeners, "on_phase_begin", name)
     begun = monotonic()
     try:
         yield
     except BaseException:
-        _tell(heard, "on_phase_end", name, None)
+        _notify(listeners, "on_phase_end", name, None)
         raise
-    _tell(heard, "on_phase_end", name, monotonic() - begun)
+    _notify(listeners, "on_phase_end", name, monotonic() - begun)
 
 
-def _tell(callbacks: Iterable[object], event: str, *given: object) -> None:
+def _notify(callbacks: Iterable[object], event: str, *given: object) -> None:
     for callback in callbacks:
-        if (told := getattr(callback, event, None)) is not None:
-            told(*given)
+        if (method := getattr(callback, event, None)) is not None:
+            method(*given)

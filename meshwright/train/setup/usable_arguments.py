@@ -1,6 +1,6 @@
-"""Arguments that are given to Hugging Face: types as its own fields declare them, and what it raises as a MeshwrightError.
+"""Checks arguments for Hugging Face: their types must be those of its fields, and its errors become MeshwrightErrors.
 
-Its classes and factories take most values as they come, and fail later, in places that do not name the argument.
+Its classes and factories accept most values without a check, and fail later with errors that do not name the argument.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 
 _RAISED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, ImportError, OSError, RuntimeError)
-"""What wrong arguments and missing packages end in."""
+"""The errors that wrong arguments and missing packages cause."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, date, time)
-"""Values that files, flags and scripts write; objects of other classes are judged by those who use them."""
+"""Types of values in files, flags and scripts. Objects of other classes are not checked here."""
 
 
 @contextmanager
 def usable(what: str, *, fix: str | None = None) -> Iterator[None]:
-    """Around a call of Hugging Face's code: what it raises says that `what` cannot be used, and why."""
+    """Wraps a call of Hugging Face's code. Its error becomes a MeshwrightError that says that `what` cannot be used, and why."""
     try:
         yield
     except _RAISED as error:
@@ -33,14 +33,14 @@ def usable(what: str, *, fix: str | None = None) -> Iterator[None]:
 
 
 def refuse_kinds(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
-    """Refuse plain values of another type than is declared for their names; None always passes."""
+    """Refuses plain values whose type differs from the declared type. None is always allowed."""
     for name, value in values.items():
         if name in declared and isinstance(value, _PLAIN) and not _fits(value, declared[name]):
-            raise MeshwrightError(f"{name} is {_shown(declared[name])}, got {type(value).__name__} {repr(value)[:60]}")
+            raise MeshwrightError(f"{name} must be {_shown(declared[name])}, got {type(value).__name__} {repr(value)[:60]}")
 
 
 def refuse_folder(what: str, folder: str | os.PathLike[str]) -> None:
-    """Make a folder that will be written to, and see that files can be made there, before there is anything to lose."""
+    """Creates an output folder and checks that files can be created in it, before training produces anything to write."""
     try:
         os.makedirs(folder, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -48,12 +48,12 @@ def refuse_folder(what: str, folder: str | os.PathLike[str]) -> None:
     except (OSError, ValueError) as error:
         raise MeshwrightError(
             f"{what} {str(folder)[:200]!r} cannot be written to: {getattr(error, 'strerror', None) or error}",
-            fix="a folder in which files can be made",
+            fix="a folder in which files can be created",
         ) from error
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Is a value of a declared type? A whole number is a float, 0 and 1 are bools, a tuple is a list."""
+    """Returns whether a value has the declared type. An int is also a float, 0 and 1 are also bools, a tuple is also a list."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, each) for each in inner)
@@ -71,11 +71,11 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _shown(kind: Any) -> str:
-    """A declared type in an error text."""
+    """Returns a declared type as text for an error."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_shown(each) for each in inner)
-    words = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
-    more = " of texts" if origin is list and inner == (str,) else ""
+    words = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", dict: "a mapping", list: "a list"}
+    more = " of strings" if origin is list and inner == (str,) else ""
     known = words.get(origin or kind, "None" if kind is type(None) else getattr(kind, "__name__", str(kind)))
     return f"{known}{more}"

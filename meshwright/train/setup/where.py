@@ -1,4 +1,4 @@
-"""Where a script's training runs: in this process, on local workers, or on the ranks that torchrun has started."""
+"""Where training runs: in this process, on local workers, or on the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from meshwright.runtime.launch.workers import Workers, attach, process_group
 
 
 def launched() -> bool:
-    """Has torchrun started this process?"""
+    """Returns whether torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def refuse_world(parallel: Parallel) -> None:
-    """Degrees that do not fit the job, said before anything is started or joined."""
+    """Raises if the degrees of a plan do not fit the job, before any process is started or any group is joined."""
     if launched() or dist.is_initialized():
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
         if world != parallel.processes:
             degrees = f"width {'+'.join(map(str, parallel.width))}" if parallel.width else f"pp {parallel.pp}"
             raise MeshwrightError(
-                f"the plan needs {degrees} x dp {parallel.dp} = {parallel.processes} ranks, the job has {world}",
+                f"the plan needs {degrees} x dp {parallel.dp} = {parallel.processes} ranks, but the job has {world}",
                 fix=f"torchrun --nproc-per-node {parallel.processes}, or other degrees",
             )
     else:
         refuse_crowd(parallel.processes)
 
 
-def everywhere(work: Callable[..., Any], *args: Any, parallel: Parallel, workers: Callable[[], Workers]) -> list[Any]:
-    """Call `work(*args)` on every rank of a plan; what those ranks returned that this process can see, rank 0 first."""
+def run_on_ranks(work: Callable[..., Any], *args: Any, parallel: Parallel, workers: Callable[[], Workers]) -> list[Any]:
+    """Calls `work(*args)` on every rank of a plan.
+
+    Returns the results of all ranks, rank 0 first, if this process started them. Otherwise it returns only its own result.
+    """
     refuse_world(parallel)
     if dist.is_initialized():
         return [work(*args)]
@@ -51,7 +54,7 @@ def everywhere(work: Callable[..., Any], *args: Any, parallel: Parallel, workers
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """A process group of this process alone; nobody else could be left waiting, so an error takes it down too."""
+    """Opens a process group with only this process. It is closed after an error too, because no other rank waits."""
     try:
         with process_group(0, 1, HashStore()):
             yield
@@ -61,11 +64,14 @@ def one_process() -> Iterator[None]:
 
 
 def device_for(use_cpu: bool) -> Any:
-    """The device of this rank."""
+    """Returns the device of this rank."""
     rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else dist.get_rank()
     return devices.choose(rank, device="cpu" if use_cpu else None)
 
 
 def keeps_own_objects() -> bool:
-    """Does each rank keep its own copy of a script's objects? Else they are a parent's, and results are sent to it."""
+    """Returns whether each rank runs the user's script and keeps its own objects.
+
+    Otherwise they belong to a parent process, and the ranks send their results to it.
+    """
     return launched() or dist.get_world_size() == 1

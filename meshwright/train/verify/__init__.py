@@ -1,1 +1,1 @@
-"""Compare a plan with one process."""
+"""Compare training under a plan with training in one process."""

@@ -1,7 +1,7 @@
-"""What a comparison with one process found, and how it is judged.
+"""The result of a comparison with one process, and the rules for passing.
 
-An error is max|a - b| / max(max|b|, 1e-3 of the largest value in the model), tensor by tensor. Everything that was
-expected must have been seen: each update's gradients and each version's weights on every rank that holds them.
+The error of a tensor is max|a - b| / max(max|b|, 1e-3 of the largest value in the model). Nothing may be missing: every rank
+must have the gradients of each update and the weights of each version of the parameters that it holds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from meshwright.train.verify.serial_reference import SerialTrace
 from meshwright.train.verify.verify_case import Case
 
 FLOOR = 1e-3
-"""A tensor's error is relative to its own largest value, but not to less than this share of the model's largest."""
+"""A tensor's error is relative to its largest value, or to this fraction of the model's largest value if that is larger."""
 
 SHOWN = 20
-"""So many problems are written down; the rest is counted."""
+"""The number of problems that a certificate lists. Further problems are only counted."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class Certificate:
     versions: dict[str, str]
 
     def to_json(self) -> str:
-        """The file form; JSON has no numbers without end, they are written as texts: "Infinity", "-Infinity", "NaN"."""
-        written = {"schema": 1, "kind": "certificate", **asdict(self)}
-        return json.dumps(_finite(written), indent=2, default=str, allow_nan=False)
+        """Returns the certificate as JSON. Numbers that are not finite become strings: "Infinity", "-Infinity", "NaN"."""
+        table = {"schema": 1, "kind": "certificate", **asdict(self)}
+        return json.dumps(_json_numbers(table), indent=2, default=str, allow_nan=False)
 
 
 @dataclass
 class RankTrace:
-    """What one rank saw: sums of losses with their weights, its units' mean gradients, versions by digest, last weights."""
+    """The record of one rank: sums of losses with their weights, mean gradients, digests of all versions, and last weights."""
 
     sums: dict[int, tuple[float, float]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -108,13 +108,13 @@ class RankTrace:
 
 
 def certify(case: Case, layers: Layers, schedule: Schedule, reference: SerialTrace, traces: list[RankTrace]) -> Certificate:
-    """Compare what all ranks saw with one process."""
-    held = _holdings(layers, schedule, case.parallel.dp)
+    """Compares the records of all ranks with that of one process."""
+    held = _expected_names(layers, schedule, case.parallel.dp)
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
     unequal = list(_unequal(traces))
-    problems = [*_missing(held, trainable, traces, len(reference.gradients)), *unequal, *_other_starts(layers, traces)]
+    problems = [*_missing(held, trainable, traces, len(reference.gradients)), *unequal, *_different_starts(layers, traces)]
     problems += [
-        f"rank {rank} skipped the updates {trace.skipped}, one process {reference.skipped}"
+        f"rank {rank} skipped the updates {trace.skipped}, one process skipped {reference.skipped}"
         for rank, trace in enumerate(traces)
         if trace.skipped != reference.skipped
     ]
@@ -132,7 +132,7 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: SerialTra
         weight_error=weight[0],
         worst=worst[1],
         replicas_equal=not unequal,
-        problems=_short(problems),
+        problems=_shortened(problems),
         tolerance=tolerance,
         losses=tuple(losses),
         reference_losses=tuple(reference.losses),
@@ -146,26 +146,26 @@ def certify(case: Case, layers: Layers, schedule: Schedule, reference: SerialTra
         seed=case.seed,
         parallel=plan_table(case.parallel),
         schedule=schedule.name,
-        versions=_software(),
+        versions=_software_versions(),
     )
 
 
 def digest(tensor: Tensor) -> int:
-    """A number that differs, but for one chance in 2^64, where a bit differs or two elements change places."""
+    """Returns a hash that changes if a bit changes or two elements are swapped, except with a probability of 2^-64."""
     bits = _bits(tensor).long()
     mixed = (bits ^ (torch.arange(1, len(bits) + 1) * -7046029254386353131)) * -4658895280553007687
     return int(((mixed ^ (mixed >> 29)) * -7723592293110705685).sum())
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers: unlike floats they equal themselves whatever they stand for."""
+    """Returns the same memory as integers. Unlike floats, integers compare equal whenever their bits are equal."""
     flat = tensor.detach().contiguous().flatten()
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
-def _holdings(layers: Layers, schedule: Schedule, copies: int) -> list[set[str]]:
-    """For each rank the names of the parameters that it must have."""
+def _expected_names(layers: Layers, schedule: Schedule, copies: int) -> list[set[str]]:
+    """Returns the names of the parameters that each rank must hold."""
     mesh = Mesh(schedule.workers, copies, 0)
     held: list[set[str]] = [set() for _ in range(schedule.workers * copies)]
     for unit in range(schedule.units):
@@ -176,35 +176,40 @@ def _holdings(layers: Layers, schedule: Schedule, copies: int) -> list[set[str]]
 
 def _missing(held: list[set[str]], trainable: set[str], traces: list[RankTrace], updates: int) -> Iterator[str]:
     for rank, (names, trace) in enumerate(zip(held, traces, strict=True)):
-        yield from _absent(f"weights on rank {rank}", names, trace.weights)
+        yield from _name_differences(f"weights on rank {rank}", names, trace.weights)
         for update in range(updates):
-            yield from _absent(f"gradients of update {update} on rank {rank}", names & trainable, trace.gradients.get(update, {}))
+            yield from _name_differences(
+                f"gradients of update {update} on rank {rank}", names & trainable, trace.gradients.get(update, {})
+            )
         for version in range(updates + 1):
-            yield from _absent(f"version {version} on rank {rank}", names & trainable, trace.digests.get(version, {}))
+            yield from _name_differences(f"version {version} on rank {rank}", names & trainable, trace.digests.get(version, {}))
         if names & trainable and (more := sorted(set(trace.gradients) - set(range(updates)))):
-            yield f"updates {more} on rank {rank}, which one process has not"
+            yield f"rank {rank} has the updates {more}, which one process does not have"
     unheld = trainable.difference(*held)
     if unheld:
         yield f"{sorted(unheld)[0]} is on no rank"
 
 
-def _absent(where: str, names: set[str], found: Mapping[str, object]) -> Iterator[str]:
+def _name_differences(where: str, names: set[str], found: Mapping[str, object]) -> Iterator[str]:
     if lost := sorted(names - set(found)):
         yield f"{where}: {lost[0]} is missing" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
     if more := sorted(set(found) - names):
         yield f"{where}: {more[0]} should not be there"
 
 
-def _other_starts(layers: Layers, traces: list[RankTrace]) -> Iterator[str]:
-    """Weights that a worker built otherwise than this process: then it is not the plan that differs."""
+def _different_starts(layers: Layers, traces: list[RankTrace]) -> Iterator[str]:
+    """Finds weights that differ between workers and this process before the first step. The plan is not the cause of these."""
     built = {name: digest(p) for p, name in layers.names.items() if p.requires_grad}
     for rank, trace in enumerate(traces):
         if other := [name for name, found in trace.digests.get(0, {}).items() if found != built[name]]:
-            yield f"rank {rank} starts with another {other[0]} than build() gives here: does it draw from torch's generator?"
+            yield (
+                f"rank {rank} starts with other values of {other[0]} than build() returns here: does build() use only torch's "
+                "generator?"
+            )
 
 
 def _unequal(traces: list[RankTrace]) -> Iterator[str]:
-    """Copies of a parameter, version by version, and at the end bit by bit."""
+    """Compares the copies of each parameter on all ranks: digests for every version, all bits at the end."""
     first: dict[tuple[int, str], tuple[int, int]] = {}
     for rank, trace in enumerate(traces):
         for version, digests in sorted(trace.digests.items()):
@@ -250,13 +255,13 @@ def _losses(traces: list[RankTrace], steps: int) -> list[float]:
 
 
 def _relative(a: float, b: float) -> float:
-    """What is not a number equals nothing."""
+    """Returns the relative error of a number, infinite if it is NaN."""
     error = abs(a - b) / max(abs(b), 1e-30)
     return error if error == error else float("inf")
 
 
 def tensor_error(found: Tensor, expected: Tensor, largest: float) -> float:
-    """How far a tensor is from what it should be, by the rule of this file."""
+    """Returns the error of a tensor as this file defines it."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
     if not found.numel():
@@ -267,21 +272,21 @@ def tensor_error(found: Tensor, expected: Tensor, largest: float) -> float:
     return error if error == error else float("inf")
 
 
-def _short(problems: list[str]) -> tuple[str, ...]:
+def _shortened(problems: list[str]) -> tuple[str, ...]:
     more = len(problems) - SHOWN
     return tuple(problems) if more <= 0 else (*problems[:SHOWN], f"and {more} more")
 
 
-def _finite(value: Any) -> Any:
-    """The same with texts in place of numbers that JSON has not."""
+def _json_numbers(value: Any) -> Any:
+    """Replaces numbers that JSON does not have by strings."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _json_numbers(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_finite(item) for item in value]
+        return [_json_numbers(item) for item in value]
     return json.dumps(value) if isinstance(value, float) and not isfinite(value) else value
 
 
-def _software() -> dict[str, str]:
+def _software_versions() -> dict[str, str]:
     from meshwright import __version__
 
     return {"meshwright": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,7 +1,7 @@
-"""One process that follows the rule of a schedule: the reference that every plan is compared with.
+"""Training in one process by the update rule of a schedule: the reference that every plan is compared with.
 
-A step takes the same microbatches, adds up the sums of their losses and divides once. A schedule without a flush reads old
-versions; which, is read from its lists, so the reference is that schedule's own delayed rule.
+A step uses the same microbatches, sums their losses and divides once. A schedule without a flush reads old versions of the
+weights. The lists of the schedule tell which ones, so the reference uses the same delayed versions.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from meshwright.runtime.stage.objective import Loss, LossKind, Objective
 from meshwright.runtime.stage.precision import Precision
 
 
-class Whole(Protocol):
-    """A model uncut, with its own parameters: its loss, or its output, for some columns."""
+class WholeModel(Protocol):
+    """The user's model before it is cut. A call returns its loss, or its output, for some columns."""
 
     def __call__(self, weights: Weights, columns: Mapping[str, Tensor]) -> Tensor:
-        """Run it."""
+        """Runs the model."""
         ...
 
 
 Versions = dict[tuple[int, int], dict[int, int]]
-"""For (stage, microbatch) the version of each unit that its forward reads."""
+"""For each (stage, microbatch), the version of each unit that its forward reads."""
 
 Weights = dict[nn.Parameter, Tensor]
-"""A tensor for each parameter: values of a version, leaves of a graph, or gradients."""
+"""A tensor for each parameter: the values of one version, leaves of the autograd graph, or gradients."""
 
 
 @dataclass
 class SerialTrace:
-    """What a run leaves to compare: the loss of each step, the mean gradients of each update, the weights at the end."""
+    """The record of the reference run: the loss of each step, the mean gradients of each update, and the weights at the end."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class SerialTrace:
 
 
 def versions_read(schedule: Schedule) -> Versions:
-    """Which versions the forwards of a schedule read."""
+    """Returns the versions that the forwards of a schedule read."""
     found: Versions = {}
     effects = rule(schedule)
     for worker, entries in enumerate(schedule.lists):
@@ -67,7 +67,7 @@ def versions_read(schedule: Schedule) -> Versions:
 
 @dataclass
 class Serial:
-    """One process with all layers."""
+    """Trains all layers in one process."""
 
     schedule: Schedule
     layers: Layers
@@ -80,11 +80,11 @@ class Serial:
     loss_kind: LossKind = LossKind.MEAN
     scheduler: Scheduler | None = None
     rules: Rules = field(default_factory=Rules)
-    whole: Whole | None = None
-    """The model itself, uncut: what its captured layers are compared with."""
+    whole: WholeModel | None = None
+    """The user's model before it is cut. If it is set, it runs instead of the captured layers."""
 
     def __post_init__(self) -> None:
-        why = "what a run is compared with computes on copies of the parameters"
+        why = "the reference run computes on copies of the parameters"
         refuse_hooks(self.layers, why, fix="verify the model without its hooks")
         self.objective = Objective(self.loss, weigh=self.layers.weigh, kind=self.loss_kind)
         self.scaler = self.precision.scaler()
@@ -93,11 +93,11 @@ class Serial:
         self.reads = {} if self.schedule.flush else versions_read(self.schedule)
         self.takes_target = takes_target(self.layers.modules[-1])
         self.reached: set[nn.Parameter] = set()
-        """Parameters that have had a gradient; in a step in which nothing counts theirs is zero."""
+        """Parameters that have had a gradient. Their gradient is zero in a step in which no item counts."""
         self.history: list[Weights] = [{p: p.detach().clone() for p in self.params}]
 
     def run(self, batch: Callable[[int], Given], steps: int) -> SerialTrace:
-        """Train for some steps."""
+        """Trains for some steps."""
         trace = SerialTrace()
         optimizers = [self.optimizer(params) for params in self.units.values() if params]
         rates = [self.scheduler(optimizer) for optimizer in optimizers] if self.scheduler is not None else []
@@ -107,7 +107,7 @@ class Serial:
             trace.gradients.append(
                 {self.layers.names[p]: torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.params}
             )
-            if self._is_taken(trace, round_):
+            if self._takes_update(trace, round_):
                 self._clip()
                 for optimizer in optimizers:
                     optimizer.step()
@@ -118,12 +118,12 @@ class Serial:
         for step in range(steps):
             mine = [sums[step, copy] for copy in range(self.copies)]
             weight = sum(w for _, w in mine)
-            trace.losses.append(sum(s for s, _ in mine) / weight if weight else 0.0)  # nothing counted, nothing lost
+            trace.losses.append(sum(s for s, _ in mine) / weight if weight else 0.0)  # the loss is 0 if no item counts
         trace.weights = {name: p.detach().clone() for p, name in self.layers.names.items()}
         return trace
 
     def _clip(self) -> None:
-        """Shorten the gradient to the largest norm: all of it together, or unit by unit where there is no flush."""
+        """Clips the norm of the whole gradient, or of each unit if the schedule has no flush."""
         if self.rules.clip is None:
             return
         for params in [self.params] if self.schedule.flush or self.schedule.norm else list(self.units.values()):
@@ -132,8 +132,8 @@ class Serial:
             for gradient in gradients:
                 gradient.mul_(self.rules.scale(norm))
 
-    def _is_taken(self, trace: SerialTrace, round_: int) -> bool:
-        """With a scaled loss a step whose gradient overflows is left out."""
+    def _takes_update(self, trace: SerialTrace, round_: int) -> bool:
+        """Returns False, and records it, if the gradient of a scaled loss overflows: the update is then skipped."""
         if self.scaler is None:
             return True
         square = sum(float(torch.linalg.vector_norm(p.grad.double()) ** 2) for p in self.params if p.grad is not None)
@@ -143,7 +143,7 @@ class Serial:
         return False
 
     def _gradients(self, batch: Callable[[int], Given], round_: int, sums: dict[tuple[int, int], list[float]]) -> None:
-        """The mean gradient of a round: sums over microbatches, then over copies, divided once."""
+        """Computes the mean gradient of a round: sums over microbatches, then over data-parallel copies, divided once."""
         total: Weights = {}
         for p in self.params:
             p.grad = None
@@ -181,7 +181,7 @@ class Serial:
         return data.weight(rows, self.objective).counts
 
     def _weights(self, mb: int) -> list[Weights]:
-        """For each stage its parameters as leaves, of the versions that it reads."""
+        """Returns the parameters of each stage as leaf tensors, in the versions that the stage reads."""
         leaves: dict[tuple[nn.Parameter, int], Tensor] = {}
 
         def at(p: nn.Parameter, version: int) -> Tensor:
@@ -196,12 +196,12 @@ class Serial:
         return found
 
     def _microbatch(self, data: Batch, step: int, local: int, weights: list[Weights], added: Weights) -> float:
-        """One forward and backward through all layers; gradients are added up."""
+        """Runs forward and backward through all layers, and adds the gradients to `added`. Returns the loss."""
         rows = data.cuts[local]
         if self.whole is None:
             output = self._through_layers(data, step, local, weights)
         else:
-            weights = [{p: p for p in self.params}]  # checkpoints that run again in backward know no others
+            weights = [{p: p for p in self.params}]  # activation checkpoints run again in backward with the original parameters
             with self.precision.autocast(torch.device("cpu")):
                 output = self.whole({}, data.named(data.columns, rows))
         loss = self.objective(output, data.targets(rows), data.weight(rows, self.objective).items)
@@ -215,7 +215,7 @@ class Serial:
         return float(loss.detach())
 
     def _through_layers(self, data: Batch, step: int, local: int, weights: list[Weights]) -> Tensor:
-        """One layer after another, each with random streams of its own."""
+        """Runs one layer after another, each with its own random stream."""
         rows, number = data.cuts[local], data.copy * self.microbatches + local
         values, named = data.inputs(rows)
         values, named = tuple(t.clone() for t in values), {name: t.clone() for name, t in named.items()}

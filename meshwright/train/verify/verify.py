@@ -1,7 +1,7 @@
-"""`verify`: run a plan on local workers, compare it with one process, and write down what was found.
+"""`verify`: run a plan on local workers, compare it with one process, and return a certificate.
 
-Compared are the loss of every step, the mean gradient of every update on every rank that holds it, and the weights at the
-end; copies of a parameter (replicas, ties, data parallelism, teams) must agree bit for bit in every version.
+It compares the loss of every step, the mean gradient of every update on every rank that holds it, and the weights at the end.
+Copies of a parameter (replicas, ties, data parallelism, teams) must be equal bit for bit in every version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwright.train.verify.verify_case import Case, prepare_case
 
 
 def momentum(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """What `verify` trains with unless it is told otherwise."""
+    """Returns the default optimizer of `verify`."""
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
@@ -100,7 +100,7 @@ def verify(
         rules=Rules(clip=clip),
     )
     if workers is not None and not callable(getattr(workers, "run", None)):
-        raise MeshwrightError(f"workers are a pool that was started, got {workers!r}", fix="workers=None starts its own")
+        raise MeshwrightError(f"workers must be a pool of running workers, got {workers!r}", fix="workers=None starts a pool")
     case, layers, run = prepare_case(case)
     pool = workers or Workers(case.parallel.processes)
     try:
@@ -113,7 +113,7 @@ def verify(
 
 
 def serial_trace(case: Case, run: PreparedRun) -> SerialTrace:
-    """What one process does with all layers."""
+    """Runs the reference: training in one process with all layers."""
     built, parallel, schedule = case.model(), case.parallel, run.schedule
     layers = run.open(built)
     one = Serial(
@@ -130,13 +130,14 @@ def serial_trace(case: Case, run: PreparedRun) -> SerialTrace:
         rules=case.rules,
     )
     if case.flat is not None and schedule.flush and not case.flat.random and case.precision.dtype is None:
-        # Nothing is drawn or rounded on the way, so that the model itself can be asked: what capture gets wrong shows too.
+        # The model has no random numbers and no rounding to another format, so the user's model can be the reference.
+        # Errors of the capture are then found too.
         one.whole = Uncut.of(built, case.data(0), own_loss=case.loss is not None)
     return one.run(case.data, case.steps)
 
 
 def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
-    """What this rank of a parallel run does; called on all ranks together."""
+    """Runs this rank of the parallel run. A collective call: all ranks must call it."""
     layers, schedule = run.open(case.model()), run.schedule
     how = run.settings(optimizer=case.optimizer, scheduler=case.scheduler, rules=case.rules, seed=case.seed)
     engine = Engine(schedule, layers, how)
@@ -144,7 +145,7 @@ def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
     updates = 0
     for first in range(case.steps) if schedule.flush else [0]:
         for unit in engine.units.values():
-            unit.watch = partial(_note, layers, trace, first)
+            unit.watch = partial(_record_update, layers, trace, first)
         tallies |= engine.run(case.data, first)
         updates = first + schedule.steps
     trace.skipped = list(engine.parameters.skipped)
@@ -156,8 +157,8 @@ def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
     return trace
 
 
-def _note(layers: Layers, trace: RankTrace, first: int, round_: int, params: list[Any], views: list[Tensor]) -> None:
-    """Before an update: keep its mean gradients, and what the version that it replaces looks like."""
+def _record_update(layers: Layers, trace: RankTrace, first: int, round_: int, params: list[Any], views: list[Tensor]) -> None:
+    """Called before an update: records its mean gradients, and the digests of the weights that it replaces."""
     update = first + round_
     trace.gradients.setdefault(update, {}).update({layers.names[p]: v.clone() for p, v in zip(params, views, strict=True)})
     trace.digests.setdefault(update, {}).update({layers.names[p]: digest(p) for p in params})

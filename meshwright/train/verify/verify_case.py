@@ -1,4 +1,4 @@
-"""What `verify` compares, in a form that workers can be sent, and what is refused before any of them is started."""
+"""The inputs of `verify`, in a form that can be sent to workers, and the checks before any worker starts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from meshwright.train.setup.settled_plan import settled
 from meshwright.train.setup.user_arguments import refuse_loss, refuse_seed
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
-"""The largest relative error that passes."""
+"""The largest relative error that passes, by dtype."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is verified; everything in it can be sent to a worker."""
+    """One comparison. All its fields can be sent to a worker."""
 
     build: Callable[[], Any]
     batch: Callable[[int], Given]
@@ -49,20 +49,20 @@ class Case:
     precision: Precision = field(default_factory=Precision)
     loss_kind: LossKind = LossKind.MEAN
     flat: Flat | None = None
-    """The graph of a model that is captured, once for all workers."""
+    """The graph of a captured model. It is captured once for all workers."""
     scheduler: Scheduler | None = None
     rules: Rules = field(default_factory=Rules)
 
     @property
     def tolerance(self) -> float:
-        """The largest relative error that passes: that of what is computed in."""
+        """The largest relative error that passes, for the dtype that layers compute in."""
         dtype = self.precision.dtype
         return TOLERANCE[self.dtype if dtype is None else str(dtype).removeprefix("torch.")]
 
     def model(self) -> Any:
-        """What the user built, from the seed, in the dtype."""
+        """Builds the user's model from the seed, in the dtype."""
         torch.manual_seed(self.seed)
-        built = _called("build()", self.build)
+        built = _call("build()", self.build)
         for module in built if isinstance(built, LISTS) else [built]:
             if isinstance(module, nn.Module):
                 module.to(getattr(torch, self.dtype))
@@ -71,19 +71,19 @@ class Case:
         return built
 
     def data(self, step: int) -> Given:
-        """A batch in the dtype; ids that the model does not know are refused."""
+        """Returns the batch of a step in the dtype. Raises if an id is outside the model's vocabulary."""
         found = self._cast(step)
         if self.flat is not None:
             refuse_ids(vocabularies(self.flat), found, self.flat.columns)
         return found
 
     def _cast(self, step: int) -> Given:
-        given = _called(f"batch({step})", self.batch, step)
+        given = _call(f"batch({step})", self.batch, step)
         dtype = getattr(torch, self.dtype)
 
         def cast(name: object, t: object) -> Tensor:
             if not isinstance(t, Tensor):
-                raise _no_tensor(f"batch({step}) has {_kind(t)} at {name!r}", t)
+                raise _not_a_tensor(f"batch({step}) has {_type_name(t)} at {name!r}, not a tensor", t)
             return t.to(dtype) if t.is_floating_point() else t
 
         if isinstance(given, Tensor):
@@ -92,11 +92,11 @@ class Case:
             return {name: cast(name, t) for name, t in given.items()}
         if isinstance(given, tuple | list) and given:
             return tuple(cast(index, t) for index, t in enumerate(given))
-        raise _no_tensor(f"batch(step) returned {_kind(given)}", given)
+        raise _not_a_tensor(f"batch(step) returned {_type_name(given)}", given)
 
 
-def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What a user's function returns; what it raises is said with its traceback, the same here and on a worker."""
+def _call(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a user's function. Its error becomes a MeshwrightError with the traceback, here and on a worker."""
     try:
         return function(*args)
     except MeshwrightError:
@@ -107,22 +107,25 @@ def _called(what: str, function: Callable[..., Any], *args: Any) -> Any:
         raise MeshwrightError(f"{what} raised {type(error).__name__}: {error}\n{lines}") from error
 
 
-def _kind(given: object) -> str:
-    """The type of what is no tensor, with its package where that says more."""
+def _type_name(given: object) -> str:
+    """Returns the name of an object's type, with its package if it is not a builtin."""
     kind = type(given)
     if isinstance(given, Sized) and not isinstance(given, str) and kind.__module__ == "builtins" and not len(given):
         return f"an empty {kind.__name__}"
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def _no_tensor(what: str, given: object) -> MeshwrightError:
-    """The refusal of a batch, or of a part of one."""
+def _not_a_tensor(what: str, given: object) -> MeshwrightError:
+    """Returns the error for a batch, or a part of one, that is not a tensor."""
     array = type(given).__module__.partition(".")[0] == "numpy"
     return MeshwrightError(what, fix="torch.from_numpy" if array else "a tuple or a mapping of tensors")
 
 
 def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
-    """The case with its captured graph, the layers of this process, and the prepared run; what a user can mend is said here."""
+    """Returns the case with its captured graph, the layers of this process, and the prepared run.
+
+    Raises here, before any worker starts, if the user's model, data or plan cannot be used.
+    """
     if not isinstance(case.dtype, str) or case.dtype not in TOLERANCE:
         raise MeshwrightError(f"there is no tolerance for {case.dtype!r}", fix=", ".join(TOLERANCE))
     if isinstance(case.steps, bool) or not isinstance(case.steps, int) or case.steps < 1:
@@ -152,25 +155,25 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
 
 
 def _refuse_frozen(case: Case, built: Any) -> None:
-    """There is something to compare, and an optimizer that can train it."""
+    """Raises if no parameter is trained, or if the optimizer cannot train them."""
     modules = list(built) if isinstance(built, LISTS) else [built]
     if not all(isinstance(module, nn.Module) for module in modules):
-        return  # refused where it is cut
+        return  # refused when the model is cut
     trained = [p for module in modules for p in module.parameters() if p.requires_grad]
     if not trained:
         raise MeshwrightError(
-            "no parameter of the model takes a gradient: there is nothing to compare", fix="requires_grad_(True)"
+            "no parameter of the model requires a gradient: there is nothing to compare", fix="requires_grad_(True)"
         )
     _refuse_optimizer(case, list(dict.fromkeys(trained)))
 
 
 def _refuse_local(case: Case) -> None:
-    """Workers import functions by name; a lambda has none, and neither has a model or a batch."""
+    """Refuses arguments that workers cannot import by name: lambdas, models and batches."""
     for what, made in (("build", "the model"), ("batch", "the data of a step")):
         found = getattr(case, what)
         if isinstance(found, nn.Module) or not callable(found):
             raise MeshwrightError(
-                f"{what} is a function that makes {made}, got {_kind(found)}",
+                f"{what} must be a function that returns {made}, got {_type_name(found)}",
                 fix=f"def {what}({'step' if what == 'batch' else ''}): ... at the top level of a module, and {what}={what}",
             )
     for what in ("build", "batch", "loss", "optimizer", "scheduler"):
@@ -178,43 +181,48 @@ def _refuse_local(case: Case) -> None:
             pickle.dumps(getattr(case, what))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise MeshwrightError(
-                f"{what} cannot be sent to workers, which import it by name: {error}",
+                f"{what} cannot be sent to workers, which must import it by name: {error}",
                 fix="a function at the top level of a module, or functools.partial of one",
             ) from error
 
 
 def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
-    """A step is taken with the gradients that are there; an optimizer that wants to compute them again cannot."""
-    found = _called("optimizer(params)", case.optimizer, params)
+    """Refuses optimizers that need a closure to compute gradients again, and schedules that need more than the step count."""
+    found = _call("optimizer(params)", case.optimizer, params)
     step = getattr(found, "step", None)
     if not callable(step):
-        raise MeshwrightError(f"optimizer(params) returned {_kind(found)}, which has no step()", fix="a torch.optim.Optimizer")
+        raise MeshwrightError(
+            f"optimizer(params) returned {_type_name(found)}, which has no step()", fix="a torch.optim.Optimizer"
+        )
     refuse_closure(found)
     if case.scheduler is not None and not callable(case.scheduler):
-        raise MeshwrightError(f"scheduler makes a schedule for an optimizer, got {case.scheduler!r}", fix="scheduler=StepLR")
-    rates = None if case.scheduler is None else _called("scheduler(optimizer)", case.scheduler, found)
+        raise MeshwrightError(
+            f"scheduler must be a function that returns a schedule for an optimizer, got {case.scheduler!r}",
+            fix="scheduler=StepLR",
+        )
+    rates = None if case.scheduler is None else _call("scheduler(optimizer)", case.scheduler, found)
     if rates is not None and (not callable(getattr(rates, "step", None)) or wants_more(rates.step)):
         raise MeshwrightError(
-            f"scheduler(optimizer) returned {_kind(rates)}, which has no step() without arguments",
-            fix="a schedule that follows the number of updates: StepLR, CosineAnnealingLR, LambdaLR",
+            f"scheduler(optimizer) returned {_type_name(rates)}, which has no step() without arguments",
+            fix="a schedule that depends only on the number of updates: StepLR, CosineAnnealingLR, LambdaLR",
         )
 
 
 def _refuse_rows(case: Case) -> None:
-    """Every microbatch of the first batch has a row; later batches may be shorter."""
+    """Raises if a microbatch of the first batch would have no row. Later batches may have fewer rows."""
     parallel = case.parallel
     cuts = parallel.microbatches * parallel.dp
     first = case.data(0)
     if not _same(first, case.data(0)):
         raise MeshwrightError(
-            "batch(0) gives other tensors when it is called again, and every worker calls it",
-            fix="draw from torch.Generator().manual_seed(step)",
+            "batch(0) returns other tensors when it is called again, but every worker calls it",
+            fix="random numbers from torch.Generator().manual_seed(step)",
         )
     names = None if case.flat is None else case.flat.columns
     batch = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp, names=names)
     rows = batch.size
     if rows < cuts:
-        copies = f" on each of {parallel.dp} copies" if parallel.dp > 1 else ""
+        copies = f" on each of {parallel.dp} data-parallel copies" if parallel.dp > 1 else ""
         raise MeshwrightError(
             f"a batch of {rows} rows cannot be cut into {parallel.microbatches} microbatches{copies}",
             fix=f"batches of at least {cuts} rows, or fewer microbatches",
@@ -222,7 +230,10 @@ def _refuse_rows(case: Case) -> None:
 
 
 def _refuse_dtype(case: Case, model: nn.Module) -> None:
-    """Some operations exist in some dtypes only: what will be captured is tried once, in evaluation, before workers start."""
+    """Raises if the model does not run in the dtype. It runs once in evaluation mode before workers start.
+
+    Some operations exist only for some dtypes.
+    """
     if case.flat is None or case.dtype == "float32":
         return
     whole, training = Uncut.of(model, case.data(0), own_loss=case.loss is not None), model.training
@@ -238,7 +249,7 @@ def _refuse_dtype(case: Case, model: nn.Module) -> None:
 
 
 def _same(a: Given, b: Given) -> bool:
-    """Whether two batches are equal; what is no number equals itself here."""
+    """Returns whether two batches are equal. NaN equals NaN here."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return list(a) == list(b) and _same(tuple(a.values()), tuple(b.values()))
     return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
