@@ -28,7 +28,7 @@ Entry = TypeVar("Entry", Doing, Failure)
 
 
 class Board:
-    """The board of one job. It has its own connection, because other connections block while they wait. `secret` signs entries."""
+    """The board of one job. It has its own connection, because other connections block during waits. `secret` signs entries."""
 
     def __init__(self, store: Store, world: int, *, secret: bytes = b"") -> None:
         self.store, self.world, self.secret = store, world, secret
