@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from math import prod
@@ -120,8 +120,9 @@ class Cuts:
 
     @property
     def digest(self) -> str:
-        """A short hash; equal for equal cuts."""
-        return sha256(repr((self.starts, self.parts)).encode()).hexdigest()[:16]
+        """A short hash; equal for equal cuts, whatever is said about them."""
+        parts = [replace(part, why="") for part in self.parts]
+        return sha256(repr((self.starts, parts)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
