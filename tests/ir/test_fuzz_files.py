@@ -36,8 +36,14 @@ READ_BY = {
     "train/checkpoint/folders.py": {"marker"},
 }
 """Every file that parses something, with the forms that go through it here."""
-WRITES = {"capture/trace/export.py", "capture/trace/size_conditions.py", "train/checkpoint/pretrained_weights.py"}
-"""Files with a parser of that name that read nothing of a user's: conditions of torch, and a file that was just written."""
+WRITES = {
+    "capture/trace/export.py",
+    "capture/trace/size_conditions.py",
+    "runtime/json_exchange.py",
+    "train/checkpoint/pretrained_weights.py",
+    "train/checkpoint/write.py",
+}
+"""Parsers that read no user file: conditions of torch, messages of ranks of one run, and files that were just written."""
 
 
 @pytest.fixture
