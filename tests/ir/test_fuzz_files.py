@@ -21,7 +21,7 @@ READ_BY = {
     "ir/files/schedule_json.py": {"schedule", "lowered"},
     "ir/input_limits.py": {"plan.toml", "job.toml", "model.toml"},
     "ir/files/measurement.py": {"measurement"},
-    "ir/model.py": {"graph"},
+    "ir/files/model_json.py": {"graph"},
     "ir/plan/plan_file.py": {"plan.json", "plan text", "plan.toml", "order.json", "order text", "order.toml"},
     "ir/profile.py": {"costs"},
     "ir/reader.py": {"plan.json"},
