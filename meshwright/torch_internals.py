@@ -1,7 +1,7 @@
-"""Semi-private torch: what the package needs and torch does not offer in public. No other file of the package touches it.
+"""All uses of semi-private torch: what the package needs and torch does not offer as a public API. No other file uses it.
 
-Each entry has a reason, a check whether this release of torch has it (made once, at import), and a fallback. A fallback is
-slower, or refuses with an error. It never gives other results in silence.
+Each entry has a reason, a check that this release of torch has it (made once, at import), and a fallback. A fallback is slower,
+or it raises. It never changes results silently.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from meshwright.errors import MeshwrightError
 
 
 def _missing(name: str, what: str) -> MeshwrightError:
-    """What to raise where a release of torch lacks something that cannot be replaced."""
+    """Returns the error for a release of torch that lacks something that has no replacement."""
     return MeshwrightError(
         f"torch {torch.__version__} has no {name}: {what}",
-        fix="a release of torch that this version of meshwright is tested with, such as 2.13",
+        fix="install a release of torch that this version of meshwright is tested with, such as 2.13",
     )
 
 
@@ -38,28 +38,28 @@ _TENSOR_HOOKS = _has(torch.empty(0), "_backward_hooks", "_post_accumulate_grad_h
 
 
 def forward_hooks(module: Any) -> bool:
-    """Does a module have forward hooks? Reason: torch has no public question. Fallback: refuses."""
+    """Returns whether a module has forward hooks. Reason: torch has no public API for this. Fallback: raises."""
     if not _MODULE_HOOKS:
-        raise _missing("Module._forward_hooks", "hooks of a module cannot be seen, and might not be called")
+        raise _missing("Module._forward_hooks", "hooks of a module cannot be detected, and might not be called")
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def backward_hooks(module: Any) -> bool:
-    """Does a module have backward hooks? Reason: torch has no public question. Fallback: refuses."""
+    """Returns whether a module has backward hooks. Reason: torch has no public API for this. Fallback: raises."""
     if not _MODULE_HOOKS:
-        raise _missing("Module._backward_hooks", "hooks of a module cannot be seen, and might not be called")
+        raise _missing("Module._backward_hooks", "hooks of a module cannot be detected, and might not be called")
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def gradient_hooks(tensor: Any) -> bool:
-    """Does a tensor have hooks on its gradient? Reason: torch has no public question. Fallback: refuses."""
+    """Returns whether a tensor has hooks on its gradient. Reason: torch has no public API for this. Fallback: raises."""
     if not _TENSOR_HOOKS:
-        raise _missing("Tensor._backward_hooks", "hooks of a gradient cannot be seen, and might not be called")
+        raise _missing("Tensor._backward_hooks", "hooks of a gradient cannot be detected, and might not be called")
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _fingerprint(tensor: Tensor) -> int:
-    """A number that changes with the values of a tensor; never 0."""
+    """Returns a hash of the values of a tensor; never 0."""
     if tensor.is_meta:
         return 1
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
@@ -68,9 +68,9 @@ def _fingerprint(tensor: Tensor) -> int:
 
 
 write_count: Callable[[Tensor], int] = attrgetter("_version") if _has(torch.empty(0), "_version") else _fingerprint
-"""A number that changes when a tensor is written into; 0 means that a new tensor was not.
+"""Returns a number that changes when a tensor is written to; 0 for a new tensor that was never written to.
 
-Reason: only this counter of autograd sees writes without a copy of the values. Fallback: a fingerprint of the values, which is
+Reason: only this counter of autograd detects writes without a copy of the values. Fallback: a hash of the values, which is
 never 0.
 """
 
@@ -79,19 +79,22 @@ _TABLES = _has(nn.Module(), "_parameters", "_modules", "_buffers")
 
 
 def module_tables(module: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The parameters, submodules and buffers that a module itself has, by name; the live tables.
+    """Returns the live dicts of a module's own parameters, submodules and buffers, by name.
 
-    Reason: they are compared before every step; the public iterators take longer and leave out what is None. Fallback: refuses.
+    Reason: they are compared before every step. The public iterators are slower and skip entries that are None. Fallback: raises.
     """
     if not _TABLES:
-        raise _missing("Module._parameters", "what is changed in a model cannot be seen")
+        raise _missing("Module._parameters", "changes to a model cannot be detected")
     return module._parameters, module._modules, module._buffers
 
 
 def cast_method() -> str:
-    """The method of a module that `.to`, `.float` and the like go through. Reason: nothing public. Fallback: refuses."""
+    """Returns the name of the method that `.to`, `.float` and similar methods of a module call.
+
+    Reason: torch has no public API for this. Fallback: raises.
+    """
     if not _has(nn.Module, "_apply"):
-        raise _missing("Module._apply", "casts of a module inside a forward cannot be seen")
+        raise _missing("Module._apply", "casts of a module inside a forward cannot be detected")
     return "_apply"
 
 
@@ -103,10 +106,10 @@ _INITIALISERS: dict[CodeType, Callable[..., Any]] = {
 
 
 def running_initialiser() -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """The outermost function of `torch.nn.init` that is being run, with its arguments.
+    """Returns the outermost function of `torch.nn.init` on the call stack, with its arguments.
 
-    Reason: an initialiser is recorded as one call, and torch announces only the operations inside. Fallback: None; the
-    operations inside are recorded one by one.
+    Reason: an initialiser is recorded as one call, but torch reports only the operations inside it. Fallback: returns None, and
+    the operations inside are recorded one by one.
     """
     frame, found = inspect.currentframe(), None
     while frame is not None:
@@ -132,16 +135,17 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 """Stride, padding, dilation and groups of a convolution."""
 
 run_backward: Callable[[Sequence[Tensor], Grads], None] = torch.autograd.backward if _BACKWARD is None else _BACKWARD
-"""Run a backward from some outputs, with their gradients.
+"""Runs a backward from some outputs, with their gradients.
 
-Reason: for a small stage the checks in Python of `torch.autograd.backward` cost half as much as the backward. Fallback: that one.
+Reason: for a small stage the Python checks of `torch.autograd.backward` cost half as much as the backward itself. Fallback:
+`torch.autograd.backward`.
 """
 
 
 def embedding_gradient(grad: Tensor, index: Tensor, rows: int, padding: int) -> Tensor:
-    """The gradient of a table of `rows` rows; a `padding` of -1 is none.
+    """Returns the gradient of an embedding table with `rows` rows. A `padding` of -1 means no padding index.
 
-    Reason: a split backward computes it later, without a graph. Fallback: the lookup again, and its backward.
+    Reason: a split backward computes it later, without a graph. Fallback: runs the lookup and its backward again.
     """
     if _LOOKUP is not None:
         found: Tensor = _LOOKUP(grad, index, rows, padding, False)
@@ -153,10 +157,10 @@ def embedding_gradient(grad: Tensor, index: Tensor, rows: int, padding: int) -> 
 
 
 def convolution_gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, wanted: list[bool]) -> Grads:
-    """The gradients of input, weight and bias that are `wanted`.
+    """Returns the gradients of input, weight and bias that are `wanted`.
 
-    Reason: a split backward computes them apart; `torch.nn.grad` gives none of a bias. Fallback: the convolution again, and its
-    backward.
+    Reason: a split backward computes them at different times, and `torch.nn.grad` has no function for the bias. Fallback: runs
+    the convolution and its backward again.
     """
     stride, padding, dilation, groups = geometry
     zeros, sizes = [0] * len(stride), [weight.shape[0]]
@@ -173,7 +177,7 @@ def convolution_gradients(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geo
 
 
 def operator_draws(name: str) -> bool | None:
-    """May an operator of torch draw random numbers? Reason: only its tags tell. Fallback: None, which is not known."""
+    """Returns whether an operator may draw random numbers. Reason: only its tags tell. Fallback: returns None (unknown)."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or not _has(packet, "overloads"):
         return None
@@ -181,14 +185,14 @@ def operator_draws(name: str) -> bool | None:
 
 
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes into; none of a plain function.
+    """Returns the arguments that an operator writes to; an empty list for a plain function.
 
-    Reason: only its schema tells. Fallback: refuses.
+    Reason: only the operator's schema tells. Fallback: raises.
     """
     schema = getattr(operator, "_schema", None)
     if schema is None:
         if isinstance(operator, _OVERLOAD):
-            raise _missing("OpOverload._schema", "what operators write into cannot be seen")
+            raise _missing("OpOverload._schema", "it is unknown which arguments an operator writes to")
         return []
     if not schema.is_mutable:
         return []
@@ -207,47 +211,48 @@ try:
 except ImportError:
 
     class TorchDispatchMode:  # type: ignore[no-redef]
-        """Stands for the class that is missing."""
+        """Replaces the missing class of torch. Creating an instance raises."""
 
         def __init__(self) -> None:
-            raise _missing("TorchDispatchMode", "the operations of a model cannot be seen")
+            raise _missing("TorchDispatchMode", "the operations of a model cannot be recorded")
 
 
 DispatchMode = TorchDispatchMode
-"""A context in which every operator goes through `__torch_dispatch__`.
+"""A context in which every operator call goes through `__torch_dispatch__`.
 
-Reason: nothing public sees the draws and writes that torch's own functions make. Fallback: a class that refuses to be made.
+Reason: no public API reports the random draws and writes inside torch's own functions. Fallback: a class that raises when
+it is instantiated.
 """
 
 
 def size_guards(program: Any) -> list[str] | None:
-    """The conditions on sizes that an exported program took for granted, as Python text over `L['column'].size()[dim]`.
+    """Returns the conditions on sizes that an exported program assumes, as Python text over `L['column'].size()[dim]`.
 
-    Reason: a branch on a length (`if ids.shape[1] > 10`) is decided while tracing. The program keeps the condition, but only
-    its own module checks it, and that module cannot be cut. Fallback: None, where this release of torch keeps no such text;
-    every size must then be as in the example.
+    Reason: tracing decides a branch on a length (`if ids.shape[1] > 10`). The program keeps the condition, but only its own
+    module checks it, and that module cannot be cut into stages. Fallback: returns None if this release of torch does not keep the
+    text; then every size must be the same as in the example.
     """
     found = getattr(program, "_guards_code", None)
     return None if found is None else [str(text) for text in found]
 
 
 def size_in_example(size: Any) -> int:
-    """An open size as it is in the example; one that depends on the data counts as 1.
+    """Returns the value that a dynamic size has in the example; 1 for a size that depends on the data.
 
-    Reason: asking in public (`int(size)`) would fix the size in the trace. Fallback: refuses.
+    Reason: the public way (`int(size)`) would make the size constant in the trace. Fallback: raises.
     """
     if isinstance(size, int):
         return size
     if not _has(size, "node") or not _has(size.node, "hint"):
-        raise _missing("SymInt.node.hint", "the sizes of a traced model cannot be seen")
+        raise _missing("SymInt.node.hint", "the sizes of a traced model cannot be read")
     known = size.node.hint
     return 1 if known is None else int(known)
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Did a trace end because it was asked for a value? Reason: torch's errors for it have no public names and no common base.
+    """Returns whether a trace failed because it needed the value of a tensor.
 
-    Fallback: such an error is shown as torch words it.
+    Reason: torch's errors for this have no public names and no common base class. Fallback: torch's own error text is shown.
     """
     return type(error).__name__ in (
         "GuardOnDataDependentSymNode",
@@ -258,9 +263,9 @@ def is_data_dependent(error: BaseException) -> bool:
 
 
 def has_no_value(tensor: Any) -> bool:
-    """Is it a tensor of a trace, whose values nobody knows? Reason: torch has no public question.
+    """Returns whether a tensor belongs to a trace and has no known value. Reason: torch has no public API for this.
 
-    Fallback: none is; who asks for the value then gets torch's own error.
+    Fallback: returns False; code that reads the value then gets torch's own error.
     """
     return type(tensor).__name__ == "FakeTensor" and getattr(tensor, "constant", None) is None
 
@@ -269,9 +274,9 @@ _TRANSFORMS = "torch._functorch" if find_spec("torch._functorch") else "torch._"
 
 
 def is_transform(function: Any) -> bool:
-    """Does a call in a graph belong to a transform of `torch.func`? Reason: these calls have no public names.
+    """Returns whether a call in a graph belongs to a transform of `torch.func`. Reason: these calls have no public names.
 
-    Fallback: every call of a private function of torch counts as one, and is refused.
+    Fallback: every call of a private function of torch is treated as one and is refused.
     """
     return isinstance(function, FunctionType) and function.__module__.startswith(_TRANSFORMS)
 
@@ -282,7 +287,8 @@ _send: Any = lambda group, tensors, peer, tag: dist.isend(tensors[0], group=grou
 _receive: Any = lambda group, tensors, peer, tag: dist.irecv(tensors[0], group=group, tag=tag, group_src=peer)  # noqa: E731
 post_send: Post = dist.ProcessGroup.send if _DIRECT else _send
 post_receive: Post = dist.ProcessGroup.recv if _DIRECT else _receive
-"""Start to send to, or to receive from, a rank of a group: group, one tensor in a list, rank in the group, tag.
+"""Start a send to, or a receive from, a rank of a group. Arguments: group, list of one tensor, rank in the group, tag.
 
-Reason: `dist.isend` and `dist.irecv` check their arguments in Python, a fifth of the time of a call. Fallback: those two.
+Reason: the Python argument checks of `dist.isend` and `dist.irecv` take a fifth of the time of a call. Fallback: these two
+functions.
 """

@@ -150,7 +150,9 @@ def fresh() -> ModuleType:
 def test_what_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, asks: str, of: Any) -> None:
     getattr(torch_internals, asks)(of())
     monkeypatch.setattr(owner, name, Gone(name), raising=False)
-    with pytest.raises(MeshwrightError, match=rf"torch {torch.__version__.split('+')[0]}.* has no \w+\._\w+: .* cannot be seen"):
+    with pytest.raises(
+        MeshwrightError, match=rf"torch {torch.__version__.split('+')[0]}.* has no \w+\._\w+: .* cannot be detected"
+    ):
         getattr(fresh(), asks)(of())
 
 

@@ -1,1 +1,1 @@
-"""Run a proved schedule on torch.distributed: the same lists that were checked, drawn and simulated."""
+"""Run a proved schedule on torch.distributed. It runs the same lists that were checked, drawn and simulated."""

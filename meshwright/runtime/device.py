@@ -1,4 +1,4 @@
-"""The one place that knows devices: which backend, which device, and how its random numbers are seeded."""
+"""Everything that depends on the device type: the backend, the choice of a device, peak memory and random seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def choose(local_rank: int = 0, *, device: str | None = None) -> torch.device:
-    """A GPU of this host where there is one, else the CPU with one thread per worker."""
+    """Returns a GPU of this host if it has one, else the CPU with one thread per worker."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -21,12 +21,12 @@ def choose(local_rank: int = 0, *, device: str | None = None) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """What carries messages and collectives between such devices."""
+    """Returns the torch.distributed backend for messages and collectives between such devices."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has had: what torch has allocated on a GPU, all of the process on a CPU."""
+    """Returns the peak memory of this process: what torch has allocated on a GPU, or the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -37,9 +37,9 @@ _WORD = (1 << 63) - 1
 
 
 def stream(start: int, *parts: int) -> int:
-    """The start of a random stream inside another: that of a step in a seed's, of a microbatch in the step's.
+    """Returns the seed of a random stream inside another one: that of a step from a seed, that of a microbatch from its step.
 
-    It is the same under every plan and in one process. A layer draws from that of its microbatch xor its `salt`.
+    It is the same under every plan and in one process. A layer draws with the seed of its microbatch xor its `salt`.
     """
     for part in parts:
         start = ((start ^ (part + 1)) * _MIX) & _WORD
@@ -48,10 +48,10 @@ def stream(start: int, *parts: int) -> int:
 
 
 def salt(layer: int) -> int:
-    """What tells the random streams of the layers of one microbatch apart."""
+    """Returns the number that separates the random streams of the layers of one microbatch."""
     return stream(0, layer)
 
 
 def seeder(device: torch.device) -> Callable[[int], object]:
-    """What starts a random stream on a device."""
+    """Returns the function that seeds the random generator of a device."""
     return torch.cuda.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed

@@ -1,12 +1,12 @@
-"""Values that ranks tell each other, as JSON; tensors as their bytes. Nothing is pickled, so what comes in cannot run code.
+"""Exchange values between ranks as JSON, and tensors as raw bytes. Nothing is pickled, so a received value cannot run code.
 
-    all_gather_json({"rows": 3})         what each rank gave, on all ranks
-    gather_json([1.5, "2F0"])            what each rank gave, on the first rank; None elsewhere
-    broadcast_json("a token")            what the first rank gave, on all ranks
-    all_gather_state({"step": tensor})   as the first, for nested values with tensors in them
+    all_gather_json({"rows": 3})         returns the values of all ranks, on all ranks
+    gather_json([1.5, "2F0"])            returns the values of all ranks, on the first rank; None on the others
+    broadcast_json("a token")            returns the value of the first rank, on all ranks
+    all_gather_state({"step": tensor})   like the first one, for nested values that contain tensors
 
-All ranks of a group call the same function together. A value that JSON cannot hold exactly is refused on all of them: sets,
-tuples and dtypes are turned into lists and text by who sends them. A message is JSON and the bytes of tensors behind it.
+All ranks of a group call the same function together. If JSON cannot hold a value exactly, all of them raise. The sender converts
+sets, tuples and dtypes to lists and text. A message is JSON, followed by the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from meshwright.errors import MeshwrightError
 
-_FIX = "numbers, text, None, lists, and dicts with text as keys"
+_FIX = "send numbers, text, None, lists, and dicts with text keys"
 
 
 class _Message(NamedTuple):
-    """What one rank sends; one that `failed` says why in place of a value."""
+    """The message of one rank. If `failed`, the text is an error instead of a value."""
 
     text: bytes
     tensors: Sequence[Tensor] = ()
@@ -37,16 +37,16 @@ class _Message(NamedTuple):
 
 
 def all_gather_json(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank gave, in the order of the ranks of the group."""
+    """Returns the values of all ranks, in the rank order of the group."""
     return [json.loads(text) for text, _ in _all_gather(_plain_message(value), group)]
 
 
 def gather_json(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """The same on the first rank of the group; None on the others."""
+    """Returns the values of all ranks on the first rank of the group, and None on the others."""
     message, device = _plain_message(value), _device(group)
     sizes = _all_sizes(message, device, group)
     if any(failed for _, _, failed in sizes):
-        _all_gather(message, group)  # all ranks learn why, and raise
+        _all_gather(message, group)  # sends the error to all ranks, and raises it
     own = _flat(message, max(map(_length, sizes)), device)
     first = dist.get_rank(group) == 0
     found = [torch.empty_like(own) for _ in sizes] if first else None
@@ -55,7 +55,7 @@ def gather_json(value: Any, *, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def broadcast_json(value: Any, *, group: dist.ProcessGroup | None = None) -> Any:
-    """What the first rank of the group gave; what others give is not looked at."""
+    """Returns the value of the first rank of the group. The values of other ranks are ignored."""
     first, device = dist.get_rank(group) == 0, _device(group)
     message = _plain_message(value) if first else _Message(b"")
     sizes = torch.tensor(message.sizes, device=device)
@@ -70,7 +70,7 @@ def broadcast_json(value: Any, *, group: dist.ProcessGroup | None = None) -> Any
 
 
 def all_gather_state(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank gave: nested dicts, lists and tuples of plain values and tensors. The tensors come back on the CPU."""
+    """Returns the values of all ranks: nested dicts, lists and tuples of plain values and tensors. The tensors are on the CPU."""
     found = []
     for text, blob in _all_gather(_state_message(value), group):
         tree, forms = json.loads(text)
@@ -79,15 +79,15 @@ def all_gather_state(value: Any, *, group: dist.ProcessGroup | None = None) -> l
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as text, `float32`."""
+    """Returns the name of a dtype, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name."""
+    """Returns the dtype with this name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise MeshwrightError(f"torch has no dtype {name!r}", fix="the same release of torch on all ranks")
+        raise MeshwrightError(f"torch has no dtype {name!r}", fix="install the same release of torch on all ranks")
     return found
 
 
@@ -116,11 +116,11 @@ def _failure(error: Exception) -> _Message:
 
 def _refusal(rank: int, text: bytes) -> MeshwrightError:
     what, fix = json.loads(text)
-    return MeshwrightError(f"rank {rank} cannot send what it has to all ranks: {what}", fix=fix)
+    return MeshwrightError(f"rank {rank} cannot send its value to the other ranks: {what}", fix=fix)
 
 
 def _refuse_inexact(value: Any, path: str) -> None:
-    """JSON turns tuples into lists and other keys into text; here that is an error."""
+    """Raises if JSON would change the value: it turns tuples into lists, and keys that are not text into text."""
     if isinstance(value, list):
         for place, inner in enumerate(value):
             _refuse_inexact(inner, f"{path}[{place}]")
@@ -134,10 +134,10 @@ def _refuse_inexact(value: Any, path: str) -> None:
 
 
 def _packed(value: Any, path: str, tensors: list[Tensor]) -> Any:
-    """A nested value as JSON has it: all dicts in it are signs for something else, such as the place of a tensor."""
+    """Returns a nested value in JSON form. Every dict in it is a marker, for example for the index of a tensor."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-            raise MeshwrightError(f"{path} is a tensor whose values are no plain bytes ({value.layout}, {value.device})")
+            raise MeshwrightError(f"{path} is a tensor whose values are not plain bytes ({value.layout}, {value.device})")
         tensors.append(value.detach().cpu().resolve_conj().resolve_neg().contiguous())
         return {"tensor": len(tensors) - 1}
     if isinstance(value, list | tuple):
@@ -164,7 +164,7 @@ def _unpacked(tree: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _all_gather(message: _Message, group: dist.ProcessGroup | None) -> list[tuple[bytes, Tensor]]:
-    """The text of each rank, and the bytes of its tensors."""
+    """Returns the text of each rank and the bytes of its tensors."""
     device = _device(group)
     sizes = _all_sizes(message, device, group)
     own = _flat(message, max(map(_length, sizes)), device)
@@ -189,7 +189,7 @@ def _length(size: Sequence[int]) -> int:
 
 
 def _flat(message: _Message, length: int, device: torch.device) -> Tensor:
-    """A message as bytes, filled up to the length of the longest one."""
+    """Returns a message as bytes, padded to the length of the longest one."""
     parts = [torch.frombuffer(bytearray(message.text), dtype=torch.uint8), *(_bytes(t) for t in message.tensors)]
     filled = torch.zeros(length, dtype=torch.uint8)
     torch.cat(parts, out=filled[: sum(part.numel() for part in parts)])
@@ -205,7 +205,7 @@ def _text(blob: Tensor, size: Sequence[int]) -> bytes:
 
 
 def _tensors(blob: Tensor, forms: Sequence[tuple[str, list[int], int]]) -> list[Tensor]:
-    """Tensors with memory of their own, cut out of what has come."""
+    """Copies the tensors out of the received bytes. Each one has its own memory."""
     found, start = [], 0
     for name, shape, size in forms:
         found.append(blob[start : start + size].clone().view(dtype_named(name)).reshape(shape))
@@ -214,5 +214,5 @@ def _tensors(blob: Tensor, forms: Sequence[tuple[str, list[int], int]]) -> list[
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group takes tensors from: the CPU, where its backend knows it."""
+    """Returns the device that a group takes tensors from: the CPU if its backend supports it."""
     return torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")

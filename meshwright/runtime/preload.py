@@ -1,4 +1,4 @@
-"""What local workers have loaded before they are forked: torch, the engine, and what an optimizer's first step imports."""
+"""Modules that are imported before local workers are forked: torch, the engine, and what a first optimizer step imports."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""A worker's list made ready to run: effects asked for once, values numbered, messages with their channels.
+"""Compile a worker's list into instructions: effects are computed once, values are numbered, messages have their channels.
 
-The executor walks the instructions and never asks what depends on what.
+The executor walks over the instructions and computes no dependencies.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from meshwright.runtime.transport.base import Channel
 
 @dataclass(slots=True)
 class Instruction:
-    """One action or one end of a message. `reads` and `writes` are slots, keyed by kind; `round` is that of its gradients.
+    """One action or one end of a message.
 
-    An update is `in_place` where nobody later wants the version that it replaces; `drops` are versions whose last reader
-    this is; `releases`: this is the last use of its unit's gradients of this round; `waits` and `signals` are turns. `words`
-    is what a worker that dies here has said: `name` and `stage`.
+    `reads` and `writes` map kinds to slots. `round` is the round of the gradients. `in_place` is true for an update if no later
+    instruction reads the version that it replaces. `drops` are the versions that this instruction is the last to read.
+    `releases` is true for the last use of the unit's gradients of this round. `waits` and `signals` are turns. `words` is `name`
+    and `stage` as bytes. The executor writes them before it runs the instruction, so that the parent knows where a worker died.
     """
 
     entry: Entry
@@ -45,23 +46,23 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """As text, `2B5`."""
+        """The instruction as text, such as `2B5`."""
         return str(self.action if self.channel is None else self.entry)
 
     @property
     def stage(self) -> int:
-        """The stage that it belongs to."""
+        """The stage that the instruction belongs to."""
         return self.action.stage if self.value is None else self.value.stage
 
     @property
     def receives(self) -> bool:
-        """Is this the receiving end of a message?"""
+        """True for the receiving end of a message."""
         return self.channel is not None and not self.sends
 
 
 @dataclass(frozen=True)
 class Program:
-    """The instructions of one worker, and what its slots stand for."""
+    """The instructions of one worker, and the value of each slot."""
 
     schedule: Schedule
     worker: int
@@ -69,9 +70,9 @@ class Program:
     values: tuple[Value, ...]
 
     def early(self, depth: Mapping[Channel, int]) -> tuple[Instruction, ...]:
-        """The instructions with each receive moved up to where, `depth` messages before it on its channel, one is read.
+        """Returns the instructions with each receive moved up to the last read of the message `depth` before it on its channel.
 
-        What does not block may be posted there: a message that finds its receive posted needs one round trip less.
+        Transports whose receives do not block use this. A message whose receive is already posted saves one round trip.
         """
         last_read = {
             slot: index
@@ -79,20 +80,20 @@ class Program:
             for slots in instruction.reads.values()
             for slot in slots
         }
-        behind: dict[int, list[Instruction]] = defaultdict(list)
+        after: dict[int, list[Instruction]] = defaultdict(list)
         seen: dict[Channel, list[Instruction]] = defaultdict(list)
         for index, instruction in enumerate(self.instructions):
             if instruction.channel is None or instruction.sends:
                 continue
             before, ahead = seen[instruction.channel], depth[instruction.channel]
             place = last_read.get(before[-ahead].slot, index) if len(before) >= ahead else -1
-            behind[min(place, index)].append(instruction)
+            after[min(place, index)].append(instruction)
             before.append(instruction)
-        found = list(behind[-1])
+        found = list(after[-1])
         for index, instruction in enumerate(self.instructions):
             if not instruction.receives:
                 found.append(instruction)
-            found += behind[index]
+            found += after[index]
         return tuple(found)
 
     @property
@@ -107,11 +108,11 @@ class Program:
 
 
 _MESSAGE = Action(Op.F, NONE)
-"""What stands in an instruction that is a message."""
+"""The placeholder action of an instruction that is a message."""
 
 
 def program(schedule: Schedule, worker: int, rank_of: Callable[[int], int]) -> Program:
-    """Compile one worker's list; `rank_of` says which rank a worker of this copy is."""
+    """Compiles one worker's list. `rank_of` maps a worker of this data-parallel copy to its rank."""
     effects = rule(schedule)
     slots: dict[Value, int] = {}
     instructions: list[Instruction] = []
@@ -131,7 +132,10 @@ def program(schedule: Schedule, worker: int, rank_of: Callable[[int], int]) -> P
 
 
 def channels(schedule: Schedule, copies: int) -> tuple[Channel, ...]:
-    """Every channel of a run in one order, the same on all ranks; copy j of worker w is rank w + workers * j."""
+    """Returns every channel of a run, in the same order on all ranks.
+
+    Worker w of data-parallel copy j is rank w + workers * j.
+    """
     found = {
         (worker, entry.peer, entry.value.kind)
         for worker, entries in enumerate(schedule.lists)
@@ -161,7 +165,7 @@ def _by_kind(values: tuple[Value, ...], slots: dict[Value, int]) -> dict[Kind, t
 
 
 def _mark_versions(instructions: list[Instruction], values: list[Value]) -> None:
-    """Parameter lifetime is liveness over the worker's list."""
+    """Computes the lifetime of parameter versions: liveness over the worker's list."""
     last: dict[int, int] = {}
     for index, instruction in enumerate(instructions):
         for slot in instruction.reads.get(Kind.PARAM, ()):
@@ -179,7 +183,7 @@ def _mark_versions(instructions: list[Instruction], values: list[Value]) -> None
 
 
 def _mark_releases(instructions: list[Instruction]) -> None:
-    """A round's gradients end with the update, or with the sum that is handed on after it."""
+    """Marks the last use of a round's gradients: the update, or the send of the sum after it."""
     last: dict[tuple[int, int], Instruction] = {}
     for instruction in instructions:
         if instruction.action.op is Op.U:

@@ -1,4 +1,4 @@
-"""A mapping of limited size that forgets the entry that was not used for the longest time."""
+"""A mapping of limited size that drops the least recently used entry."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ Item = TypeVar("Item")
 
 
 class Recent(dict[Key, Item], Generic[Key, Item]):
-    """A cache with room for `most` entries."""
+    """A cache that holds at most `most` entries."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most = most
 
     def get(self, key: Key, default: Item | None = None) -> Item | None:  # type: ignore[override]
-        """An entry, which is the most recent one from now on."""
+        """Returns an entry and makes it the most recently used one."""
         if key not in self:
             return default
         found = super().pop(key)
@@ -24,7 +24,7 @@ class Recent(dict[Key, Item], Generic[Key, Item]):
         return found
 
     def __setitem__(self, key: Key, item: Item) -> None:
-        """Add an entry, or replace one; beyond the limit the oldest goes."""
+        """Adds or replaces an entry. If there are too many, the least recently used one is dropped."""
         self.pop(key, None)
         super().__setitem__(key, item)
         while len(self) > self.most:

@@ -301,5 +301,5 @@ def test_a_column_that_comes_later_is_refused() -> None:
         for run in (session.step, session.evaluate):
             with pytest.raises(MeshwrightError, match="a column 'weights' that the model was captured without"):
                 run({**batch, "weights": torch.arange(4.0)})
-        with pytest.raises(MeshwrightError, match="the batch has 4 tensors, the model was captured with 2"):
+        with pytest.raises(MeshwrightError, match="the batch has 4 tensors, but the model was captured with 2"):
             session.step((*batch.values(), torch.ones(4), torch.ones(4)))

@@ -288,7 +288,7 @@ def train(kind: str) -> None:
 
 
 def test_a_tie_that_cannot_be_seen_is_refused(pool: Pool) -> None:
-    with pytest.raises(MeshwrightError, match="without having it as its own"):
+    with pytest.raises(MeshwrightError, match="without registering it"):
         pool.verify(partial(layers, "borrowing"), vectors, pp=2, microbatches=4, steps=1)
 
 

@@ -165,7 +165,7 @@ def test_what_cannot_run_is_refused() -> None:
         emulate([EmulationJob(plain, job.costs)])
     with pytest.raises(MeshwrightError, match="at least once"):
         emulate([job], repeat=0)
-    with pytest.raises(MeshwrightError, match="equally many workers"):
+    with pytest.raises(MeshwrightError, match="the same number of workers"):
         emulate([job, named("onef1b", workers=4, microbatches=2)[0]])
     with pytest.raises(MeshwrightError, match="not a transport"):
         emulate([EmulationJob(lower(plain), job.costs, transport="pigeon")])

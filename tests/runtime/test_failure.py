@@ -116,7 +116,7 @@ def test_a_mistake_that_all_ranks_find_comes_out_once_as_it_is(workers: Workers)
 
 
 def test_a_dead_edge_is_named(workers: Workers) -> None:
-    with pytest.raises(MeshwrightError, match=r"rank 0 waited 1 s to hear from rank 1 on channel grad 1->0"):
+    with pytest.raises(MeshwrightError, match=r"rank 0 waited 1 s to receive from rank 1 on channel grad 1->0"):
         workers.run(trouble.dead_edge, ranks=2)
 
 

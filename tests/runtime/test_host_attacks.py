@@ -246,4 +246,4 @@ def test_the_names_of_doors_do_not_tell_each_other() -> None:
     run_id, state = f"{os.getpid()}-{time.monotonic_ns()}", dict[str, object]()
     with stranger(lambda: knocked(run_id, state)):
         said = crew.run(silent, 2, run_id, deadline_s=30)[0]
-    assert "rank 0 did not meet rank 1 within 1 s, and ignored processes of user 65534" in said
+    assert "rank 0 could not connect to rank 1 within 1 s, and ignored processes of user 65534" in said

@@ -117,11 +117,11 @@ def test_what_json_cannot_hold_is_refused_on_all_ranks(pool: Pool) -> None:
     one, other = pool.run(refused, ranks=2)
     assert one == other and len(one) == 6 * 2 + 3 + 2 and one[-1] == "['in step', 'in step']"
     assert one[0] == (
-        "rank 1 cannot send what it has to all ranks: the value['a'][0] is a set, which JSON cannot hold exactly\n"
-        "  try: numbers, text, None, lists, and dicts with text as keys"
+        "rank 1 cannot send its value to the other ranks: the value['a'][0] is a set, which JSON cannot hold exactly\n"
+        "  try: send numbers, text, None, lists, and dicts with text keys"
     )
     assert "the value['a'] is a tuple" in one[2] and "the value has the key 3" in one[4] and "is a dtype" in one[6]
-    assert "is a object" in one[12] and "['a'][0] is a tensor whose values are no plain bytes (torch.sparse_coo" in one[13]
+    assert "is a object" in one[12] and "['a'][0] is a tensor whose values are not plain bytes (torch.sparse_coo" in one[13]
     assert one[15].startswith("rank 0 cannot send")
 
 

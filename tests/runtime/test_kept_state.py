@@ -175,7 +175,7 @@ def test_what_runs_again_finds_everything_as_it_was(pool: Pool, kind: str, recom
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("clipped", "changes its input in place for some data"), ("late and large", "'mean' of a Late did not move")],
+    [("clipped", "changes its input in place for some data"), ("late and large", "'mean' of a Late did not change")],
 )
 def test_what_could_not_run_again_is_said(pool: Pool, kind: str, text: str) -> None:
     with pytest.raises(MeshwrightError, match=text):
@@ -226,7 +226,7 @@ def test_gradient_hooks_are_called_in_whole_backwards(pool: Pool) -> None:
 
 
 def test_a_tie_that_cannot_be_seen_is_refused_by_a_run_too(pool: Pool) -> None:
-    with pytest.raises(MeshwrightError, match=r"a layer uses 0\.weight of another one"):
+    with pytest.raises(MeshwrightError, match=r"a layer uses 0\.weight of another layer"):
         pool.run(engine, "borrowing", ranks=2)
     pool.close()
 

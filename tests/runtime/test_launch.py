@@ -74,11 +74,11 @@ def test_a_pool_that_is_closed_leaves_no_process() -> None:
 
 def test_errors_of_a_pool_say_what_to_do() -> None:
     with Workers(1) as pool:
-        with pytest.raises(MeshwrightError, match="there are 1 local workers, 2 are needed"):
+        with pytest.raises(MeshwrightError, match="there are 1 local workers, but 2 are needed"):
             pool.run(trouble.pid, ranks=2)
-        with pytest.raises(MeshwrightError, match="this work cannot be sent to workers"):
+        with pytest.raises(MeshwrightError, match="this job cannot be sent to workers"):
             pool.run(lambda: None)
-        with pytest.raises(MeshwrightError, match="what a worker returned cannot be sent"):
+        with pytest.raises(MeshwrightError, match="the result of a worker cannot be sent"):
             pool.run(trouble.unsendable)
         with pytest.raises(MeshwrightError, match="a local worker cannot start local workers"):
             pool.run(trouble.nested)
@@ -112,7 +112,7 @@ def test_workers_from_standard_input() -> None:
     ]
     done = python("-", text="\n".join(lines) + "\n")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("2\na worker cannot find what it is to run")
+    assert done.stdout.startswith("2\na worker cannot find the function to run")
 
 
 def torchrun(*args: str) -> list[str]:

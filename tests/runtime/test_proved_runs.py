@@ -257,7 +257,9 @@ def opened(schedule: Schedule, microbatches: int, clip: float | None) -> None:
 def test_steps_of_data_that_are_no_whole_rounds_are_refused(pool: Pool, found: int, fix: str) -> None:
     """The lists would leave out rows of every batch, or take a batch in two updates."""
     schedule = prove(lower(schedules.build("onef1b", workers=2, microbatches=2)))
-    with pytest.raises(MeshwrightError, match=f"1 rounds of 2 microbatches, a step of data has {found}(?s:.*)microbatches={fix}"):
+    with pytest.raises(
+        MeshwrightError, match=f"1 rounds of 2 microbatches, but a step of data has {found}(?s:.*)microbatches={fix}"
+    ):
         pool.run(opened, schedule, found, None, ranks=2)
 
 
@@ -265,7 +267,9 @@ def test_steps_of_data_that_are_whole_rounds_are_taken(pool: Pool) -> None:
     schedule = lower(handmade("0F0 0F1 0B0 0B1 0S 0U 0F2#1 0F3#1 0B2#1 0B3#1 0S#1 0U#1", microbatches=2))
     for found in (2, 4):
         pool.run(opened, schedule, found, None, ranks=1)
-    with pytest.raises(MeshwrightError, match=r"2 rounds of 2 microbatches, a step of data has 6(?s:.*)microbatches=2 or micro"):
+    with pytest.raises(
+        MeshwrightError, match=r"2 rounds of 2 microbatches, but a step of data has 6(?s:.*)microbatches=2 or micro"
+    ):
         pool.run(opened, schedule, 6, None, ranks=1)
 
 

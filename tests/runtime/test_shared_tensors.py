@@ -52,7 +52,7 @@ def test_what_cannot_be_lent_is_sent(limit: str, monkeypatch: pytest.MonkeyPatch
     if limit == "number":
         monkeypatch.setattr(lend, "MOST", 1)
     else:
-        monkeypatch.setattr(lend, "_nameless", partial(os.open, "/dev/full", os.O_RDWR))
+        monkeypatch.setattr(lend, "_file_in_memory", partial(os.open, "/dev/full", os.O_RDWR))
     with Lending() as lending:
         data = lending.pack(wanted)
         found = lend.unpack(data, None if lending.file is None else os.dup(lending.file))

@@ -144,9 +144,9 @@ def meeting(rank: int, run_id: str, channels: list[list[Channel]], users: list[i
 @pytest.mark.parametrize(
     ("channels", "other_user", "told", "text"),
     [
-        ([[Channel(0, 1, Kind.GRAD)], [ACT]], False, 1, "rank 0 was to open 'act 0->1' and gave grad 0->1"),
-        ([[], [ACT]], False, 1, "rank 1 did not meet rank 0 within 0.5 s"),
-        ([[Channel(0, 2, Kind.ACT)], [ACT]], False, 0, "rank 1 has a channel to rank 0, which knows of none"),
+        ([[Channel(0, 1, Kind.GRAD)], [ACT]], False, 1, "rank 0 should have opened 'act 0->1' but sent grad 0->1"),
+        ([[], [ACT]], False, 1, "rank 1 could not connect to rank 0 within 0.5 s"),
+        ([[Channel(0, 2, Kind.ACT)], [ACT]], False, 0, "rank 1 has a channel to rank 0, which has none to it"),
         ([[ACT], [ACT]], True, 1, "start all ranks as one user"),
     ],
     ids=["kinds", "absent", "unknown", "user"],
@@ -159,4 +159,4 @@ def test_ranks_that_do_not_fit_do_not_meet(channels: list[list[Channel]], other_
 
 def test_a_group_timeout_is_told() -> None:
     text = str(from_torch(RuntimeError("Timed out waiting 1800000ms for recv"), ACT, 1, None))
-    assert "rank 1 waited longer than its process group allows to hear from rank 0 on channel act 0->1" in text
+    assert "rank 1 waited longer than its process group allows to receive from rank 0 on channel act 0->1" in text

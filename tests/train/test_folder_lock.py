@@ -62,7 +62,7 @@ def test_whose_lock_is_stale(tmp_path: Path) -> None:
         folder_lock.take(tmp_path)
         assert json.loads(path.read_text()) == asdict(me), gone
     for living, words in (
-        (parent, "on this host\n  try: another output_dir, or wait"),
+        (parent, "on this host\n  try: use another output_dir, or wait"),
         (
             replace(me, host="n17", boot="other"),
             f"on the host n17\n  try: use another output_dir, or, if that run has ended, remove {path}",

@@ -250,7 +250,7 @@ def test_a_declared_sum_is_exact_when_the_last_copy_is_empty(rows: tuple[int, in
 
 
 def test_an_unknown_kind_and_a_loss_that_is_a_mean_are_refused(tmp_path: Any) -> None:
-    with pytest.raises(MeshwrightError, match="a loss is a mean or a sum, got loss_kind='total'"):
+    with pytest.raises(MeshwrightError, match="a loss must be a mean or a sum, got loss_kind='total'"):
         mw.TrainingArguments(str(tmp_path), loss_kind="total")
     layers = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
     batch = tuple(hard.features(4).values())

@@ -171,7 +171,7 @@ def test_a_batch_function_that_raises_later_says_the_same() -> None:
 def test_layers_that_return_no_tensors(output: Any, kind: str) -> None:
     case = Case(partial(returning, output), DATA, Parallel(pp=2), 1, "float64", 0, None, module.momentum)
     _, _, run = prepare_case(case)
-    with pytest.raises(MeshwrightError, match=f"layer 1 returned {kind}; what crosses stages is a tensor"):
+    with pytest.raises(MeshwrightError, match=f"layer 1 returned {kind}, but stages exchange a tensor"):
         module.serial_trace(case, run)
 
 

@@ -1,1 +1,1 @@
-"""Emulated devices: timed waits in place of compute, with real messages."""
+"""Emulated devices: timed waits instead of compute, with real messages."""

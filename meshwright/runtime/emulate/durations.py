@@ -1,4 +1,4 @@
-"""The instructions of an emulated worker with their times: what the simulator charges, from the same prices."""
+"""The instructions of an emulated worker with their durations. The simulator uses the same prices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ WORD = 8
 """Bytes of a number in a message."""
 
 LARGEST = 1 << 24
-"""No message carries more bytes than this; what a model's costs say beyond it is only reckoned with."""
+"""The maximum bytes of a message. For larger ones, the costs of the model still count, but fewer bytes are sent."""
 
 
 @dataclass(slots=True)
 class Work:
-    """An instruction made ready: which slots it waits for, and how long it takes (a message: how long it takes its link).
+    """The durations of an instruction: the slots that it waits for, and the time that it takes (for a message: on its link).
 
-    `link_waits` are messages from the same peer that stand between this send and the one before; `second`: the other
-    action of a cell has done this one too.
+    `link_waits` are the messages from the same peer between this send and the one before. `second`: this is the second action of
+    a cell, and the first one has already done both.
     """
 
     takes_s: float = 0.0
@@ -35,7 +35,10 @@ class Work:
 
 
 def works(program: Program, price: Price) -> dict[int, Work]:
-    """Every instruction with its times, by the id of the instruction; only what comes by message or collective is waited for."""
+    """Returns every instruction with its durations, by the id of the instruction.
+
+    Instructions wait only for values that come by message or collective.
+    """
     ring = program.schedule.ring
     brought = {
         instruction.slot for instruction in program.instructions if instruction.channel is not None and not instruction.sends
@@ -76,13 +79,13 @@ def _message(instruction: Instruction, price: Price, worker: int, brought: set[i
 
 
 def peer_of(instruction: Instruction) -> int:
-    """The worker at the other end of a message."""
+    """Returns the worker at the other end of a message."""
     assert isinstance(instruction.entry, Transfer)
     return instruction.entry.peer
 
 
 def rounds_before_compute(schedule: Schedule) -> frozenset[int]:
-    """The rounds whose global reduction stands before further compute on some worker."""
+    """Returns the rounds whose global reduction comes before further compute on some worker."""
     found: set[int] = set()
     for entries in schedule.lists:
         seen: list[int] = []

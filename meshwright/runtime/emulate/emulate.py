@@ -1,10 +1,10 @@
-"""Run lowered schedules on emulated devices: local workers started once, any number of jobs by turns, real messages.
+"""Run lowered schedules on emulated devices: local workers are started once, jobs alternate, and messages are real.
 
-    [measured] = emulate([Job(schedule, costs, timing=Timing.STAMPED)], repeat=5)
+    [measured] = emulate([EmulationJob(schedule, costs, timing=Timing.STAMPED)], repeat=5)
     measured.makespan_s        median over the runs, from the common start to the last end
 
-Nothing is global inside the timed part but what the schedule itself says. The start of a run is a moment in the near future
-that all ranks have agreed on before.
+The timed part contains no global operation except those of the schedule itself. All ranks agree beforehand on the start of a run,
+which is a time in the near future.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ LEAD_S = 0.1
 """How far ahead the common start is."""
 
 REST_S = 0.01
-"""How long a worker stays out of the others' way after its end."""
+"""How long a worker sleeps after its end, so that it does not disturb the others."""
 
 QUIET = 0.1
-"""A run counts as undisturbed while others use less than this share of the host's CPUs."""
+"""A run counts as undisturbed if other processes use less than this share of the host's CPUs."""
 
 
 @dataclass(frozen=True)
 class EmulationJob:
-    """A schedule with its costs, to be run with waits in place of compute; `wrap` may put itself around the transport."""
+    """A schedule with its costs, to be run with waits instead of compute. `wrap` may wrap the transport in another one."""
 
     schedule: Schedule
     costs: Sequence[StageCost]
@@ -62,7 +62,7 @@ class EmulationJob:
 
 @dataclass(frozen=True)
 class EmulatedRun:
-    """One run. `modelled_s` is when the stamps say that it ended; `foreign_ratio` what others used of the host's CPUs."""
+    """One run. `modelled_s` is its end according to the stamps. `foreign_ratio` is the CPU share of other processes."""
 
     makespan_s: float
     modelled_s: float
@@ -73,25 +73,25 @@ class EmulatedRun:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the runs of a job gave; `timeline` is that of the run in the middle, if it was traced."""
+    """The runs of a job. `timeline` is that of the median run, if it was traced."""
 
     runs: tuple[EmulatedRun, ...]
     timeline: Timeline | None = None
 
     @property
     def makespan_s(self) -> float:
-        """The median."""
+        """The median over the runs."""
         return median(run.makespan_s for run in self.runs)
 
     @property
     def quiet(self) -> tuple[EmulatedRun, ...]:
-        """The runs that nobody disturbed."""
+        """The runs that were not disturbed."""
         return tuple(run for run in self.runs if run.foreign_ratio < QUIET and not run.late_s)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says about one run, on the common clock."""
+    """The report of one rank about one run, on the common clock."""
 
     start_s: float
     begun_s: float
@@ -103,12 +103,12 @@ class Report:
 
 
 def emulate(jobs: Sequence[EmulationJob], *, repeat: int = 5, workers: Workers | None = None) -> list[Measured]:
-    """Run every job `repeat` times, by turns (A B A B ...), and say how long they took."""
+    """Runs every job `repeat` times, in alternation (A B A B ...), and returns their times."""
     for job in jobs:
         _refuse(job, repeat)
     needed = {job.schedule.workers for job in jobs}
     if len(needed) != 1:
-        raise MeshwrightError(f"jobs that run by turns need equally many workers, got {sorted(needed)}")
+        raise MeshwrightError(f"jobs that alternate must have the same number of workers, got {sorted(needed)}")
     (ranks,) = needed
     pool = workers or Workers(ranks)
     try:
@@ -120,7 +120,7 @@ def emulate(jobs: Sequence[EmulationJob], *, repeat: int = 5, workers: Workers |
 
 
 def serve(jobs: Sequence[EmulationJob], repeat: int) -> list[list[Report]]:
-    """One rank's part, inside a process group of as many ranks as the schedules have workers."""
+    """Runs one rank's part, inside a process group with as many ranks as the schedules have workers."""
     with fine_timers():
         clock = common_clock()
         sessions = [EmulationSession(job, clock) for job in jobs]
@@ -128,7 +128,7 @@ def serve(jobs: Sequence[EmulationJob], repeat: int) -> list[list[Report]]:
         for _ in range(repeat):
             for session, reports in zip(sessions, found, strict=True):
                 reports.append(session.run())
-        dist.barrier()  # no one closes a channel that another still reads
+        dist.barrier()  # no rank closes a channel that another still reads
         for session in sessions:
             session.close()
     return found
@@ -149,7 +149,7 @@ class EmulationSession:
         self.executor = self.runtime.executor(walked, self.actions, self.trace)
 
     def run(self) -> Report:
-        """Agree on a start, wait for it, walk."""
+        """Agrees on a start, waits for it, and walks the schedule."""
         if self.trace is not None:
             self.trace.clear()
         moment = torch.tensor([self.clock.now()], dtype=torch.float64)
@@ -162,19 +162,19 @@ class EmulationSession:
         begun = self.clock.now()
         for walk in range(self.job.walks):
             self.executor.run(walk, {})
-        # Workers often end at one moment: what comes after it must not take the cores from those who still have to wake.
+        # Workers often end at the same time. The work below must not take the cores from workers that still have to wake up.
         self.clock.sleep_until(self.actions.ended_s + REST_S)
         spent, busy = process_time() - cpu, busy_s() - busy
         spans = () if self.trace is None else tuple(self.trace.spans(self.job.schedule, self.runtime.mesh))
         return Report(start, begun, self.actions.ended_s, self.actions.free_s, spent, busy, spans)
 
     def close(self) -> None:
-        """Release channels and process groups."""
+        """Releases channels and process groups."""
         self.runtime.close()
 
 
 def _measured(job: EmulationJob, reports: Sequence[Sequence[Report]]) -> Measured:
-    """The runs of a job from what its ranks reported, rank by rank."""
+    """Returns the runs of a job from the reports of its ranks."""
     by_run = list(zip(*reports, strict=True))
     runs = tuple(map(_run, by_run))
     if not job.trace:
@@ -200,10 +200,10 @@ def _run(ranks: Sequence[Report]) -> EmulatedRun:
 
 
 def _refuse(job: EmulationJob, repeat: int) -> None:
-    """What cannot run is said before workers start."""
+    """Raises before workers start if a job cannot run."""
     parse_name(job.transport)
     if not job.schedule.lowered:
         raise MeshwrightError(f"{job.schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
     refuse_unproved(job.schedule)
     if repeat < 1 or job.walks < 1:
-        raise MeshwrightError(f"an emulation runs at least once, got repeat={repeat}, walks={job.walks}")
+        raise MeshwrightError(f"an emulation must run at least once, got repeat={repeat}, walks={job.walks}")

@@ -1,12 +1,12 @@
-"""Emulated actions: timed waits in place of compute, with the real messages, order and executor.
+"""Emulated actions: timed waits instead of compute, with the real messages, order and executor.
 
-A stage that sleeps leaves the CPU idle as a GPU would, so many workers run in real time on few cores. Every message
-carries two times, when its link is free again and when it may be read:
+A stage that sleeps leaves the CPU idle, as a GPU would. So many workers run in real time on few cores. Every message carries two
+times: when its link is free again, and when the message may be read:
 
-    wall      an action starts when its messages have really arrived (and their modelled time on the link is over)
-    stamped   an action starts at max(worker free, times in its messages), all modelled, and sleeps to that moment
+    wall      an action starts when its messages have arrived (and their modelled time on the link has passed)
+    stamped   an action starts at max(worker free, times in its messages), all modelled, and sleeps until then
 
-Both follow the rules of the simulator, from the same prices, but worker by worker while it runs: no one sees the whole.
+Both follow the rules of the simulator, with the same prices. But each worker computes only its own times while it runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 class Reduction:
-    """A sync under way: the latest of all members' times, when it has been waited for."""
+    """A sync in progress. Its end is known after the wait, from the latest time of all members."""
 
     __slots__ = ("_before", "_end_s", "_takes_s", "_word", "_work")
 
@@ -45,7 +45,7 @@ class Reduction:
         self._work = None if group is None else dist.all_reduce(self._word, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def end_s(self) -> float:
-        """When its sum is there."""
+        """Returns when the sum is complete."""
         if self._end_s is None:
             if self._work is not None:
                 self._work.wait()
@@ -58,7 +58,8 @@ class Reduction:
 class Arrivals(Store):
     """Slots that hold the times at which values may be read, or syncs.
 
-    `turn_s` is the latest of those that the executor took itself; `links[peer, outward]` says until when a link is taken.
+    `turn_s` is the latest time of the turns that the executor has taken. `links[peer, outward]` is the time until which a link is
+    busy.
     """
 
     def __init__(self, program: Program) -> None:
@@ -72,7 +73,7 @@ class Arrivals(Store):
         }
 
     def take(self, slot: int) -> object:
-        """The time of a message, waited for if it is still on its way, or whatever else is there."""
+        """Returns the time of a message, after waiting for it, or anything else that is in the slot."""
         found = self.slots[slot]
         if type(found) is not Pending:
             return found
@@ -83,7 +84,7 @@ class Arrivals(Store):
         return ready
 
     def pop(self, slot: int) -> object:
-        """The executor takes turns this way and throws them away: their time is kept."""
+        """Empties a slot. The executor takes turns with this and drops them, so their time is kept in `turn_s`."""
         found = self.take(slot)
         self.slots[slot] = None
         if type(found) is float and found > self.turn_s:
@@ -92,9 +93,9 @@ class Arrivals(Store):
 
 
 class WaitActions:
-    """The actions of an emulated worker: each waits as long as the modelled device would take.
+    """The actions of an emulated worker. Each waits as long as the modelled device would take.
 
-    `free_s` is when the device has done what it began, on the model's clock or on the wall's.
+    `free_s` is when the device has finished what it has started, in modelled or in wall time.
     """
 
     def __init__(
@@ -112,23 +113,23 @@ class WaitActions:
         self.token = Bundle((torch.zeros(2, dtype=torch.float64),), (False,))
 
     def start(self, moment_s: float) -> None:
-        """Everything begins at this moment."""
+        """Sets the start time of the run."""
         self.free_s = self.ended_s = moment_s
         self.arrivals.links.clear()
         self._last = None
 
     def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
-        """Nothing to do: walks follow each other, and take no data."""
+        """Does nothing, because walks follow each other and take no data."""
 
     def end(self) -> None:
-        """What was begun ends."""
+        """Waits until the device has finished."""
         self.clock.sleep_until(self.free_s)
         self.ended_s = self.clock.now()
 
     # -- actions
 
     def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
-        """The function that waits as long as an instruction takes, or sends and receives messages of the size of its value."""
+        """Returns the function that waits as long as an instruction takes, or sends or receives a message of its value's size."""
         if isinstance(line, Outgoing):
             return lambda: line.send(self._message(instruction))
         if isinstance(line, Incoming):  # both ends know the size from the prices
@@ -140,7 +141,7 @@ class WaitActions:
             case Op.S if not self.program.schedule.ring:
                 members = self.program.schedule.holders[instruction.action.stage]
                 return partial(self._reduce, instruction, self.groups[members] if len(members) > 1 else None, Kind.SUM)
-            case Op.N if instruction.round not in self._middle:  # at the end of a run nobody waits for it
+            case Op.N if instruction.round not in self._middle:  # at the end of a run no worker waits for it
                 return lambda: None
             case Op.N:
                 return partial(
@@ -151,7 +152,7 @@ class WaitActions:
 
     def _act(self, instruction: Instruction) -> None:
         work = self._works[id(instruction)]
-        if work.second:  # a cell was done by its first action
+        if work.second:  # the first action of the cell has done both
             return
         ready = self._ready(work)
         start = max(self._now(), ready)
@@ -162,13 +163,16 @@ class WaitActions:
             if instruction.action.op is Op.U:
                 self.trace.landed(instruction.action.stage, instruction.round)
         self.free_s = start + work.takes_s
-        # Stamped times are known before they come: messages leave while the action that made them is slept through.
+        # Stamped times are known in advance, so messages are sent while their action still sleeps.
         if self.wall or self.trace is not None:
             self.clock.sleep_until(self.free_s)
 
     def _reduce(self, instruction: Instruction, group: dist.ProcessGroup | None, kind: Kind) -> None:
-        """A worker's collectives run one after the other: those of one group follow from each other at the wait, for others
-        the one before is waited for here (all its members come before ours in the order that was proved)."""
+        """Starts a collective. A worker's collectives run one after another.
+
+        In the same group, the wait for a collective includes the one before. For another group, this waits for the one before
+        here. That cannot deadlock, because the proved order has all its members before this collective.
+        """
         work = self._works[id(instruction)]
         ready = max(self._now(), self._ready(work))
         before: Reduction | None = None
@@ -189,7 +193,7 @@ class WaitActions:
     def _message(self, instruction: Instruction) -> Bundle:
         work, peer, links = self._works[id(instruction)], peer_of(instruction), self.arrivals.links
         start = max(self._now(), links.get((peer, True), 0.0), *[self._stamp(slot) for slot in work.waits])
-        if self.half:  # the link is taken by what stands before this in the list, in either direction
+        if self.half:  # earlier messages of the list, in either direction, keep the link busy
             for slot in work.link_waits:
                 self._stamp(slot)
             start = max(start, links.get((peer, False), 0.0))
@@ -199,11 +203,11 @@ class WaitActions:
         return Bundle((message,), (False,))
 
     def form(self) -> Hashable:
-        """Sizes are the same in all walks."""
+        """Returns None, because sizes are the same in all walks."""
         return None
 
     def shape(self, instruction: Instruction) -> object:
-        """All messages cross, and both ends know their sizes."""
+        """Returns the size of a message. All messages are sent, and both ends know their sizes."""
         return self._works[id(instruction)].shape
 
     # -- times
@@ -212,7 +216,7 @@ class WaitActions:
         return self.clock.now() if self.wall else self.free_s
 
     def _ready(self, work: Work) -> float:
-        """When everything that an instruction waits for is there; it really is when this returns."""
+        """Waits for everything that an instruction needs. Returns the time at which it may start."""
         ready, self.arrivals.turn_s = self.arrivals.turn_s, 0.0
         for slot in work.waits:
             if (time := self._stamp(slot)) > ready:
@@ -220,7 +224,7 @@ class WaitActions:
         return ready
 
     def _stamp(self, slot: int) -> float:
-        """The time at which what is in a slot may be read."""
+        """Returns the time at which the value in a slot may be read."""
         found = self.store.take(slot)
         if type(found) is float:
             return found

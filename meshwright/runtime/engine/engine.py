@@ -1,4 +1,4 @@
-"""One rank of a training run: its stages and units on a `RankRuntime`, and what is compared before the first collective."""
+"""One rank of a training run: its stages and units on a `RankRuntime`, and the checks before the first collective."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshwright.runtime.transport.pair_sum import pair_for
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run, beside the schedule; `microbatches` is per step and copy."""
+    """How to run a schedule. `microbatches` is per step and data-parallel copy."""
 
     optimizer: Optimizer
     microbatches: int
@@ -55,7 +55,7 @@ EQUAL = ("microbatches", "copies", "loss_kind", "rules", "transport", "seed", "p
 
 
 class Engine:
-    """One rank of a run. Every rank makes it with equal arguments, inside an initialised process group."""
+    """One rank of a run. Every rank creates it with equal arguments, inside an initialised process group."""
 
     def __init__(self, schedule: Schedule, layers: Layers, settings: Settings, trace: Trace | None = None) -> None:
         self._is_whole = schedule.flush and all(a.op is not Op.I for entries in schedule.lists for a in walk(entries))
@@ -84,10 +84,10 @@ class Engine:
             self._watch(trace)
 
     def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
-        """Walk the schedule once with the batches of its steps: one, or several where its lists hold more microbatches."""
+        """Walks the schedule once with the batches of its steps: one step, or several if its lists contain more microbatches."""
         _refuse_hooks(self.schedule, self.layers, whole=self._is_whole)
-        behind = max(self.schedule.stages, self.schedule.steps)  # a walk asks for the forms of all its batches first
-        batches = Batches(lambda step: self._cut(batch(step)), behind)
+        kept = max(self.schedule.stages, self.schedule.steps)  # a walk reads the forms of all its batches first
+        batches = Batches(lambda step: self._cut(batch(step)), kept)
         if self.scaler is not None and not self.scaler.unit:
             self.scaler.measure(self._largest(batches[first_step].count))
         self.executor.run(first_step, batches)
@@ -96,20 +96,20 @@ class Engine:
         return self.actions.tallies
 
     def _cut(self, given: Given | Own) -> Batch:
-        """A step's batch, cut for this copy."""
+        """Returns the batch of a step, cut for this data-parallel copy."""
         found = self.runtime.batch(given, microbatches=self.settings.microbatches, names=self.layers.columns)
         self.actions.flow.pieces.refuse_rows(found.cuts)
         self.graphs.choose(found)
         return found
 
     def timeline(self) -> Timeline | None:
-        """What was traced, of all ranks on one clock: on rank 0, None elsewhere; all ranks call this together."""
+        """Returns the traced timeline of all ranks on one clock, on rank 0, and None elsewhere. All ranks call this together."""
         if self.executor.trace is None:
-            raise MeshwrightError("this run was not traced", fix="Engine(..., trace=Trace()) on all ranks")
+            raise MeshwrightError("this run was not traced", fix="use Engine(..., trace=Trace()) on all ranks")
         return gather(self.executor.trace, self.schedule, self.mesh)
 
     def _watch(self, trace: Trace) -> None:
-        """Set the trace's clock, and let it know when syncs have been waited for."""
+        """Sets the clock of the trace, and lets it record the end of waits for syncs."""
         trace.clock = common_clock(self.settings.device)
         for number, unit in self.units.items():
             if unit.adder is not None:
@@ -117,7 +117,7 @@ class Engine:
                 unit.landed = partial(trace.landed, number)
 
     def close(self) -> None:
-        """Release shared memory, channels and process groups."""
+        """Releases shared memory, channels and process groups."""
         for unit in self.units.values():
             if unit.adder is not None:
                 unit.adder.close()
@@ -152,17 +152,17 @@ class Engine:
         )
 
     def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
-        """What adds up a unit's gradients: for two that can see each other's memory no collective is needed."""
+        """Returns what sums a unit's gradients. Two ranks that share memory need no collective."""
         return pair_for(flats, self.transport, ranks, self.mesh.rank, self.schedule, unit) or Collective(self.groups[ranks])
 
     def _largest(self, count: int) -> float:
-        """The largest of all ranks' numbers; all ranks ask together."""
+        """Returns the maximum of a number over all ranks. All ranks call this together."""
         found = torch.tensor([float(count)], device=self.settings.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found.item()
 
     def _start_equal(self) -> None:
-        """Copies of a unit begin with the values of their first holder; not by trust in seeds."""
+        """Broadcasts the parameters of each unit from its first holder, so that equal starts do not depend on equal seeds."""
         for unit in range(self.schedule.units):
             ranks = self.mesh.holders(self.schedule, unit)
             group = self.groups.get(ranks)
@@ -172,18 +172,18 @@ class Engine:
 
 
 def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
-    """What cannot run is said before the first collective, on all ranks alike."""
+    """Raises if the run is not possible: before the first collective, and on all ranks alike."""
     world = dist.get_world_size()
     needed = schedule.workers * settings.copies
     if world != needed:
         raise MeshwrightError(
-            f"{schedule.name} needs {schedule.workers} workers x {settings.copies} copies = {needed} ranks, there are {world}",
+            f"{schedule.name} needs {schedule.workers} workers x {settings.copies} copies = {needed} ranks, got {world}",
             fix=f"torchrun --nproc-per-node {needed}",
         )
     if layers.stages != schedule.stages:
-        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, the model is cut into {layers.stages}")
+        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, but the model is cut into {layers.stages}")
     if layers.ties != schedule.ties:
-        raise MeshwrightError(f"the model ties stages {layers.ties}, the schedule was lowered for ties {schedule.ties}")
+        raise MeshwrightError(f"the model ties stages {layers.ties}, but the schedule was lowered for ties {schedule.ties}")
     if not schedule.lowered:
         raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
     refuse_unproved(schedule)
@@ -194,27 +194,30 @@ def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
 
 
 def _refuse_hooks(schedule: Schedule, layers: Layers, *, whole: bool) -> None:
-    """Gradient hooks that this schedule would not call, or not with a whole gradient; looked at before every walk too."""
+    """Raises if the schedule would not call a gradient hook, or not with a whole gradient. Also called before every walk."""
     if not whole:
-        why = f"{schedule.name} computes on versions of the parameters, or their gradients apart from those of inputs"
-        refuse_hooks(layers, why, fix="a schedule with a flush and whole backwards, such as onef1b, or no hook")
+        why = f"{schedule.name} computes on versions of the parameters, or splits weight gradients from input gradients"
+        refuse_hooks(layers, why, fix="use a schedule with a flush and whole backwards, such as onef1b, or remove the hook")
     refuse_tied_hooks(layers)
 
 
 def _refuse_microbatches(schedule: Schedule, found: int) -> None:
-    """Lists that hold a part of a step of data lose its other rows, and a round over two steps takes rows twice."""
+    """Raises if rounds and steps of data do not fit.
+
+    Lists with only a part of a step would lose its other rows. A round over two steps would use rows twice.
+    """
     count, rounds = schedule.microbatches, schedule.steps
     if type(found) is not int or found < 1 or found % count or count * rounds % found:
         fits = [count * k for k in range(1, rounds + 1) if not rounds % k]
         raise MeshwrightError(
-            f"{schedule.name} has {rounds} rounds of {count} microbatches, a step of data has {found!r}: a step must be whole "
-            f"rounds, and the lists whole steps",
+            f"{schedule.name} has {rounds} rounds of {count} microbatches, but a step of data has {found!r}: a step must contain "
+            f"whole rounds, and the lists must contain whole steps",
             fix=" or ".join(f"microbatches={fit}" for fit in sorted({fits[0], fits[-1]})),
         )
 
 
 def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> None:
-    """Ranks that were given different things would send each other nonsense, or wait for ever: they are compared first of all."""
+    """Raises if ranks have different arguments: they would exchange wrong data, or wait forever. This is compared first."""
     mine = {
         "cut the model in different ways": layers.digest,
         "have different schedules": f"{schedule.name} {schedule.digest[:16]}",
@@ -224,5 +227,5 @@ def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> N
         if other := [rank for rank, words in enumerate(found) if words[what] != found[0][what]]:
             raise MeshwrightError(
                 f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
-                fix="the same model, example batch, plan, settings and versions of torch on all ranks",
+                fix="use the same model, example batch, plan, settings and version of torch on all ranks",
             )

@@ -1,7 +1,7 @@
-"""Forward-only walks on the stages and parameters of an engine: the loss of a batch, and what the model returns for it.
+"""Forward-only walks on the stages and parameters of an engine. They compute the loss of a batch and the outputs of the model.
 
-The schedule is what is left of the engine's own when only forwards run, so nothing moves between training and evaluation.
-No graph is kept; layers are in eval mode meanwhile. A batch may have any number of rows.
+The schedule consists of the forwards of the engine's own schedule, so nothing moves between training and evaluation. No graph is
+kept, and layers are in eval mode during a walk. A batch may have any number of rows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from meshwright.runtime.stage.objective import LossKind, Objective, Tally
 from meshwright.runtime.stage.stage import Stage
 
 Reduce = Callable[[Rows, tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""What is done to the outputs of some rows where they arise, before they are sent anywhere; a row stays a row."""
+"""Applied to the outputs of some rows on the rank that computes them, before they are sent. It must keep the rows."""
 
 
 class Outputs(Enum):
-    """Who gets what the model returns."""
+    """Which ranks get the outputs of the model."""
 
     NOBODY = "nobody"
     FIRST = "the first rank"
@@ -45,7 +45,7 @@ class Outputs(Enum):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The sum of a batch's losses and its weight (tokens or rows that count), the same on every rank; outputs where asked for."""
+    """The sum of a batch's losses and its weight (tokens or rows that count), equal on all ranks; the outputs if requested."""
 
     total: float
     weight: float
@@ -59,7 +59,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one rank has of the outputs: rows of its copy."""
+    """The outputs that one rank has: some rows of its data-parallel copy."""
 
     rank: int
     copy: int
@@ -67,12 +67,12 @@ class _Piece:
     form: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def to_json(self) -> list[Any]:
-        """What the others are told; they know the rank."""
+        """Returns the description for the other ranks, without the rank, which they know."""
         return [self.copy, self.start, [[list(size), dtype_name(kind)] for size, kind in self.form]]
 
     @classmethod
     def from_json(cls, rank: int, told: list[Any]) -> _Piece:
-        """What a rank has told."""
+        """Reads the description from a rank."""
         copy, start, form = told
         return cls(rank, copy, start, tuple((tuple(size), dtype_named(kind)) for size, kind in form))
 
@@ -80,8 +80,8 @@ class _Piece:
 class Forward:
     """Evaluates batches on an engine.
 
-    `layers` are others than the engine trains, with the same parameters on each stage. `schedule` is the forward schedule of
-    the engine's own, where it has been made before.
+    `layers` may be other layers than the engine trains, with the same parameters on each stage. `schedule` is the forward-only
+    form of the engine's schedule, if it was created before.
     """
 
     def __init__(self, engine: Engine, layers: Layers | None = None, *, schedule: Schedule | None = None) -> None:
@@ -102,7 +102,7 @@ class Forward:
     def __call__(
         self, batch: Given | Own, *, outputs: Outputs = Outputs.NOBODY, reduce: Reduce | None = None, loss: bool = True
     ) -> Evaluated:
-        """Evaluate one batch, on all ranks together; without `loss` it needs no target."""
+        """Evaluates one batch, on all ranks together. Without `loss` the batch needs no target."""
         self._found, self._reduce = [], reduce
         for number, stage in self.stages.items():
             stage.objective = self.engine.stages[number].objective if loss else Objective(wanted=False)
@@ -131,7 +131,7 @@ class Forward:
         self._found.append((rows, found if self._reduce is None else self._reduce(rows, found)))
 
     def _gathered(self, outputs: Outputs) -> tuple[Tensor, ...]:
-        """The outputs of all rows in their order: pieces are announced, then sent one after another."""
+        """Returns the outputs of all rows in order. Ranks first exchange descriptions of their pieces, then the pieces."""
         if outputs is Outputs.NOBODY:
             return ()
         mesh, device = self.engine.mesh, self.engine.settings.device
@@ -153,7 +153,7 @@ class Forward:
 
 
 def _sent(piece: _Piece, own: tuple[Tensor, ...] | None, device: torch.device, *, everybody: bool) -> tuple[Tensor, ...]:
-    """One piece from the rank that has it, to every rank or to the first."""
+    """Sends one piece from the rank that has it, to every rank or to the first."""
     rank = dist.get_rank()
     tensors = own if own is not None else tuple(torch.empty(size, dtype=kind, device=device) for size, kind in piece.form)
     for tensor in tensors:
@@ -167,7 +167,7 @@ def _sent(piece: _Piece, own: tuple[Tensor, ...] | None, device: torch.device, *
 
 
 def outputs_of(output: Any) -> tuple[Tensor, ...]:
-    """The tensors that a last layer returns beside its loss."""
+    """Returns the tensors that a last layer returns besides its loss."""
     if isinstance(output, Tensor):
         values: Sequence[Any] = (output,)
     elif isinstance(output, Mapping):
@@ -180,13 +180,13 @@ def outputs_of(output: Any) -> tuple[Tensor, ...]:
 
 
 def forward_schedule(schedule: Schedule) -> Schedule:
-    """One step of evaluation under a schedule: its forwards alone, lowered and proved."""
+    """Returns one evaluation step of a schedule: only its forwards, lowered and proved."""
     return prove(lower(forward_only(schedule).repeated(1)))
 
 
 @contextmanager
 def evaluating(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Eval mode, and back to what each module was in."""
+    """Sets eval mode, and restores the mode of each module at the end."""
     modules = list({id(m): m for layer in layers for m in layer.modules()}.values())
     before = [m.training for m in modules]
     try:

@@ -1,6 +1,6 @@
-"""One rank's place in a run: who it is, whom it adds up gradients with, how it sends, and the list that it walks.
+"""What a rank needs to run a schedule: its mesh position, its process groups, its transport and the list that it walks.
 
-Training, evaluation and emulation differ in their schedules and in what an action does. Everything else is opened here, once.
+Training, evaluation and emulation differ in their schedules and in what an action does. Everything else is set up here, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class RankRuntime:
-    """Mesh, groups and transport of one rank. Every rank opens it with equal arguments, inside an initialised process group."""
+    """Mesh, groups and transport of one rank. Every rank creates it with equal arguments, inside an initialised process group."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class RankRuntime:
         timeout_s: float | None = None,
         wrap: Callable[[Transport], Transport] | None = None,
     ) -> None:
-        """`timeout_s` limits every wait for a message; `wrap` may put another transport around the one that was opened."""
+        """`timeout_s` limits every wait for a message. `wrap` may wrap the transport that was opened in another one."""
         self.mesh = Mesh(schedule.workers, copies, dist.get_rank())
         self.device = device
         self.groups = sync_groups(self.mesh, schedule)
@@ -47,22 +47,22 @@ class RankRuntime:
         self.transport = self._opened if wrap is None else wrap(self._opened)
 
     def program(self, schedule: Schedule) -> Program:
-        """This rank's list of a schedule, compiled: the schedule of this runtime, or one that uses no other channels."""
+        """Compiles this rank's list of a schedule: the schedule of this runtime, or one that uses only its channels."""
         assert set(channels(schedule, self.mesh.copies)) <= set(self.channels), "a message without a channel"
         return program(schedule, self.mesh.worker, self.mesh.rank_of)
 
     def executor(self, walked: Program, actions: Actions, trace: Trace | None = None) -> Executor:
-        """What walks a program over this rank's transport."""
+        """Returns the executor that walks a program over this rank's transport."""
         arrived = None if trace is None else trace.arrived
         return Executor(walked, Edges(self.transport, self.device, arrived), actions, trace)
 
     def batch(self, given: Given | Own, *, microbatches: int, names: tuple[str, ...] | None) -> Batch:
-        """A step's batch, cut into the microbatches of this rank's data-parallel copy."""
+        """Returns the batch of a step, cut into the microbatches of this rank's data-parallel copy."""
         mesh = self.mesh
         return Batch(given, microbatches=microbatches, copy=mesh.copy, copies=mesh.copies, device=self.device, names=names)
 
     def close(self) -> None:
-        """Release channels and process groups."""
+        """Releases channels and process groups."""
         self._opened.close()
         for group in self.groups.values():
             dist.destroy_process_group(group)

@@ -1,13 +1,13 @@
-"""Large tensors on their way to local workers and back: written once, into memory that all of them map.
+"""Send large tensors to local workers and back through shared memory: each one is written once, and every process maps it.
 
     with Lending() as lending:
-        data = lending.pack(model)     a pickle without the large tensors; those are in a file in memory
-        send(data, lending.file)       the open file itself goes to the other process, over a Unix socket
-    unpack(data, file)                 maps them; who has mapped a tensor keeps it
+        data = lending.pack(model)     returns a pickle without the large tensors, and writes those to a file in memory
+        send(data, lending.file)       sends the open file to the other process over a Unix socket
+    unpack(data, file)                 maps the tensors; a mapped tensor stays valid after the file is closed
 
-The file has no name: no other user can put something in its place, and it ends with the last process that holds it. A
-mapping is private: pages that a process never reads cost it nothing, and those that it writes become its own. What does not
-fit into memory for files travels in the pickle.
+The file has no path, so no other user can replace it. It is freed when the last process that holds it ends. Mappings are
+private: a page costs memory only in processes that read it, and a process that writes to a page gets its own copy of it. A
+tensor that does not fit into the file is sent inside the pickle.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torch import Tensor, UntypedStorage
 from meshwright.errors import MeshwrightError
 
 SMALL_BYTES = 1 << 16
-"""Smaller tensors travel in the pickle."""
+"""Smaller tensors are sent inside the pickle."""
 
 MOST = 8192
-"""So many tensors at most: a process may map some tens of thousands."""
+"""The maximum number of shared tensors. The kernel limits a process to some tens of thousands of mappings."""
 
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class Lending:
-    """The tensors of one piece of work; `file` is None where all of them were small."""
+    """The shared tensors of one job. `file` is None if all tensors were small."""
 
     def __init__(self) -> None:
         self.file: int | None = None
@@ -51,7 +51,7 @@ class Lending:
             self.file = None
 
     def pack(self, given: Any, what: str = "this cannot be sent", fix: str | None = None) -> bytes:
-        """Pickle, with large tensors in the file; where it cannot be pickled, the error begins with `what`."""
+        """Pickles an object, and writes its large tensors to the file. `what` starts the error text if it cannot be pickled."""
         into = io.BytesIO()
         try:
             _Lender(into, self).dump(given)
@@ -60,10 +60,10 @@ class Lending:
         return into.getvalue()
 
     def write(self, storage: UntypedStorage) -> tuple[int, int] | None:
-        """Where in the file the bytes of a storage are, and how many; None where there is no room for them."""
+        """Writes a storage to the file. Returns its offset and size in bytes, or None if there is no room."""
         try:
             if self.file is None:
-                self.file = _nameless()
+                self.file = _file_in_memory()
             begin = -(-os.fstat(self.file).st_size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         except OSError:
             return None
@@ -81,7 +81,7 @@ class Lending:
 
 
 def unpack(data: bytes, file: int | None) -> Any:
-    """What was packed; the file is closed, its tensors stay mapped."""
+    """Returns the object that was packed. Closes the file; its tensors stay mapped."""
     try:
         return _Borrower(io.BytesIO(data), file).load()
     finally:
@@ -89,8 +89,8 @@ def unpack(data: bytes, file: int | None) -> Any:
             os.close(file)
 
 
-class _Sheet:
-    """A storage that is lent, held so that no other gets its place."""
+class _SharedStorage:
+    """A storage in the file. It keeps the storage alive, so that its address stays unique while pickling."""
 
     def __init__(self, place: tuple[int, int], storage: UntypedStorage) -> None:
         self.place, self.storage = place, storage
@@ -99,30 +99,30 @@ class _Sheet:
 class _Lender(pickle.Pickler):
     def __init__(self, into: io.BytesIO, lending: Lending) -> None:
         super().__init__(into, protocol=pickle.HIGHEST_PROTOCOL)
-        self.lending, self.sheets = lending, dict[int, _Sheet | None]()
+        self.lending, self.shared = lending, dict[int, _SharedStorage | None]()
 
     def persistent_id(self, given: Any) -> tuple[int, int] | None:
-        """A sheet is its place in the file."""
-        return given.place if type(given) is _Sheet else None
+        """Replaces a shared storage by its offset and size in the file."""
+        return given.place if type(given) is _SharedStorage else None
 
     def reducer_override(self, given: Any) -> Any:
-        """Plain large tensors of the host are lent, also those inside parameters; all else is pickled as ever."""
+        """Shares plain large CPU tensors, also inside parameters. Everything else is pickled as usual."""
         if type(given) is not Tensor or given.device.type != "cpu" or given.layout != torch.strided or given.requires_grad:
             return NotImplemented
         storage = given.untyped_storage()
         if storage.nbytes() < SMALL_BYTES or given.is_conj() or given.is_neg() or vars(given):
             return NotImplemented
-        sheet = self._sheet(storage)
-        if sheet is None:
+        shared = self._share(storage)
+        if shared is None:
             return NotImplemented
-        return borrowed, (sheet, given.dtype, given.storage_offset(), tuple(given.shape), given.stride())
+        return borrowed, (shared, given.dtype, given.storage_offset(), tuple(given.shape), given.stride())
 
-    def _sheet(self, storage: UntypedStorage) -> _Sheet | None:
+    def _share(self, storage: UntypedStorage) -> _SharedStorage | None:
         key = storage.data_ptr()
-        if key not in self.sheets:
-            place = self.lending.write(storage) if len(self.sheets) < MOST else None
-            self.sheets[key] = None if place is None else _Sheet(place, storage)
-        return self.sheets[key]
+        if key not in self.shared:
+            place = self.lending.write(storage) if len(self.shared) < MOST else None
+            self.shared[key] = None if place is None else _SharedStorage(place, storage)
+        return self.shared[key]
 
 
 class _Borrower(pickle.Unpickler):
@@ -131,20 +131,20 @@ class _Borrower(pickle.Unpickler):
         self.file, self.mapped = file, dict[tuple[int, int], UntypedStorage]()
 
     def persistent_load(self, place: Any) -> UntypedStorage:
-        """A storage on the file, the same one for all tensors that shared it."""
-        assert self.file is not None, "what was lent comes with its file"
+        """Maps a storage of the file. Tensors that shared a storage share it again."""
+        assert self.file is not None, "shared tensors are sent with their file"
         if place not in self.mapped:
             self.mapped[place] = _map(self.file, *place)
         return self.mapped[place]
 
 
 def borrowed(storage: UntypedStorage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A tensor on a mapped storage."""
+    """Returns a tensor on a mapped storage."""
     return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
 
-def _nameless() -> int:
-    """A new file in memory that no path leads to."""
+def _file_in_memory() -> int:
+    """Creates a file in memory that has no path."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("meshwright")
     with tempfile.TemporaryFile() as file:
@@ -152,7 +152,7 @@ def _nameless() -> int:
 
 
 def _map(file: int, begin: int, size: int) -> UntypedStorage:
-    """A private mapping; Python's own would keep a descriptor for each."""
+    """Creates a private mapping. Python's own `mmap` would keep a file descriptor for each one."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -1,10 +1,10 @@
-"""Ranks that torchrun has started, on any number of hosts: the process group from the environment, and its watch.
+"""Join a job that torchrun has started, on any number of hosts: process group from the environment, and a watchdog.
 
     with attach() as here:
         Engine(schedule, layers, Settings(..., device=here.device)).run(batch)
 
-Each host has its own launcher, which ends the other ranks when it sees one end; so the rank that failed goes first, and
-the others wait a little before they follow.
+Each host has its own launcher. It stops the other ranks when one of its ranks exits. So the rank that failed exits first, and
+the others wait a few seconds before they exit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from meshwright.runtime.watchdog.board import Board
 from meshwright.runtime.watchdog.failure import Failure, describe
 from meshwright.runtime.watchdog.watchdog import TICK_S, Timeouts, Watch
 
-_LINGER_S = 4.0
-_LAST_WORDS_S = 1.5
+_LINGER_S = 4.0  # how long a rank waits before it exits because of another one
+_FINAL_REPORTS_S = 1.5  # how long to wait for the final reports of the other ranks
 
 
 @dataclass(frozen=True)
 class Attached:
-    """Where this process stands in a job."""
+    """The position of this process in a job: its rank, the number of ranks, its rank on this host and its device."""
 
     rank: int
     world: int
@@ -49,15 +49,15 @@ class Attached:
 def attach(
     *, timeout_s: float = Timeouts.timeout_s, silence_s: float = Timeouts.silence_s, device: str | None = None
 ) -> Iterator[Attached]:
-    """Join the job that the environment names; an error on any rank ends all of them, and the first one is printed."""
+    """Joins the job that the environment describes. An error on any rank ends all ranks, and the first error is printed."""
     rank, world, local_rank = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", default=0)
     name = f"meshwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store, watching = _stores(rank)
-    name = f"{name}/{store.add(f'{name}/attached/{rank}', 1)}"  # a script may join more than once, all ranks equally often
+    name = f"{name}/{store.add(f'{name}/attached/{rank}', 1)}"  # a script may attach several times, the same number on each rank
     board = Board(PrefixStore(f"{name}/watch", watching), world)
     with _Exit(board, rank) as exit_:
         here = Attached(rank, world, local_rank, devices.choose(local_rank, device=device))
-        timeouts, alarms = Timeouts(timeout_s, silence_s), {exit_.bell.fileno(): exit_.told_to_stop}
+        timeouts, alarms = Timeouts(timeout_s, silence_s), {exit_.wakeup.fileno(): exit_.on_sigterm}
         watch = Watch(board, rank, timeouts, ends=exit_.leave, alarms=alarms, supervised=False)
         faulthandler.enable()
         try:
@@ -74,39 +74,39 @@ def attach(
 
 
 class _Exit:
-    """How a rank ends: on a word of its launcher (SIGTERM), on another's failure, on its own."""
+    """Ends a rank: after SIGTERM from its launcher, after a failure of another rank, or after its own failure."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self.board, self.rank = board, rank
-        self.bell, self._wire = socket.socketpair()
+        self.wakeup, self._wakeup_sender = socket.socketpair()
         self._stopped_at: float | None = None
         self._before: tuple[int, object] | None = None
 
     def __enter__(self) -> _Exit:
         ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if ours:
-            # A thread that is stuck runs no handler, but the kernel's call of it writes to this file for the one that watches.
-            self._wire.setblocking(False)
-            self.bell.setblocking(False)
-            self._before = signal.set_wakeup_fd(self._wire.fileno(), warn_on_full_buffer=False), signal.SIG_DFL
+            # A stuck main thread runs no Python handler, but the C handler still writes to this socket, which the watchdog polls.
+            self._wakeup_sender.setblocking(False)
+            self.wakeup.setblocking(False)
+            self._before = signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False), signal.SIG_DFL
             signal.signal(signal.SIGTERM, lambda *_: None)
-            os.register_at_fork(after_in_child=self._let_go)
+            os.register_at_fork(after_in_child=self._restore_signals)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._let_go()
-        self._wire.close()
+        self._restore_signals()
+        self._wakeup_sender.close()
 
-    def _let_go(self) -> None:
+    def _restore_signals(self) -> None:
         if self._before is not None:
             signal.set_wakeup_fd(self._before[0])
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._before = None
 
-    def told_to_stop(self) -> None:
-        """The launcher stops this rank, often because it saw another end: find out which, and go in any case."""
+    def on_sigterm(self) -> None:
+        """Handles SIGTERM. The launcher often sends it because another rank exited: wait for that rank's failure, then exit."""
         with contextlib.suppress(BlockingIOError):
-            if signal.SIGTERM not in self.bell.recv(64):
+            if signal.SIGTERM not in self.wakeup.recv(64):
                 return
         now = time.monotonic()
         if self._stopped_at is None:
@@ -114,30 +114,30 @@ class _Exit:
             threading.Timer(_LINGER_S, self._stopped).start()
 
     def _stopped(self) -> None:
-        doing: object = "its store is gone too"
+        doing: object = "the store of the job is gone too"
         with contextlib.suppress(RuntimeError):
             doing = self.board.heard(self.rank)
         self._quit(f"stopped by SIGTERM; {doing}", 128 + signal.SIGTERM)
 
     def leave(self, failure: Failure) -> None:
-        """End this process because of a failure, from the thread that watches."""
+        """Ends this process because of a failure. Called in the watchdog thread."""
         if failure.noticed_by == self.rank:
-            _print(describe(failure, self.board.last_words(failure, _LAST_WORDS_S)), failure.fix)
+            _print(describe(failure, self.board.last_words(failure, _FINAL_REPORTS_S)), failure.fix)
         else:
             _print(f"rank {self.rank} stops: {failure}")
         deadline = time.monotonic() + _LINGER_S
         while failure.rank != self.rank and self._stopped_at is None and time.monotonic() < deadline:
             time.sleep(TICK_S / 5)
             with contextlib.suppress(BlockingIOError):
-                if signal.SIGTERM in self.bell.recv(64):
+                if signal.SIGTERM in self.wakeup.recv(64):
                     break
         self._quit("", 2 if failure.clean else 1)
 
     def after_error(self, first: Failure, error: BaseException) -> None:
-        """The main thread raised: say where, or leave quietly if another rank was first."""
+        """Handles an exception of the main thread: prints where it happened, or exits if another rank failed first."""
         if first.rank == self.rank:
             if not first.clean:
-                others = self.board.last_words(first, _LAST_WORDS_S)
+                others = self.board.last_words(first, _FINAL_REPORTS_S)
                 first_line = Failure(**{**first.__dict__, "detail": ""})
                 _print(describe(first_line, others), first.fix)
             return
@@ -153,7 +153,7 @@ class _Exit:
 
 
 def _print(text: str, fix: str | None = None) -> None:
-    """Straight to the file: a stuck thread may hold the stream."""
+    """Writes directly to the file descriptor, because a stuck thread may hold the lock of the stream."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n{f'  try: {fix}' + chr(10) if fix else ''}".encode())
 
 
@@ -174,7 +174,7 @@ def _hosts_store(rank: int) -> bool:
 
 
 def _stores(rank: int) -> tuple[TCPStore, TCPStore]:
-    """The store of the job, which the launcher or rank 0 hosts, and a second line to it for the watch."""
+    """Connects to the store of the job, which the launcher or rank 0 hosts. The second connection is for the watchdog."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT")
     hosts = _hosts_store(rank)
     store = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=FOREVER)
@@ -182,7 +182,7 @@ def _stores(rank: int) -> tuple[TCPStore, TCPStore]:
 
 
 def _stay_for_others(board: Board, rank: int, timeout_s: float) -> None:
-    """Who hosts the store goes last."""
+    """Waits until all ranks have finished, if this rank hosts the store."""
     deadline = time.monotonic() + timeout_s
     while _hosts_store(rank) and time.monotonic() < deadline and board.failure() is None:
         if all(doing is not None and doing.over for doing in board.everyone()):

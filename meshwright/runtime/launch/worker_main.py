@@ -1,4 +1,7 @@
-"""The life of a local worker: wait for work, do it, answer; end with the parent, and at once where another rank failed."""
+"""The main loop of a local worker: receive a job, run it, send the result.
+
+A worker exits when its parent ends or another rank fails.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +31,27 @@ from meshwright.runtime.watchdog.status import Seat
 from meshwright.runtime.watchdog.watchdog import Timeouts, Watch
 
 LEFT = 77
-"""The exit code of a worker that ends because it knows of a failure."""
+"""The exit code of a worker that exits because of a failure that is already reported."""
 
 UNGUARDED = 78
-"""The exit code of a worker whose import of the user's script came to start workers."""
+"""The exit code of a worker that would start workers itself when it imports the user's script."""
 
 MARK = "MESHWRIGHT_WORKER"
-"""Set in the environment of a worker that has begun to serve."""
+"""Set in the environment of a worker as soon as it serves."""
 
 ANSWER_S = timedelta(seconds=60)
-"""How long a store may take to answer a watcher."""
+"""The timeout of the store for requests of a watchdog."""
 
 FOREVER = timedelta(days=7)
-"""The limit of torch's own waits: whether a wait is too long is decided by those who see all ranks."""
+"""The timeout of torch's own waits. It is long because the watchdog, which sees all ranks, decides when a wait is too long."""
 
 
 @contextmanager
 def process_group(rank: int, world: int, store: Store, *, local_rank: int | None = None) -> Iterator[None]:
-    """A process group over a store, taken down at the end; after an error others may never come to that, so it is left."""
+    """Creates a process group over a store, and destroys it at the end.
+
+    After an error it is not destroyed, because the other ranks may never reach that point.
+    """
     device = devices.choose(rank if local_rank is None else local_rank)
     before = sys.excepthook
     dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world, timeout=FOREVER)
@@ -53,9 +59,9 @@ def process_group(rank: int, world: int, store: Store, *, local_rank: int | None
     if store.add("joined", 1) == world:
         store.set("all joined", "yes")
     yield
-    store.wait(["all joined"])  # who closes its connections while others still make theirs would fail them
+    store.wait(["all joined"])  # closing earlier would break the connections that others still open
     dist.destroy_process_group()
-    if sys.excepthook is names_its_rank:  # torch leaves it, and a later error would name its rank once per group
+    if sys.excepthook is names_its_rank:  # torch does not restore it, and a later error would print its rank once per group
         sys.excepthook = before
 
 
@@ -68,10 +74,10 @@ def serve(
     environment: Mapping[str, str],
     seat: Seat | None = None,
 ) -> None:
-    """Do what comes through the pipe until it is closed."""
+    """Runs jobs from the pipe until it is closed."""
     os.environ.update(environment)
     os.environ[MARK] = str(rank)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and decides
     faulthandler.enable()
     store, watching = _connected(pipe, port), _connected(pipe, port)
     watching.set_timeout(ANSWER_S)
@@ -91,7 +97,7 @@ def serve(
             with process_group(rank, world, PrefixStore(name, store)):
                 result = function(*args)
             del function, args
-            answer = lending.pack(result, "what a worker returned cannot be sent", "return plain data or tensors")
+            answer = lending.pack(result, "the result of a worker cannot be sent", "return plain data or tensors")
             del result
         except BaseException as error:
             watch.fail(error)
@@ -104,9 +110,9 @@ def serve(
 
 
 def _connected(pipe: Connection, port: int) -> TCPStore:
-    """The store of the parent; where that has ended in the meantime, nobody waits for it."""
+    """Connects to the store of the parent. Exits if the parent has ended."""
     parent = select.poll()
-    parent.register(pipe.fileno(), 0)  # its end alone
+    parent.register(pipe.fileno(), 0)  # reports only that the pipe was closed
     deadline = time.monotonic() + ANSWER_S.total_seconds()
     while True:
         if parent.poll(0):
@@ -122,27 +128,27 @@ def _connected(pipe: Connection, port: int) -> TCPStore:
 
 
 def leave(_: Failure | None = None) -> NoReturn:
-    """End this process, from any thread, without asking those that are stuck; the parent tells the user why."""
+    """Ends this process from any thread, even if other threads are stuck. The parent reports the reason to the user."""
     flush()
     os._exit(LEFT)
 
 
 def flush() -> None:
-    """Write out what was printed, unless a stuck thread holds the stream."""
+    """Flushes stdout and stderr, unless a stuck thread holds their lock."""
     thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     thread.start()
     thread.join(timeout=0.2)
 
 
 def hand_over(pipe: Connection, file: int | None) -> None:
-    """Send an open file, or that there is none."""
+    """Sends an open file, or a marker that there is none."""
     pipe.send_bytes(b"-" if file is None else b"+")
     if file is not None:
         send_handle(pipe, file, None)
 
 
 def handed_over(pipe: Connection) -> int | None:
-    """Receive what was handed over."""
+    """Receives an open file, or None."""
     return recv_handle(pipe) if pipe.recv_bytes() == b"+" else None
 
 
@@ -151,6 +157,6 @@ def _unpack(work: bytes, file: int | None) -> tuple[Any, Any]:
         return unpack(work, file)
     except (AttributeError, ImportError) as error:
         raise MeshwrightError(
-            f"a worker cannot find what it is to run: {error}",
-            fix="define it in a file that can be imported; an interactive session or `python -c` is none",
+            f"a worker cannot find the function to run: {error}",
+            fix="define it in a file that can be imported, not in an interactive session or in `python -c`",
         ) from error

@@ -1,7 +1,7 @@
-"""Workers: local processes that are started once and then given work, or ranks that torchrun has started (`attach`).
+"""Local worker processes that are started once and then run jobs. Ranks that torchrun has started use `attach`.
 
-Local workers come out of a server that has torch loaded, so that starting them costs milliseconds. Each piece of work
-runs in a process group of its own, of as many ranks as it asks for. After a failure the next piece gets fresh processes.
+Local workers are forked from a server that has already imported torch, so starting them takes milliseconds. Each job runs in
+its own process group, with as many ranks as it needs. After a failure the next job gets new processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.runtime.watchdog.watchdog import TICK_S, Timeouts
 
 __all__ = ["Attached", "RankFailed", "Timeouts", "Workers", "attach", "process_group"]
 
-_LAST_WORDS_S = 1.5
+_FINAL_REPORTS_S = 1.5  # how long to wait for the final reports of the other ranks
 _SEAT_BYTES = 256
 _NAME = "meshwright worker"
 
@@ -40,18 +40,20 @@ LOCAL = "127.0.0.1"
 
 
 class Workers:
-    """Local processes, one per rank; `run` gives all of them the same function and returns what each returned.
+    """Local processes, one per rank. `run` calls the same function on all of them and returns the result of each.
 
-    `timeout_s`: how long a run may stand still, with at least one rank inside a schedule or a collective.
-    `preload`: modules to load once for all of them, where these workers are the first of this process.
+    `timeout_s`: how long a run may make no progress, with at least one rank inside a schedule or a collective.
+    `preload`: modules to import once for all workers. It has an effect only for the first workers of this process.
     """
 
     def __init__(self, count: int, *, timeout_s: float = Timeouts.timeout_s, preload: Sequence[str] = ()) -> None:
         _refuse_inside_a_worker()
         if not isinstance(count, int) or count < 1:
-            raise MeshwrightError(f"there are 1, 2, ... local workers, got {count!r}", fix="Workers(2)")
+            raise MeshwrightError(
+                f"the number of local workers must be an integer of at least 1, got {count!r}", fix="Workers(2)"
+            )
         if not timeout_s > 0:
-            raise MeshwrightError(f"a run may stand still for a time above 0, got timeout_s={timeout_s!r}", fix="timeout_s=300")
+            raise MeshwrightError(f"timeout_s must be above 0 seconds, got {timeout_s!r}", fix="timeout_s=300")
         self.count, self.jobs = count, 0
         self.preload = ["meshwright.runtime.preload", *preload]
         self.timeouts = Timeouts(timeout_s=timeout_s)
@@ -63,17 +65,17 @@ class Workers:
         self._start_or_end()
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
-        """Call `function(*args)` on the first `ranks` workers, each inside the process group; the first error is raised."""
+        """Calls `function(*args)` on the first `ranks` workers, each inside the process group. Raises the first error."""
         world = self.count if ranks is None else ranks
         if world > self.count:
-            raise MeshwrightError(f"there are {self.count} local workers, {world} are needed", fix=f"Workers({world})")
+            raise MeshwrightError(f"there are {self.count} local workers, but {world} are needed", fix=f"Workers({world})")
         with Lending() as lending:
-            fix = "a function that can be imported by name, plain arguments"
-            work = lending.pack((function, args), "this work cannot be sent to workers", fix)
+            fix = "pass a function that can be imported by name, and plain arguments"
+            work = lending.pack((function, args), "this job cannot be sent to workers", fix)
             return self._run(work, lending.file, world)
 
     def _run(self, work: bytes, file: int | None, world: int) -> list[Any]:
-        # A worker at rest writes nothing: a pipe that can be read has been closed by its death.
+        # An idle worker writes nothing. If its pipe is readable, the worker has died.
         if not self.processes or any(pipe.poll() for pipe in self.pipes):
             self.close()
             self._start_or_end()
@@ -81,11 +83,11 @@ class Workers:
         try:
             return self._do(work, file, f"job{self.jobs}", world)
         except BaseException:
-            self.close()  # some of them are still at it
+            self.close()  # some of them may still be running
             raise
 
     def close(self) -> None:
-        """End all workers; the next run starts new ones."""
+        """Ends all workers. The next run starts new ones."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -101,7 +103,7 @@ class Workers:
         self.close()
 
     def _start_or_end(self) -> None:
-        """Start all workers, or, where that fails or is interrupted, none."""
+        """Starts all workers. If that fails or is interrupted, ends those that were started."""
         try:
             self._start()
         except BaseException:
@@ -130,16 +132,16 @@ class Workers:
             process.start()
         except (EOFError, ConnectionError) as error:
             raise MeshwrightError(
-                "the server that local workers are forked from ended while they were started: killed, or by what it loads",
-                fix="see whether the machine ran out of memory (dmesg | tail), and start again",
+                "the server that local workers are forked from ended while they were started: it was killed, or an import failed",
+                fix="check whether the machine ran out of memory (dmesg | tail), and start again",
             ) from error
 
     def _do(self, work: bytes, file: int | None, name: str, world: int) -> list[Any]:
-        assert self.store is not None, "workers have a store while they live"
+        assert self.store is not None, "running workers have a store"
         board = Board(PrefixStore(f"{name}/watch", self.store), world, secret=self.secret + name.encode())
         for pipe, seat in zip(self.pipes[:world], self.seats, strict=False):
             seat.value = b""
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its death shows at the other end
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker has died; the wait below notices it
                 pipe.send((work, name, world))
                 hand_over(pipe, file)
         del work
@@ -157,27 +159,27 @@ class Workers:
                 else:
                     self._note_death(rank, board)
             if len(found) < world and (failure := board.failure()) is not None:
-                raise as_error(self._exact(failure), board.last_words(failure, _LAST_WORDS_S))
+                raise as_error(self._with_last_instruction(failure), board.last_words(failure, _FINAL_REPORTS_S))
         return [found[rank] for rank in range(world)]
 
     def _note_death(self, rank: int, board: Board) -> None:
-        """A worker that ended without an answer: it has told why, or it could not."""
+        """Handles a worker that ended without an answer. Posts a failure if the worker could not post one itself."""
         self.processes[rank].join(timeout=10)
         code = self.processes[rank].exitcode
         if code == UNGUARDED:
             raise MeshwrightError(
                 f"{getattr(sys.modules['__main__'], '__file__', 'the script')} starts workers when it is imported, "
                 "and workers import it to find its functions",
-                fix="put what starts them under `if __name__ == '__main__':`",
+                fix="put the code that starts them under `if __name__ == '__main__':`",
             )
         if code == LEFT and board.failure() is not None:
             return
         doing = replace(board.heard(rank) or Doing(rank), action="", stage=None)
-        fix = "see whether the machine ran out of memory: dmesg | tail" if code == -signal.SIGKILL else None
+        fix = "check whether the machine ran out of memory: dmesg | tail" if code == -signal.SIGKILL else None
         board.post(Failure.seen(FailureKind.DIED, _cause(code), doing, fix=fix))
 
-    def _exact(self, failure: Failure) -> Failure:
-        """What a rank that could not speak for itself was last at; what it said before may be a second old."""
+    def _with_last_instruction(self, failure: Failure) -> Failure:
+        """Adds the last instruction of a rank that could not report it. The rank's own last report may be a second old."""
         if failure.how not in (FailureKind.DIED, FailureKind.STOPPED) or not (said := self.seats[failure.rank].value):
             return failure
         action, stage = said.decode().rsplit(" ", 1)
@@ -185,23 +187,23 @@ class Workers:
 
 
 def _local_store() -> TCPStore:
-    """A store that listens on the loopback interface alone: given an address it would still listen on all."""
-    with socket.socket() as door:
-        door.bind((LOCAL, 0))
-        door.listen()
-        port, file = door.getsockname()[1], door.detach()
+    """Creates a store that listens only on the loopback interface. Without its own socket it would listen on all interfaces."""
+    with socket.socket() as listener:
+        listener.bind((LOCAL, 0))
+        listener.listen()
+        port, file = listener.getsockname()[1], listener.detach()
     return TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, timeout=ANSWER_S, master_listen_fd=file, use_libuv=True)
 
 
 def _local(environment: Mapping[str, str]) -> dict[str, str]:
-    """What workers find around them; gloo too listens on the loopback interface, unless a user has said where."""
+    """Returns the environment of the workers. gloo also uses the loopback interface, unless the user has set another one."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in {name for _, name in socket.if_nameindex()} else {}
     return {**loopback, **environment}
 
 
 @contextlib.contextmanager
 def _importable_main() -> Iterator[None]:
-    """Workers import the script that starts them, by its file; what was typed or piped in has a name but no file."""
+    """Hides the file name of a main module that has no file, such as a piped script: workers would try to import it."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or os.path.exists(path):
@@ -216,8 +218,8 @@ def _importable_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Ctrl-C reaches all processes of a terminal: those that are started here leave it to the one that starts them."""
-    resource_tracker.ensure_running()  # starting it would let the signal through again
+    """Blocks Ctrl-C in processes that are started inside. It reaches all processes of a terminal; only the parent handles it."""
+    resource_tracker.ensure_running()  # starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -232,8 +234,8 @@ def _cause(code: int | None) -> str:
 
 
 def _refuse_inside_a_worker() -> None:
-    """A script that starts workers as it is imported would do so in every worker; the parent explains it."""
+    """Raises inside a worker. If a script starts workers on import, the worker exits here and the parent raises the error."""
     if MARK in os.environ:
-        raise MeshwrightError("a local worker cannot start local workers", fix="start them in the first process")
+        raise MeshwrightError("a local worker cannot start local workers", fix="start them in the main process")
     if multiprocessing.current_process().name.startswith(_NAME):
         os._exit(UNGUARDED)

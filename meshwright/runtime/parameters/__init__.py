@@ -1,1 +1,1 @@
-"""Parameters of a rank: versions, gradients, reduction and update."""
+"""The parameters of a rank: versions, gradients, reduction and update."""

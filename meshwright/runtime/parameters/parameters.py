@@ -1,4 +1,4 @@
-"""The parameters of a rank at work: which versions an action reads, where its gradients go, sync, norm and update."""
+"""The parameters of a rank during a run: the versions that an action reads, where its gradients go, sync, norm and update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshwright.runtime.stage.stage import Bundle, Weights
 
 @dataclass(frozen=True)
 class Rules:
-    """What an update does besides the optimizer's step; both are global where the schedule has a flush."""
+    """What an update does besides the optimizer step. With a flush, both rules apply to all gradients of the step."""
 
     clip: float | None = None
     skip_nonfinite: bool = False
@@ -30,32 +30,35 @@ class Rules:
     def __post_init__(self) -> None:
         number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
         if self.clip is not None and not (number and self.clip > 0):
-            raise MeshwrightError(f"gradients are clipped to a norm above 0, got {self.clip!r}", fix="clip=1.0, or clip=None")
+            raise MeshwrightError(f"gradients must be clipped to a norm above 0, got {self.clip!r}", fix="clip=1.0, or clip=None")
 
     def scale(self, norm: float) -> float:
-        """What gradients of this norm are multiplied by; a norm that is no number leaves none in them, as in torch."""
+        """Returns the factor for gradients with this norm. A NaN norm makes all gradients NaN, as in torch."""
         found = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
         return 1.0 if found > 1.0 else found
 
 
 def refuse_rules(rules: Rules, schedule: Schedule) -> None:
-    """A step with a flush is clipped by the norm of all of it, and skipped as a whole: both need its reduction N."""
+    """Raises if a rule needs the reduction N and the schedule has none.
+
+    With a flush, a step is clipped by the norm of all its gradients and skipped as a whole.
+    """
     if schedule.norm:
         return
     if rules.skip_nonfinite:
         raise MeshwrightError(
-            f"{schedule.name} has no reduction N: a step cannot be skipped as a whole", fix="skip_nonfinite=False"
+            f"{schedule.name} has no reduction N, so a step cannot be skipped as a whole", fix="skip_nonfinite=False"
         )
     if schedule.flush and rules.clip not in (None, float("inf")):
         raise MeshwrightError(
-            f"{schedule.name} updates without its reduction N: the norm of all gradients, which clip={rules.clip} is for, "
+            f"{schedule.name} updates without its reduction N: the norm of all gradients, which clip={rules.clip} needs, "
             f"is not known there",
-            fix="an N in front of the updates on every worker, lists without updates (lowering adds both), or clip=None",
+            fix="put an N before the updates on every worker, leave out the updates (lowering adds both), or set clip=None",
         )
 
 
 class Parameters:
-    """The units of a rank. Without a flush several versions live side by side."""
+    """The units of a rank. Without a flush there are several versions at the same time."""
 
     def __init__(
         self,
@@ -83,16 +86,16 @@ class Parameters:
         self._first_step = 0
 
     def begin(self, first_step: int) -> None:
-        """A walk through the list starts."""
+        """Called at the start of a walk."""
         self._first_step = first_step
 
     def end(self) -> None:
-        """It is over: the newest version is the first of the next walk."""
+        """Called at the end of a walk. The newest version becomes the first of the next walk."""
         for unit in self.units.values():
             unit.rebase()
 
     def versions(self, instruction: Instruction) -> Weights:
-        """The parameters that an action reads, where they are `versioned`."""
+        """Returns the parameters that an action reads, if they are `versioned`."""
         chosen: dict[int, Tensor] = {}
         for slot in instruction.reads[Kind.PARAM]:
             value = self.program.values[slot]
@@ -102,7 +105,7 @@ class Parameters:
         return [{n: chosen.get(id(p), p) for n, p in layer.named_parameters(remove_duplicate=False)} for layer in layers]
 
     def aim(self, instruction: Instruction) -> None:
-        """Let gradients go to the buffer of their round, and drop a version after its last reader."""
+        """Lets gradients accumulate in the buffer of their round, and drops versions that no later instruction reads."""
         for slot in instruction.reads[Kind.PARAM]:
             value = self.program.values[slot]
             self.units[value.stage].aim(value.version, instruction.round)
@@ -110,7 +113,10 @@ class Parameters:
             self.units[value.stage].drop(value.version)
 
     def counter(self, instruction: Instruction) -> Callable[[float, Reached], None]:
-        """Notes what an instruction has added to the gradients of a stage's units; a tie counts with its first stage alone."""
+        """Returns a function that adds the weight and the reached parameters of an instruction to the gradients of its round.
+
+        The weight of a tie group counts only on its first stage.
+        """
         units, round_ = self._counted[instruction.action.stage], instruction.round
 
         def count(weight: float, reached: Reached) -> None:
@@ -123,12 +129,15 @@ class Parameters:
         return count
 
     def leaves(self, instruction: Instruction) -> Leaves:
-        """What a backward adds gradients to, for each unit of its stage; asked before `aim`, which may drop a version."""
+        """Returns the tensors that a backward adds gradients to, for each unit of its stage.
+
+        Call this before `aim`, which may drop a version.
+        """
         read = {value.stage: value.version for value in map(self.program.values.__getitem__, instruction.reads[Kind.PARAM])}
         return [self.units[n].at(read.get(n, 0)) for n in self.schedule.units_of[instruction.action.stage]]
 
     def sync(self, instruction: Instruction, partial: Sequence[Tensor]) -> None:
-        """Start a collective, or add what the ring has so far."""
+        """Starts a collective, or adds the partial sum of the ring."""
         unit = self.units[instruction.action.stage]
         if not self.schedule.ring:
             unit.sync(instruction.round)
@@ -142,20 +151,23 @@ class Parameters:
                 one.wait()
 
     def room(self, value: Value) -> Bundle:
-        """Where a running sum is received: a complete one in place of the own."""
+        """Returns the buffer that a running sum is received into. A complete sum replaces the rank's own gradients."""
         buffer = self.units[value.stage].buffer(value.version)
         into = buffer.replaced() if value.kind is Kind.SUM else [torch.empty_like(flat) for flat in buffer.flats]
         return Bundle(tuple(into), (False,) * len(into))
 
     def handed_on(self, value: Value, *, last: bool) -> Bundle:
-        """A unit's sum as it was before its update, or as it is now; the buffer may change while it is on its way."""
+        """Returns the sum of a unit for a send: its state before the update if that was kept, else a copy of the current buffer.
+
+        It is a copy because the buffer may change during the send.
+        """
         unit = self.units[value.stage]
         kept = unit.handed.pop(value.version, None) if last else unit.handed.get(value.version)
         flats = tuple(kept if kept is not None else [flat.clone() for flat in unit.buffer(value.version).flats])
         return Bundle(flats, (False,) * len(flats))
 
     def norm(self, instruction: Instruction) -> None:
-        """The norm of all gradients, each unit counted once; one that is not finite makes all ranks skip the instruction."""
+        """Computes the norm of all gradients, each unit once. If it is not finite, all ranks skip the step."""
         self._scale = 1.0
         if self.rules.clip is None and not self.rules.skip_nonfinite and self.scaler is None:
             return
@@ -175,7 +187,7 @@ class Parameters:
             self._scale = self.rules.scale(norm)
 
     def update(self, instruction: Instruction) -> None:
-        """Turn version k into k + 1; without a flush a norm is that of the unit alone."""
+        """Turns version k into k + 1. Without a flush the norm is that of the unit alone."""
         unit = self.units[instruction.action.stage]
         scale = self._scale
         if not self.schedule.norm and self.rules.clip is not None:

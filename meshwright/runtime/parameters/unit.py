@@ -1,16 +1,16 @@
-"""A sync unit: parameters that are added up, updated and versioned together (a stage's own, or one tie group).
+"""A sync unit: parameters that are summed, updated and versioned together (the own parameters of a stage, or one tie group).
 
-Gradients live in flat buffers, one per round and dtype; a parameter's gradient is a view. What belongs to a sum of gradients
-travels at the end of its buffer, so that one reduction carries all of it:
+Gradients are in flat buffers, one per round and dtype; the gradient of a parameter is a view. The end of the buffer holds what
+belongs to the sum, so that one reduction carries everything:
 
     [ gradient of p0 | gradient of p1 | ... | reached p0 | reached p1 | ... | weight | divided ]
 
-The weight is that of `objective.py`: one division after the sum gives the mean over the whole batch. `divided` is 1 after
-that, so that a mean which a ring hands on after its update is not divided again. A parameter that no backward of any holder
-has reached has no gradient, as in torch: its optimizer leaves it alone, and so does weight decay.
+`objective.py` defines the weight: one division after the sum gives the mean over the whole batch. `divided` is 1 after that, so
+that a mean which a ring sends on after its update is not divided again. A parameter that no backward of any holder has
+reached has no gradient, as in torch: the optimizer, including its weight decay, skips it.
 
-A schedule with a flush has one version and updates in place. Without one, forwards run on leaves that share the storage
-of their version; an update moves the parameters to new storage where the old version is still wanted.
+A schedule with a flush has one version and updates in place. Without a flush, forwards run on leaves that share the storage of
+their version. If the old version is still needed, an update moves the parameters to new storage.
 """
 
 from __future__ import annotations
@@ -24,63 +24,63 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""What makes an optimizer for some parameters."""
+"""Creates an optimizer for some parameters."""
 
 Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-"""What makes a learning-rate schedule for an optimizer."""
+"""Creates a learning-rate scheduler for an optimizer."""
 
 BUCKET_BYTES = 25 << 20
-"""A collective carries at most this much, so that its first part is done while the rest is on its way."""
+"""The maximum size of one collective. With buckets, the first part is done while the rest is still being sent."""
 
 
 class Sum(Protocol):
-    """A sum under way."""
+    """A sum that is in progress."""
 
     def wait(self) -> object:
-        """Return when it is there."""
+        """Returns when the sum is complete."""
 
 
 class Adder(Protocol):
-    """Adds up over all who hold a unit; each of them starts the same sums in the same order."""
+    """Sums over all ranks that hold a unit. Each of them starts the same sums in the same order."""
 
     def start(self, tensors: Sequence[Tensor]) -> Sequence[Sum]:
-        """Add up tensors in place, without waiting."""
+        """Starts to sum tensors in place, without waiting."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Releases its resources."""
 
 
 class Collective:
-    """An all_reduce, bucket by bucket."""
+    """An all_reduce in buckets."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def start(self, tensors: Sequence[Tensor]) -> list[Sum]:
-        """Launch it."""
+        """Launches the all_reduce of every bucket."""
         buckets = [bucket for t in tensors for bucket in t.split(max(1, BUCKET_BYTES // t.element_size()))]
         return [dist.all_reduce(bucket, group=self.group, async_op=True) for bucket in buckets]
 
     def close(self) -> None:
-        """Nothing to give back: the engine ends its groups."""
+        """Does nothing, because the engine destroys its groups."""
 
 
 @dataclass
 class Buffer:
-    """The gradients of one round: flat tensors by dtype, a view per parameter, and collectives under way."""
+    """The gradients of one round: flat tensors by dtype, one view per parameter, and the sums in progress."""
 
     flats: list[Tensor]
     views: list[Tensor]
     weight: float = 0.0
     reached: int = 0
-    """One bit per parameter: has a backward of this rank reached it?"""
+    """One bit per parameter: whether a backward of this rank has reached it."""
     sealed: bool = False
     divided: bool = False
     sums: list[Sum] = field(default_factory=list)
 
     @classmethod
     def like(cls, params: Sequence[Tensor]) -> Buffer:
-        """An empty buffer for these parameters."""
+        """Creates an empty buffer for these parameters."""
         wide = [p.dtype for p in params if p.dtype in (torch.float32, torch.float64)]
         carrier = max(wide, key=lambda d: torch.finfo(d).bits, default=torch.float32)
         dtypes = sorted({p.dtype for p in params} - {carrier}, key=str)
@@ -98,12 +98,12 @@ class Buffer:
         return cls(flats, [views[i] for i in range(len(params))])
 
     def start(self, adder: Adder) -> None:
-        """Add up over all holders without waiting."""
+        """Starts to sum over all holders, without waiting."""
         self.seal()
         self.sums.extend(adder.start(self.flats))
 
     def seal(self) -> None:
-        """Write the weight of what is here, and what was reached, into their places: from now on they are what stands there."""
+        """Writes the weight and the reached bits into the flat buffer. From then on the values in the buffer count."""
         last, count = self.flats[-1], len(self.views)
         if self.reached == (1 << count) - 1:
             last[-2 - count : -2] = 1.0
@@ -113,19 +113,19 @@ class Buffer:
         self.sealed = True
 
     def replaced(self) -> list[Tensor]:
-        """Where a complete sum is received; it brings its weight, also to a holder that has added nothing."""
+        """Returns the tensors to receive a complete sum into. It brings its weight, also to a holder that has added nothing."""
         self.sealed = True
         return self.flats
 
     def finish(self, factor: float = 1.0) -> None:
-        """Wait for the sum, and divide it by its weight, once, and by what the losses were multiplied by."""
+        """Waits for the sum. Divides it once by its weight and by `factor`, the loss scale."""
         for one in self.sums:
             one.wait()
         self.sums.clear()
         weight, divided = self.flats[-1][-2:].tolist() if self.sealed else (self.weight, self.divided)
         if divided:
             return
-        weight = weight or 1.0  # nothing counted: zeros, or sums whose last copy had no row
+        weight = weight or 1.0  # nothing counted: gradients are zeros, or the last data-parallel copy of a summed loss had no row
         for flat in self.flats:
             flat.div_(weight * factor)
         self.divided = True
@@ -133,7 +133,7 @@ class Buffer:
             self.flats[-1][-1] = 1.0
 
     def absent(self) -> list[int]:
-        """The parameters that have no gradient: nobody has reached them, and nothing is in their places."""
+        """Returns the parameters without a gradient: no backward has reached them, and their gradients are zero."""
         count = len(self.views)
         if not self.sealed:
             missing = [i for i in range(count) if not self.reached >> i & 1] if self.reached != (1 << count) - 1 else []
@@ -143,7 +143,7 @@ class Buffer:
         return [i for i in missing if not self.views[i].any()]
 
     def clear(self) -> None:
-        """Ready for the next round."""
+        """Resets the buffer for the next round."""
         for flat in self.flats:
             flat.zero_()
         self.weight, self.reached, self.sealed, self.divided = 0.0, 0, False, False
@@ -162,7 +162,7 @@ class Unit:
         versioned: bool = False,
         rounds: int = 1,
     ) -> None:
-        """`rounds` is how many of them a walk has: a unit with one version and one round has one buffer."""
+        """`rounds` is the number of rounds of a walk. A unit with one version and one round has one buffer."""
         self.params = [p for p in params if p.requires_grad]
         self.versioned, self.rounds = versioned, rounds
         self.optimizer = optimizer(self.params) if self.params else None
@@ -181,37 +181,40 @@ class Unit:
                 p.grad = view
 
     def buffer(self, round_: int) -> Buffer:
-        """The gradients of a round; a unit with one version and one round has one, which its parameters point at."""
+        """Returns the gradients of a round. A unit with one version and one round has one buffer, which its parameters use."""
         found = self.buffers.get(round_)
         if found is None:
             found = self.buffers[round_] = self.spare.pop() if self.spare else Buffer.like(self.params)
         return found
 
     def aim(self, version: int, round_: int) -> None:
-        """Let gradients of a version's leaves, or of the parameters where there is one version, go to the buffer of a round."""
+        """Makes the gradients of a version's leaves accumulate in the buffer of a round.
+
+        With one version, the leaves are the parameters.
+        """
         for at, view in zip(self.at(version), self.buffer(round_).views, strict=True):
             at.grad = view
 
     def at(self, version: int) -> Sequence[Tensor]:
-        """The leaves that forwards of a version read."""
+        """Returns the leaves that forwards of a version read."""
         return self.leaves[version] if self.versioned else self.params
 
     def sync(self, round_: int) -> None:
-        """Start to add up over all who hold this unit."""
+        """Starts to sum over all ranks that hold this unit."""
         if self.adder is not None:
             self.buffer(round_).start(self.adder)
 
     def square(self, round_: int, factor: float = 1.0) -> float:
-        """The sum of the squares of the mean gradient."""
+        """Returns the sum of squares of the mean gradient."""
         buffer = self._finished(round_, factor)
         return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in buffer.views))
 
     def update(
         self, round_: int, *, in_place: bool = True, scale: float | None = 1.0, factor: float = 1.0, keep: bool = False
     ) -> None:
-        """Turn version k into k + 1 with the mean gradient times `scale`; None leaves the parameters as they are.
+        """Turns version k into k + 1 with the mean gradient times `scale`. If `scale` is None, the parameters stay as they are.
 
-        Scale and optimizer may change the buffer: `keep` puts a copy aside for those that the mean is handed on to.
+        Scaling and the optimizer may change the buffer. `keep` saves a copy of the mean for the ranks that it is sent to later.
         """
         buffer = self._finished(round_, factor)
         if keep:
@@ -238,7 +241,7 @@ class Unit:
             self.leaves[round_ + 1] = self._fresh_leaves()
 
     def _finished(self, round_: int, factor: float) -> Buffer:
-        """A round's mean gradient, waited for."""
+        """Waits for the mean gradient of a round and returns its buffer."""
         buffer = self.buffer(round_)
         buffer.finish(factor)
         if self.landed is not None:
@@ -246,20 +249,23 @@ class Unit:
         return buffer
 
     def release(self, round_: int) -> None:
-        """The gradients of a round are done with."""
+        """Frees the gradients of a round."""
         buffer = self.buffers.pop(round_)
         buffer.clear()
         self.spare.append(buffer)
 
     def drop(self, version: int) -> None:
-        """Forget a version that nobody reads any more."""
+        """Drops a version that no later instruction reads."""
         del self.leaves[version]
 
     def rebase(self) -> None:
-        """At the end of a list: the newest version is version 0 of the next."""
+        """At the end of a walk, makes the newest version version 0 of the next walk."""
         if self.versioned:
             self.leaves = {0: self.leaves[max(self.leaves)]}
 
     def _fresh_leaves(self) -> list[Tensor]:
-        """Leaves on the parameters' storage, with counters of their own: a later update in place is none of theirs."""
+        """Returns leaves on the parameters' storage.
+
+        Each has its own version counter, so autograd does not count a later update in place as a write to it.
+        """
         return [p.data.requires_grad_() for p in self.params]

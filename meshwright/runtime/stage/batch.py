@@ -1,9 +1,9 @@
-"""The tensors of a step, cut by rows: into microbatches, and further for halves and teams.
+"""The tensors of a step, cut by rows into microbatches, and further for halves and teams.
 
-A batch is a tuple whose last tensor is the target, or a mapping in which the target has one of its usual names; what is
-left goes to the first stage. A captured model takes columns by name on any stage: `names` says which, and a tuple is named
-in that order; a column that a rank does not read may be on the meta device, where it has a shape and no memory.
-Microbatch i of copy j is cut number j N + i of N dp cuts; a short batch gives short cuts.
+A batch is a tuple whose last tensor is the target, or a mapping in which the target has one of its usual names. The other
+tensors go to the first stage. A captured model takes columns by name on any stage: `names` lists them, and the tensors of a
+tuple get these names in order. A column that a rank does not read may be on the meta device: it has a shape but no memory.
+Microbatch i of data-parallel copy j is cut number j N + i of N dp cuts. A short batch gives short cuts.
 """
 
 from __future__ import annotations
@@ -27,25 +27,28 @@ from meshwright.runtime.stage.objective import LossKind, LossWeight, Objective
 
 @dataclass(frozen=True)
 class Own:
-    """The rows of one copy alone, where each copy loads its own."""
+    """The rows of one data-parallel copy, if each copy loads its own rows."""
 
     tensors: Given
 
 
 class Cut(NamedTuple):
-    """Some rows of a batch: what the mean of their loss is over, what they count for in the whole batch, and where the random
-    streams of their layers start."""
+    """Some rows of a batch.
+
+    `items` is the number of items that their loss is a mean over. `counts` is their weight in the whole batch. `stream` is the
+    seed of the random streams of their layers.
+    """
 
     rows: Rows
     items: float
     counts: float
     stream: int
     graph: int = 0
-    """Which of a captured model's graphs is for so many rows; 0 is the first."""
+    """The index of the captured graph for this number of rows; 0 is the first."""
 
 
 class Batch:
-    """One step's tensors on one copy."""
+    """The tensors of one step on one data-parallel copy."""
 
     def __init__(
         self,
@@ -68,11 +71,11 @@ class Batch:
         whole = Rows(0, self.size)
         cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
         self.cuts = list(_cuts(whole, first, microbatches, cuts))
-        """The rows of each microbatch of this copy, among those that are here."""
+        """The rows of each microbatch of this data-parallel copy, as indices into the tensors of this rank."""
         self.first = copy * microbatches
-        """The number of the first of them in the whole batch."""
+        """The index of the first of these microbatches in the whole batch."""
         self.ready: list[Cut] = []
-        """The microbatches, once they are weighed."""
+        """The microbatches with their weights; empty before `make_ready`."""
         self.args = tuple(t.to(device) for t in args)
         self.kwargs = {name: t.to(device) for name, t in kwargs.items()}
         self.target = None if target is None else target.to(device)
@@ -80,35 +83,35 @@ class Batch:
         self.columns = {name: t if t.is_meta else t.to(device) for name, t in columns.items()}
         shaped = (*self.args, *self.kwargs.values(), *self.columns.values())
         self.form = ((self.size, cuts), *((tuple(t.shape[1:]), t.dtype) for t in shaped))
-        """What the shapes of everything that follows depend on; equal on all ranks."""
+        """Determines all later shapes; equal on all ranks."""
         self.graph_for: Callable[[int], int] = _first_graph
-        """The graph for a number of rows."""
+        """Returns the index of the captured graph for a number of rows."""
 
     @property
     def count(self) -> int:
-        """How many losses the whole batch adds up at most: labels, or rows where there are none."""
+        """The maximum number of losses that the whole batch sums: its labels, or its rows if it has no labels."""
         labels = [t for t in (self.target, *(self.columns.get(name) for name in TARGETS)) if t is not None]
         return max((t.numel() for t in labels if not t.is_floating_point()), default=self.size)
 
     def inputs(self, rows: Rows) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """What the first stage is called with."""
+        """Returns the arguments of the first stage."""
         start, stop = rows
         named = {name: t[start:stop] for name, t in self.kwargs.items()} if self.kwargs else {}
         return tuple([t[start:stop] for t in self.args]), named
 
     def named(self, names: Iterable[str], rows: Rows) -> dict[str, Tensor]:
-        """Columns by name, cut to some rows."""
+        """Returns columns by name, cut to some rows."""
         return {name: self.columns[name][rows.start : rows.stop] for name in names}
 
     def targets(self, rows: Rows) -> Tensor | None:
-        """What the loss compares with."""
+        """Returns the targets of some rows."""
         return None if self.target is None else self.target[rows.start : rows.stop]
 
     def make_ready(self, objective: Objective, seed: int, step: int) -> list[Cut]:
-        """The microbatches of the batch of a step; asked for by every stage and worked out once."""
+        """Returns the microbatches of a step. Every stage calls this; it is computed once."""
         start = stream(seed, step)
         if self.target is not None and self.labelled and objective.by_labels:
-            # One question for all rows: each answer is waited for.
+            # One transfer for all rows, because each one waits for the device.
             upto = [0, *objective.labels(self.target).cumsum(0).tolist()]
             weights = [LossWeight(*[float(upto[rows.stop] - upto[rows.start])] * 2) for rows in self.cuts]
         else:
@@ -120,14 +123,14 @@ class Batch:
         return self.ready
 
     def cut(self, mb: int, rows: Rows, objective: Objective, start: int) -> Cut:
-        """Some rows of a microbatch; `start` is where the random streams of the step do."""
+        """Returns some rows of a microbatch. `start` is the seed of the step's random streams."""
         return Cut(rows, *self.weight(rows, objective), stream(start, self.first + mb), self.graph_for(rows.stop - rows.start))
 
     def weight(self, rows: Rows, objective: Objective) -> LossWeight:
-        """What some rows count."""
-        if rows.start == rows.stop:  # nobody runs them, and what weighs may not take them
+        """Returns the weight of the loss of some rows."""
+        if rows.start == rows.stop:  # no stage runs them, and `weigh` may not accept them
             return LossWeight(0.0, 0.0)
-        if objective.kind is LossKind.SUM:  # sums are added up as they are: the last row of all is what they are divided by
+        if objective.kind is LossKind.SUM:  # sums are added without weights; only the last row of all counts, so the divisor is 1
             return LossWeight(1.0, float(rows.stop == self.size and self.copy == self.copies - 1))
         columns = self.named(objective.columns, rows) if objective.weigh is not None else None
         return objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
@@ -135,7 +138,7 @@ class Batch:
 
 @lru_cache(maxsize=64)
 def _cuts(rows: Rows, first: int, count: int, cuts: int) -> tuple[Rows, ...]:
-    """Some of equal cuts of rows."""
+    """Returns the cuts `first` to `first + count` out of `cuts` equal cuts of some rows."""
     return tuple(rows.cut(index, cuts) for index in range(first, first + count))
 
 
@@ -144,14 +147,14 @@ def _first_graph(rows: int) -> int:
 
 
 class Batches(dict[int, Batch]):
-    """The batches of a walk by step, each made when it is first asked for; what is further `behind` than that is let go."""
+    """The batches of a walk by step. Each is created on first use; batches that are more than `kept` steps older are dropped."""
 
-    def __init__(self, make: Callable[[int], Batch], behind: int) -> None:
+    def __init__(self, make: Callable[[int], Batch], kept: int) -> None:
         super().__init__()
-        self._make, self._behind = make, behind
+        self._make, self._kept = make, kept
 
     def __missing__(self, step: int) -> Batch:
-        for old in [s for s in self if s < step - self._behind]:
+        for old in [s for s in self if s < step - self._kept]:
             del self[old]
         found = self[step] = self._make(step)
         return found

@@ -1,7 +1,8 @@
-"""Does a matrix product in a short format work on this CPU? Some claim units (AMX) that trap, and the process dies.
+"""Check whether a matrix product in bf16 or fp16 works on this CPU. Some CPUs report units (AMX) that crash the process.
 
-So it is tried in a child. Where it dies, oneDNN can be told to leave those units alone, as long as it has not been used
-yet: this process and the workers it starts are told so; if that does not help, the format is refused.
+So the product is tried in a child process. If the child crashes, an environment variable can make oneDNN avoid these units, as
+long as oneDNN was not used yet. It is set for this process and for the workers that it starts. If that does not help either, the
+format is refused.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ layer(torch.ones(256, 256, dtype=dtype)).sum().backward()
 
 
 def require(dtype: torch.dtype | None, device: torch.device) -> str | None:
-    """See that products in this format work here; what was set for it, if anything was."""
+    """Raises if products in this format crash on this device. Returns the environment variable that was set, or None."""
     if dtype is None or device.type != "cpu" or VARIABLE in os.environ or not _claims(Path("/proc/cpuinfo")):
         return None
     name = str(dtype).removeprefix("torch.")
     if survives(name):
         return None
     if not survives(name, remedy=True):
-        raise MeshwrightError(f"a product of {name} matrices ends the process on this CPU", fix="precision fp32")
+        raise MeshwrightError(f"a product of {name} matrices crashes the process on this CPU", fix="use precision fp32")
     os.environ[VARIABLE] = VALUE
     return f"{VARIABLE}={VALUE}"
 
 
 @cache
 def survives(dtype: str, *, remedy: bool = False, program: str = PROGRAM) -> bool:
-    """Does a child live through a small product, with the variable set or without?"""
+    """Returns whether a child process runs a small product without a crash. `remedy` sets the environment variable."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({VARIABLE: VALUE} if remedy else {})}
     done = subprocess.run([sys.executable, "-c", program, dtype], env=environment, capture_output=True, check=False)
     return done.returncode == 0
 
 
 def _claims(cpuinfo: Path) -> bool:
-    """Does the CPU claim the units that are known to trap?"""
+    """Returns whether the CPU reports the units that are known to crash."""
     try:
         return "amx_tile" in cpuinfo.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a layer takes beside the values that cross to it, and what it may return."""
+"""The inputs of a layer besides the outputs of the layer before it, and the outputs that are allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from meshwright.runtime.stage.layers import columns_of
 
 
 class Takes(NamedTuple):
-    """What a layer says it takes beside the values that cross to it; `shares`: what other layers of its stage have made."""
+    """The inputs that a layer declares besides the outputs of the layer before it.
+
+    `shares`: it takes values that other layers of its stage have created.
+    """
 
     columns: tuple[str, ...]
     inplace: bool
@@ -23,18 +26,21 @@ class Takes(NamedTuple):
 
     @classmethod
     def of(cls, layer: nn.Module) -> Takes | None:
-        """Asked once, for a module answers slowly for what it does not have; None where it takes nothing beside."""
+        """Returns what a layer takes, or None if it takes nothing else.
+
+        Called once per layer, because looking up a missing attribute of a module is slow.
+        """
         found = cls(columns_of(layer), bool(getattr(layer, "inplace", False)), bool(getattr(layer, "takes_made_again", False)))
         return found if found.columns or found.shares else None
 
     def from_batch(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Columns of the batch by name; a layer that changes tensors in place gets copies."""
+        """Returns columns of the batch by name. A layer that changes tensors in place gets copies."""
         found = {name: columns[name] for name in self.columns}
         return {name: t.clone() for name, t in found.items()} if self.inplace else found
 
 
 def tensors_of(output: Any, layer: int) -> tuple[Tensor, ...]:
-    """What a layer returned, as the next one takes it."""
+    """Returns the output of a layer as a tuple of tensors for the next one."""
     if isinstance(output, Tensor):
         return (output,)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
@@ -42,15 +48,15 @@ def tensors_of(output: Any, layer: int) -> tuple[Tensor, ...]:
     if isinstance(output, tuple | list) and output and all(isinstance(t, Tensor) for t in output):
         return tuple(output)
     raise MeshwrightError(
-        f"layer {layer} returned {type(output).__name__}; what crosses stages is a tensor or a tuple of tensors",
-        fix="return tensors, or put this layer and the next into one",
+        f"layer {layer} returned {type(output).__name__}, but stages exchange a tensor or a tuple of tensors",
+        fix="return tensors, or merge this layer with the next one",
     )
 
 
 def takes_target(layer: nn.Module) -> Callable[[int], bool]:
-    """Does a last layer compute the loss itself? Asked with how many values it is given.
+    """Returns a function that tells whether a last layer computes the loss itself, for the number of values that it is given.
 
-    It does where its next argument is named as targets are, or where it needs one more than is given.
+    It does if its next argument has the name of a target, or if it needs one more argument than it is given.
     """
     forward: Callable[..., Any] = layer.forward
     arguments = [a for a in signature(forward).parameters.values() if a.kind is Argument.POSITIONAL_OR_KEYWORD]

@@ -1,4 +1,4 @@
-"""A model as a list of layers: cut into stages, its parameters sorted into units, ties found by identity."""
+"""A model as a list of layers: cut into stages, with parameters grouped into units. Ties are found by identity."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers that run one after another, and where each stage begins; `starts` ends with their number."""
+    """Layers that run one after another, and the first layer of each stage. `starts` ends with the number of layers."""
 
     modules: tuple[nn.Module, ...]
     starts: tuple[int, ...]
     original: Mapping[nn.Parameter, str] | None = None
-    """The names that a captured model itself has for its parameters."""
+    """The parameter names of a captured model itself."""
     columns: tuple[str, ...] | None = None
-    """The batch columns that a captured model takes, in order; each of its layers names those it reads."""
+    """The batch columns that a captured model takes, in order. Each of its layers declares which ones it reads."""
     weigh: Weigh | None = None
-    """What the loss of some rows counts, from their columns, where the model's own loss says so."""
+    """Computes the weight of the loss of some rows from their columns, if the model's own loss defines it."""
     refusal: Callable[[Shapes], str | None] | None = None
-    """Why a captured model cannot run on columns of these shapes: what its trace took for granted about them."""
+    """Returns why a captured model cannot run on columns of these shapes (its trace assumed other ones), or None if it can."""
     again: Callable[[Mapping[str, Tensor]], Layers] | None = None
-    """Captures the model once more, for columns of other sizes; the stages have the same parameters."""
+    """Captures the model again for columns of other sizes. The stages have the same parameters."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """What the columns of a captured model are: a forward may ask for it."""
+    """The dtypes of the columns of a captured model. A forward may depend on them."""
     moved: tuple[str, ...] = ()
     """The buffers that a captured model changes in its forward."""
     evaluation: Layers | None = None
-    """The layers of another graph for evaluation, where the model does something else there."""
+    """The layers of a second graph for evaluation, if the model behaves differently there."""
     costs: tuple[StageCost, ...] | None = None
-    """What stages cost against each other, by the operations of a captured model; None where nothing says so."""
+    """The relative costs of the stages, from the operations of a captured model; None if they are unknown."""
     graph: str = ""
     """The digest of a captured model's graph."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:
-        """From what a user built: a list of modules or a Sequential, cut into even runs; one module is one stage."""
+        """Creates layers from a list of modules or a Sequential, cut into even runs. A single module is one stage."""
         if isinstance(built, nn.Sequential | nn.ModuleList | list | tuple):
             modules = tuple(built)
         elif isinstance(built, nn.Module):
             modules = (built,)
         else:
             raise MeshwrightError(
-                f"build() returned {type(built).__name__}", fix="a module, or a list of modules, one after another"
+                f"build() returned {type(built).__name__}", fix="return a module, or a list of modules that run one after another"
             )
         if not all(isinstance(m, nn.Module) for m in modules):
-            raise MeshwrightError("build() returned a list that holds more than modules", fix="wrap functions in a module")
+            raise MeshwrightError("build() returned a list with entries that are not modules", fix="wrap functions in a module")
         if len(modules) < stages:
             what = "one module" if len(modules) == 1 else f"{len(modules)} layers"
-            raise MeshwrightError(f"{what} cannot be cut into {stages} stages", fix=f"a list of at least {stages} modules")
+            raise MeshwrightError(f"{what} cannot be cut into {stages} stages", fix=f"return a list of at least {stages} modules")
         return cls(modules, tuple(len(modules) * s // stages for s in range(stages + 1)))
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.starts) - 1
 
     def of_stage(self, stage: int) -> tuple[nn.Module, ...]:
-        """The layers of one stage."""
+        """Returns the layers of one stage."""
         return self.modules[self.starts[stage] : self.starts[stage + 1]]
 
     @cached_property
     def names(self) -> dict[nn.Parameter, str]:
-        """The first name of every parameter, as in the list of layers, or as the captured model has it."""
+        """The first name of every parameter: its name in the list of layers, or in the captured model."""
         found: dict[nn.Parameter, str] = {}
         for index, module in enumerate(self.modules):
             for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -89,12 +89,12 @@ class Layers:
         return sha256(repr((self.starts, shapes, self.columns, self.graph)).encode()).hexdigest()[:16]
 
     def columns_of(self, stage: int) -> tuple[str, ...]:
-        """The batch columns that a stage reads by name."""
+        """Returns the batch columns that a stage reads by name."""
         return tuple(dict.fromkeys(name for layer in self.of_stage(stage) for name in columns_of(layer)))
 
     @cached_property
     def users(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        """For every parameter the stages that use it."""
+        """Maps every parameter to the stages that use it."""
         found: dict[nn.Parameter, list[int]] = {}
         for stage in range(self.stages):
             for layer in self.of_stage(stage):
@@ -110,48 +110,52 @@ class Layers:
         return tuple(sorted({stages for stages in self.users.values() if len(stages) > 1}))
 
     def unit(self, number: int) -> list[nn.Parameter]:
-        """The parameters of a sync unit: a stage's own, or those of a tie group."""
+        """Returns the parameters of a sync unit: the own parameters of a stage, or those of a tie group."""
         wanted = (number,) if number < self.stages else self.ties[number - self.stages]
         return [parameter for parameter, stages in self.users.items() if stages == wanted]
 
 
 def columns_of(layer: nn.Module) -> tuple[str, ...]:
-    """The batch columns that a layer takes by name besides what crosses from the layer before it."""
+    """Returns the batch columns that a layer takes by name, besides the outputs of the layer before it."""
     names: tuple[str, ...] = getattr(layer, "batch_columns", ())
     return names
 
 
 def require_layers(layers: Sequence[nn.Module], share: float, stage: int) -> None:
-    """A share of a stage is counted in layers."""
+    """Raises if a stage has too few layers to recompute a share of it, because a share is counted in layers."""
     if 0 < share < 1 and len(layers) < 2:
         raise MeshwrightError(
-            f"stage {stage} is one module: a share {share} of it cannot be recomputed", fix="share 1, or more layers per stage"
+            f"stage {stage} is one module, so a share {share} of it cannot be recomputed",
+            fix="use share 1, or more layers per stage",
         )
 
 
 def refuse_hooks(layers: Layers, why: str, *, fix: str) -> None:
-    """Gradient hooks of parameters, where they would not be called."""
+    """Raises if a parameter has a gradient hook that would not be called."""
     for parameter, name in layers.names.items():
         if gradient_hooks(parameter):
             raise MeshwrightError(f"{name} has a gradient hook, which would not be called: {why}", fix=fix)
 
 
 def refuse_tied_hooks(layers: Layers) -> None:
-    """Gradient hooks of parameters that several stages share: each stage has a part of the gradient, a hook wants all of it."""
+    """Raises if a parameter that several stages share has a gradient hook.
+
+    Each stage computes one part of the gradient, but the hook needs the whole gradient.
+    """
     for parameter, stages in layers.users.items():
         if len(stages) > 1 and gradient_hooks(parameter):
             shared = " and ".join(map(str, stages))
             raise MeshwrightError(
-                f"{layers.names[parameter]} has a gradient hook, and is shared by stages {shared}: each would call the hook with "
-                "its own part of the gradient",
-                fix="pp=1, weights that are not tied, or an optimizer whose step() does what the hook does",
+                f"{layers.names[parameter]} has a gradient hook and is shared by stages {shared}: each stage would call the hook "
+                "with its own part of the gradient",
+                fix="set pp=1, untie the weights, or let the optimizer's step() do what the hook does",
             )
 
 
 def refuse_stray(layers: Layers, parameters: Iterable[nn.Parameter]) -> None:
-    """Parameters that got a gradient where nobody holds them."""
+    """Raises if a parameter got a gradient on a rank that does not hold it."""
     if stray := [layers.names[p] for p in parameters if p.grad is not None]:
         raise MeshwrightError(
-            f"a layer uses {stray[0]} of another one without having it as its own: the tie cannot be seen",
-            fix="register the shared parameter in both: second.weight = first.weight",
+            f"a layer uses {stray[0]} of another layer without registering it, so the tie cannot be detected",
+            fix="register the shared parameter in both layers: second.weight = first.weight",
         )

@@ -1,12 +1,12 @@
-"""Buffers that forwards move: statistics of norms, vectors of a power iteration, a codebook that follows the data.
+"""Buffers that a forward changes: statistics of norms, vectors of a power iteration, a codebook that follows the data.
 
-A layer that is run again for its backward must find them as they were when it first ran, and leave them as they are now:
+When a layer is recomputed, it must see its buffers as they were in its first forward, and then get the current values back:
 
-    forward     m0 -> m1          m0 is kept with the microbatch
-    forward     m1 -> m2          ... of the next one
-    recompute   m0 -> (dropped)   on what was kept; the layer has m2 before and after
+    forward     m0 -> m1          m0 is saved with the microbatch
+    forward     m1 -> m2          m1 is saved with the next microbatch
+    recompute   m0 -> (dropped)   runs on the saved m0; the layer has m2 before and after
 
-What a stage hands on must not move either while it is on its way.
+The values that a stage sends must not change during the send either.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Place = tuple[nn.Module, str]
 """A module, and the name of one of its buffers."""
 
 SMALL_BYTES = 1 << 16
-"""Buffers up to this size are kept with every microbatch; of larger ones it is seen at the first forward which move."""
+"""Buffers up to this size are saved with every microbatch. For larger ones, the first forward shows whether they change."""
 
 
 class Moving:
-    """The buffers of layers that are run again."""
+    """The buffers of layers that are recomputed."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         modules = dict.fromkeys(module for layer in layers for module in layer.modules())
@@ -37,7 +37,7 @@ class Moving:
         self._still: dict[Place, tuple[Tensor, int]] | None = None
 
     def copied(self) -> dict[Place, Tensor]:
-        """What moves, as it is now; a buffer that several modules share stays one."""
+        """Returns copies of the buffers that may change. Modules that share a buffer share its copy."""
         once: dict[int, Tensor] = {}
         found = {}
         for module, name in self.places:
@@ -46,7 +46,10 @@ class Moving:
         return found
 
     def moved(self, before: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
-        """What of this a forward may have moved; what was found still must stay so."""
+        """Returns the part of `before` that a forward may have changed.
+
+        Raises if a buffer changed that did not change in the first forward.
+        """
         if self._still is None:
             large = [at for at, then in before.items() if then.nbytes > SMALL_BYTES]
             found = [at for at in large if torch.equal(getattr(*at), before[at])]
@@ -55,15 +58,15 @@ class Moving:
         for (module, name), (buffer, version) in self._still.items():
             if (now := getattr(module, name)) is not buffer or write_count(now) != version:
                 raise MeshwrightError(
-                    f"buffer {name!r} of a {type(module).__name__} did not move in its first forward and does now: "
-                    "what it was is not kept",
-                    fix="a stage without recompute for this layer",
+                    f"buffer {name!r} of a {type(module).__name__} did not change in its first forward and does now: "
+                    "its old value was not saved",
+                    fix="turn recompute off for the stage of this layer",
                 )
         return {at: before[at] for at in self.places}
 
     @contextmanager
     def as_before(self, before: Mapping[Place, Tensor]) -> Iterator[None]:
-        """Let the layers have what they had, and put back what they have."""
+        """Sets the saved buffers in the layers, and restores the current ones at the end."""
         now = {at: getattr(*at) for at in before}
         try:
             for (module, name), then in before.items():
@@ -74,7 +77,7 @@ class Moving:
                 setattr(module, name, buffer)
 
     def apart(self, values: Sequence[Tensor], *, graph: bool) -> tuple[Tensor, ...]:
-        """What is handed on, without its graph; what a layer may keep and change (no gradient, or a buffer) as a copy."""
+        """Returns values to send, without their graph. Copies those that a layer may change later (no gradient, or a buffer)."""
         if graph:
             kept = [not value.requires_grad for value in values]
         else:
@@ -88,8 +91,9 @@ class Moving:
 
 
 def changed_late(layer: int) -> MeshwrightError:
-    """What to say where a layer is to run again and has changed what it was given."""
+    """Returns the error for a layer that must be recomputed but has changed its input."""
     return MeshwrightError(
-        f"layer {layer} or one after it changes its input in place for some data and did not at first: it cannot be run again",
-        fix="a class attribute `inplace = True` on that layer, or a stage without recompute",
+        f"layer {layer} or one after it changes its input in place for some data but not in its first forward, "
+        "so it cannot be recomputed",
+        fix="set the class attribute `inplace = True` on that layer, or turn recompute off for its stage",
     )

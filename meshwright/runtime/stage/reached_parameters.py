@@ -1,6 +1,6 @@
-"""Which parameters a backward reaches: those that it does not have no gradient (None, not zeros), as in torch.
+"""Find out which parameters a backward reaches. The others have no gradient (None, not zeros), as in torch.
 
-It is seen at the first backward of a stage in each graph, in which it never changes.
+This is recorded at the first backward of a stage in each graph, because it does not change within a graph.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 Found = TypeVar("Found")
 
 Reached = tuple[int, ...]
-"""For each unit of a stage a bit per parameter."""
+"""One bit per parameter, for each unit of a stage."""
 
 Leaves = Sequence[Sequence[Tensor]]
-"""What a backward adds gradients to, for each unit of its stage."""
+"""The tensors that a backward adds gradients to, for each unit of its stage."""
 
 
 def noting(leaves: Leaves, backward: Callable[[set[int]], Found]) -> tuple[Found, Reached]:
-    """Run a backward, and see which leaves it reaches.
+    """Runs a backward and records which leaves it reaches.
 
-    It is given a set for the ids of those that it adds gradients to without autograd.
+    The backward gets a set, and adds the ids of leaves that it adds gradients to without autograd.
     """
     seen: set[int] = set()
     hooks = [p.register_post_accumulate_grad_hook(lambda p: seen.add(id(p))) for of_unit in leaves for p in of_unit]
@@ -35,5 +35,5 @@ def noting(leaves: Leaves, backward: Callable[[set[int]], Found]) -> tuple[Found
 
 
 def everything(leaves: Leaves) -> Reached:
-    """All of them: a backward of rows that do not count leaves zeros."""
+    """Returns all leaves as reached: a backward of rows that do not count leaves gradients of zero."""
     return tuple((1 << len(of_unit)) - 1 for of_unit in leaves)

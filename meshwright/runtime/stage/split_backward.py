@@ -1,17 +1,17 @@
-"""Split backward (zero bubble): I computes input gradients, W later computes the weight gradients that I left behind.
+"""Split backward (zero bubble): I computes input gradients; W later computes the weight gradients that I has deferred.
 
-    deferred = Deferred(stage)         once; forwards then run as ever, and so does a whole backward (B)
+    deferred = Deferred(stage)         once; forwards and whole backwards (B) then run as usual
     deferred.begin()
-    loss.backward()                    I: gradients reach the inputs; weight gradients wait as (input, grad_output)
+    loss.backward()                    I: gradients reach the inputs; weight gradients are deferred as (input, grad_output)
     rest = deferred.end()
-    run(rest)                          W: no forward and no graph; bit for bit what B would have added to .grad
+    run(rest)                          W: no forward and no graph; adds to .grad, bit for bit, what B would have added
 
-Linear, transformers' Conv1D, products of rows that say so (`splits_rows`), Embedding and convolutions are split where their
-weight is a leaf that needs a gradient. All else is left to autograd and gets its gradients during I: other modules, computed
-weights, autocast, and the options seen in `_kind`.
-Between I and W a rest holds the very tensors: neither the inputs nor a received gradient may be overwritten.
-Hooks on modules fire as ever; hooks on a split parameter itself see None in I and nothing in W.
-Of torch.func only functional_call is supported, and torch.compile is not.
+Linear, transformers' Conv1D, row products that declare it (`splits_rows`), Embedding and convolutions are split if their weight
+is a leaf that needs a gradient. Everything else is left to autograd and gets its gradients during I: other modules, computed
+weights, autocast, and the options that `_kind` checks.
+Between I and W a rest holds the tensors themselves, so inputs and received gradients must not be overwritten.
+Hooks on modules run as usual. Hooks on a split parameter get None in I and are not called in W.
+Of torch.func only functional_call is supported. torch.compile is not supported.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from meshwright.runtime.stage.split_functions import DeferredSlot, Rest, convolu
 __all__ = ["Deferred", "Rest", "run"]
 
 Call = Callable[[DeferredSlot, Any, Tensor], Tensor | None]
-"""One call of a module through its node, or None if this call is not for it."""
+"""Calls a module through its autograd function. Returns None if this call cannot be split."""
 
 
 @torch.no_grad()
 def run(rest: Rest, reached: set[int] | None = None) -> None:
-    """W: add what is owed to `.grad`, in place where there is one; each job is dropped once done, so the rest ends empty.
+    """Runs W: adds the deferred gradients to `.grad`, in place if there is one. Each job is dropped when done; `rest` ends empty.
 
-    The ids of the parameters that get something are added to `reached`.
+    Adds the ids of the parameters that get a gradient to `reached`.
     """
     uses = Counter(id(target) for _, targets in rest for target in targets)
     sums: dict[int, Tensor] = {}
@@ -47,7 +47,7 @@ def run(rest: Rest, reached: set[int] | None = None) -> None:
         for target, grad in zip(targets, job(), strict=True):
             if target is None or grad is None:
                 continue
-            # A weight used twice is summed first and added to .grad once: autograd's order, hence its bits.
+            # A weight that is used twice is summed first and added to .grad once: autograd's order, so the bits are equal.
             key = id(target)
             if reached is not None:
                 reached.add(key)
@@ -57,26 +57,26 @@ def run(rest: Rest, reached: set[int] | None = None) -> None:
                 sums[key] = total
             elif target.grad is not None:
                 target.grad.add_(total)
-            else:  # like autograd, in the layout of the parameter
+            else:  # in the layout of the parameter, like autograd
                 target.grad = total if total.stride() == target.stride() else torch.empty_like(target).copy_(total)
 
 
 class Deferred:
-    """Weight gradients of a stage that wait for their W."""
+    """The deferred weight gradients of a stage."""
 
     def __init__(self, module: nn.Module) -> None:
         self._slots = [slot for part in module.modules() if (slot := _slot(part)) is not None]
         self._rest: Rest | None = None
 
     def begin(self) -> None:
-        """From now on backward puts weight gradients on a fresh rest instead of accumulating them."""
+        """From now on backward puts weight gradients into a new rest instead of accumulating them."""
         assert self._rest is None, "begin without end"
         self._rest = []
         for slot in self._slots:
             slot.rest = self._rest
 
     def end(self) -> Rest:
-        """Backwards are whole again; returns what has been put off since `begin`."""
+        """Ends deferring. Returns what was deferred since `begin`."""
         rest, self._rest = self._rest, None
         assert rest is not None, "end without begin"
         for slot in self._slots:
@@ -85,12 +85,14 @@ class Deferred:
 
 
 class _Forward:
-    """The forward of one module, set on the instance: through a node that can defer, or the plain one."""
+    """The forward of one module, set on the instance. It calls an autograd function that can defer, or the plain forward."""
 
     __slots__ = ("call", "module", "plain", "slot")
 
     def __init__(self, module: nn.Module, plain: Callable[..., Any], call: Call) -> None:
-        self.module = weakref.ref(module)  # a strong one would be a cycle: a dropped model would wait for the collector
+        self.module = weakref.ref(
+            module
+        )  # a strong reference would be a cycle, and only the garbage collector would free the model
         self.plain = plain
         self.call = call
         self.slot = DeferredSlot()
@@ -104,12 +106,12 @@ class _Forward:
         return self.plain(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles get their class's own forward: they are not split, and load without Meshwright.
+        # Copies and pickles get the forward of their class. They are not split, and load without Meshwright.
         return getattr, (self.module(), "forward")
 
 
 def _slot(module: nn.Module) -> DeferredSlot | None:
-    """The slot of a module, whose forward is replaced on first sight; None where autograd keeps the whole backward."""
+    """Returns the slot of a module, and replaces its forward on the first call; None if autograd keeps the whole backward."""
     forward: Any = module.forward
     if isinstance(forward, _Forward):
         return forward.slot
@@ -122,8 +124,8 @@ def _slot(module: nn.Module) -> DeferredSlot | None:
 
 
 def _kind(module: Any, plain: object) -> Call | None:
-    """How to call a module, judged by the function that is its forward: a subclass with its own forward is left alone."""
-    if is_parametrized(module):  # to look at its weight is to compute it
+    """Returns how to call a module, judged by its forward function. A subclass with its own forward is not split."""
+    if is_parametrized(module):  # reading its weight would compute it
         return None
     if plain is nn.Linear.forward:
         return _linear
@@ -140,7 +142,7 @@ def _kind(module: Any, plain: object) -> Call | None:
 
 
 def _ready(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the gradients of a call can wait: they must end in leaves, and no cast may hide in between."""
+    """Returns whether the gradients of a call can be deferred: they must end in leaves, with no cast in between."""
     if not (weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf)) or weight.is_complex():
         return False
     device = x.device.type
@@ -153,7 +155,7 @@ def _linear(slot: DeferredSlot, module: Any, x: Tensor) -> Tensor | None:
         return None
     if x.dim() == 2:
         return product(slot, x, weight, bias, True)
-    # As torch does it: rows are flattened, and only contiguous ones get their bias inside the product.
+    # As in torch: rows are flattened, and the bias is added inside the product only if the rows are contiguous.
     rows = x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
     fused = bias is None or x.is_contiguous()
     y = product(slot, rows, weight, bias if fused else None, True).view(*x.shape[:-1], weight.shape[0])
@@ -179,6 +181,6 @@ def _embedding(slot: DeferredSlot, module: Any, x: Tensor) -> Tensor | None:
 
 def _convolution(slot: DeferredSlot, module: Any, x: Tensor) -> Tensor | None:
     weight, bias = module.weight, module.bias
-    if x.dim() != weight.dim() or not _ready(x, weight, bias):  # an input without a batch is left to autograd
+    if x.dim() != weight.dim() or not _ready(x, weight, bias):  # autograd handles an input without a batch dimension
         return None
     return convolution(slot, x, weight, bias, (module.stride, module.padding, module.dilation, module.groups))

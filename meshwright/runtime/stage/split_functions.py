@@ -1,8 +1,8 @@
-"""Autograd nodes that can leave their weight gradient to later: one per kind of Linear-like module.
+"""Autograd functions that can defer their weight gradient: one per kind of Linear-like module.
 
-Each computes what torch's own derivative computes, with the same operations in the same order, so that results are equal
-to the bit. If the slot it was given holds a rest when the backward arrives, the weight gradient is queued there as a job
-over (input, grad_output); otherwise it is returned, and the node is like any other.
+Each computes what torch's own derivative computes, with the same operations in the same order, so results are equal bit for bit.
+If the slot of its module holds a rest when the backward runs, the weight gradient is queued there as a job over
+(input, grad_output). Otherwise it is returned as usual.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshwright.torch_internals import Geometry, convolution_gradients, embeddin
 
 Gradients = Sequence[Tensor | None]
 Rest = list[tuple[Callable[[], Gradients], Sequence[Tensor | None]]]
-"""What one microbatch owes to its W: jobs, each with the parameters that its gradients belong to."""
+"""The weight-gradient jobs that one microbatch leaves for its W, each with the parameters that its gradients belong to."""
 
 
 class DeferredSlot:
-    """Where the nodes of one module look, when their backward comes, for the rest that takes their weight gradients."""
+    """Holds the rest that takes the weight gradients of one module. Its autograd functions read it when their backward runs."""
 
     __slots__ = ("rest",)
 
@@ -37,17 +37,17 @@ class _Product(Function):
 
     @staticmethod
     def forward(ctx: Any, slot: DeferredSlot, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """The product, in one operation."""
+        """Returns the product, computed in one operation."""
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
         matrix = weight.t() if transposed else weight
-        # Saved tensors may come back as other objects (saved_tensors_hooks); gradients belong to the ones given here.
+        # With saved_tensors_hooks, saved tensors may be returned as other objects. Gradients belong to the ones given here.
         ctx.call = slot, (weight, bias), transposed, _by_column(x), _by_column(matrix)
         ctx.set_materialize_grads(False)
         return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """The input gradient now; the others now or later."""
+        """Returns the input gradient. Returns or defers the gradients of weight and bias."""
         if grad is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
@@ -59,7 +59,7 @@ class _Product(Function):
         needs_bias = ctx.needs_input_grad[3]
         if slot.rest is None:
             return None, grad_x, *_product_rest(x, grad, by_column, transposed, needs_bias), None
-        # Detached: an input that remembers its history would keep the whole graph alive until W.
+        # Detached, because an input with a grad_fn would keep the whole graph alive until W.
         slot.rest.append((partial(_product_rest, x.detach(), grad, by_column, transposed, needs_bias), targets))
         return None, grad_x, None, None, None
 
@@ -69,17 +69,17 @@ def _by_column(matrix: Tensor) -> bool:
 
 
 def _product_rest(x: Tensor, grad: Tensor, by_column: bool, transposed: bool, needs_bias: bool) -> Gradients:
-    # torch returns a gradient in the layout of its matrix, and the order of the product decides the last bits.
+    # torch returns a gradient in the layout of its matrix, and the order of the factors affects the last bits.
     product = grad.t().mm(x) if by_column else x.t().mm(grad)
     return product if by_column == transposed else product.t(), grad.sum(0) if needs_bias else None
 
 
 class _Lookup(Function):
-    """Rows of `weight` by index; the row `padding` gets no gradient."""
+    """Rows of `weight` by index. The row `padding` gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, slot: DeferredSlot, index: Tensor, weight: Tensor, padding: int | None) -> Tensor:
-        """The rows."""
+        """Returns the rows."""
         ctx.save_for_backward(index)
         ctx.call = slot, weight, -1 if padding is None else padding
         ctx.set_materialize_grads(False)
@@ -87,7 +87,7 @@ class _Lookup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """Nothing for the index; the weight now or later."""
+        """Returns or defers the gradient of the weight. The index has none."""
         if grad is None:
             return None, None, None, None
         (index,) = ctx.saved_tensors
@@ -107,7 +107,7 @@ class _Convolution(Function):
 
     @staticmethod
     def forward(ctx: Any, slot: DeferredSlot, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-        """The convolution."""
+        """Returns the convolution."""
         ctx.save_for_backward(x, weight)
         ctx.call = slot, (weight, bias), geometry
         ctx.set_materialize_grads(False)
@@ -116,7 +116,7 @@ class _Convolution(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """The input gradient now; the others now or later."""
+        """Returns the input gradient. Returns or defers the gradients of weight and bias."""
         if grad is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
@@ -133,7 +133,7 @@ def _convolution_rest(x: Tensor, grad: Tensor, weight: Tensor, geometry: Geometr
     return convolution_gradients(grad, x, weight, geometry, [False, True, needs_bias])[1:]
 
 
-# Function.apply has no types of its own.
+# Function.apply is untyped.
 product: Callable[[DeferredSlot, Tensor, Tensor, Tensor | None, bool], Tensor] = _Product.apply
 lookup: Callable[[DeferredSlot, Tensor, Tensor, int | None], Tensor] = _Lookup.apply
 convolution: Callable[[DeferredSlot, Tensor, Tensor, Tensor | None, Geometry], Tensor] = _Convolution.apply

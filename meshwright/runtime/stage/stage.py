@@ -1,4 +1,4 @@
-"""A stage at work: its layers on one microbatch, forward, backward whole or in halves, and recompute.
+"""A stage: runs its layers on one microbatch. Forward, backward (whole or in halves) and recompute.
 
 With recompute the first layers run without a graph and only their input is kept:
 
@@ -38,20 +38,20 @@ _NOTHING: Mapping[Any, Any] = {}
 _takes_gradient = attrgetter("requires_grad")
 
 Weights = Sequence[Mapping[str, Tensor]]
-"""Parameters of each layer by name, where they are not the layer's own."""
+"""Parameters of each layer by name, if they are not the layer's own."""
 
 
 class Bundle(NamedTuple):
-    """What crosses a boundary; `flags` say which tensors take a gradient."""
+    """The tensors that are sent between stages. `flags` tell which of them take a gradient."""
 
     tensors: tuple[Tensor, ...]
     flags: tuple[bool, ...]
 
 
 class Record:
-    """A cut of a batch in a stage: what it is called with, and what its forward leaves for its backward.
+    """A cut of a batch in a stage: the inputs of its forward, and what the forward saves for the backward.
 
-    The last stage writes `times`: the loss that it returns, so many times, is the sum over the rows.
+    The last stage sets `times`: the loss that it returns, multiplied by `times`, is the sum over the rows.
     """
 
     target: Tensor | None = None
@@ -71,7 +71,7 @@ class Record:
 
 @dataclass
 class Stage:
-    """A run of layers; the last stage ends in the objective, and its one output is the loss."""
+    """A run of layers. The last stage ends with the objective, and its only output is the loss."""
 
     layers: Sequence[nn.Module]
     first_layer: int
@@ -82,7 +82,7 @@ class Stage:
     share: float = 0.0
     splits: bool = False
     keep: Callable[[Rows, Any], None] | None = None
-    """Shown what the last layer returns for some rows, before the objective makes one number of it."""
+    """Called with the rows and the output of the last layer, before the objective reduces it to a loss."""
     precision: Precision = field(default_factory=Precision)
     scaler: Scaler | None = None
 
@@ -91,8 +91,8 @@ class Stage:
         self._all = range(len(self.layers))
         self.moving = Moving(self.layers[: self.recomputed])
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
-        # What changes its input in place must not change what is kept for the backward, nor the batch. A layer says so by its
-        # `inplace`; whether it does so without a word is seen at the first run from where a graph starts.
+        # A layer that changes its input in place must not change what is kept for the backward, nor the batch. A layer declares
+        # this with `inplace`. If it does not, the first run from the start of a graph shows it.
         self.takes_target = takes_target(self.layers[-1])
         mine = [name for layer in self.layers for name in columns_of(layer)]
         self.takes = [Takes.of(layer) for layer in self.layers]
@@ -104,12 +104,12 @@ class Stage:
         self.salts = [devices.salt(self.first_layer + index) for index in range(len(self.layers))]
         self.draw_from = devices.seeder(self.device)
         self.reached: dict[Op, Reached] = {}
-        """For B, I and W, once they have run, which parameters of each unit they reach."""
+        """The parameters of each unit that B, I and W reach, recorded at their first run."""
 
     def forward(self, record: Record) -> Bundle:
-        """Run the layers and keep what the backward will need."""
+        """Runs the layers and saves what the backward needs."""
         if self.recomputed:
-            values = self._forward_again_later(record)
+            values = self._forward_to_recompute(record)
         else:
             record.outputs = values = self._layers(self._all, record, record.inputs)
             record.flags = tuple(map(_takes_gradient, values))
@@ -117,8 +117,8 @@ class Stage:
             return Bundle(self.moving.apart(values, graph=self.recomputed < len(self.layers)), record.flags)
         return Bundle(tuple(map(Tensor.contiguous, map(Tensor.detach, values))), record.flags)
 
-    def _forward_again_later(self, record: Record) -> tuple[Tensor, ...]:
-        """The first layers without a graph, the others with one that starts between them."""
+    def _forward_to_recompute(self, record: Record) -> tuple[Tensor, ...]:
+        """Runs the first layers without a graph and the others with one."""
         count = self.recomputed
         before = self.moving.copied()
         given = list(map(write_count, record.inputs))
@@ -128,15 +128,15 @@ class Stage:
             raise changed_late(self.first_layer)
         record.moved = self.moving.moved(before)
         if count == len(self.layers):
-            record.flags = tuple(map(_learns, values))
+            record.flags = tuple(map(_differentiable, values))
         else:
-            record.middle = leaves(values, map(_learns, values))
+            record.middle = leaves(values, map(_differentiable, values))
             record.outputs = values = self._layers(range(count, len(self.layers)), record, record.middle)
             record.flags = tuple(map(_takes_gradient, values))
         return values
 
     def recompute(self, record: Record) -> None:
-        """Run the first layers again, now with a graph; what they count of the data they have counted before."""
+        """Runs the first layers again, now with a graph. Their buffers count the data only once."""
         with self.moving.as_before(record.moved):
             head = self._layers(range(self.recomputed), record, record.inputs)
         if self.recomputed == len(self.layers):
@@ -147,9 +147,9 @@ class Stage:
     def backward(
         self, record: Record, gradients: Sequence[Tensor | None], *, weights: bool = True, first: Leaves | None = None
     ) -> tuple[Tensor, ...]:
-        """The gradients of the inputs; those of the weights are added up, or put off until `finish`.
+        """Returns the gradients of the inputs. Accumulates the gradients of the weights, or defers them until `finish`.
 
-        The `first` backward of its kind notes which leaves it reaches, unless no row counts and nothing is to be seen.
+        The `first` backward of its kind records which leaves it reaches, unless no row counts.
         """
         if first is None or (self.is_last and not record.cut.items):
             return self._backward(record, gradients, weights)
@@ -158,9 +158,9 @@ class Stage:
         return found
 
     def _backward(self, record: Record, gradients: Sequence[Tensor | None], weights: bool) -> tuple[Tensor, ...]:
-        putting_off = None if weights else self.deferred
-        if putting_off is not None:
-            putting_off.begin()
+        deferred = None if weights else self.deferred
+        if deferred is not None:
+            deferred.begin()
         outputs = tuple(compress(record.outputs, record.flags))
         if self.is_last:
             gradients = [self._start(t, record.times) for t in outputs]
@@ -169,13 +169,13 @@ class Stage:
             _backward(tuple(compress(record.head, map(_takes_gradient, record.middle))), _gradients(record.middle))
         elif outputs:
             run_backward(outputs, gradients)
-        if putting_off is not None:
-            record.rest = putting_off.end()
+        if deferred is not None:
+            record.rest = deferred.end()
         record.outputs = record.middle = record.head = ()
         return _gradients(record.inputs)
 
     def finish(self, record: Record, first: Leaves | None = None) -> None:
-        """The gradients of the weights that a split backward has put off; what it reaches is added to what its I has."""
+        """Computes the weight gradients that a split backward has deferred. `reached` of W includes what its I has reached."""
         if first is not None and Op.I in self.reached:
             _, late = noting(first, partial(run, record.rest or []))
             self.reached[Op.W] = tuple(map(or_, self.reached[Op.I], late))
@@ -184,12 +184,12 @@ class Stage:
         record.rest = None
 
     def _start(self, loss: Tensor, times: float) -> Tensor | None:
-        """What the backward of a loss begins with, for the gradient of the sum."""
+        """Returns the gradient of the loss that the backward starts with, so that it computes the gradient of the sum."""
         factor = times if self.scaler is None else times * self.scaler.factor
         return None if factor == 1.0 else torch.full_like(loss, factor)
 
     def _layers(self, which: range, record: Record, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run some of the layers, one after another; behind the last one of all comes the loss."""
+        """Runs some of the layers, one after another. The loss is computed after the last layer of the model."""
         start, first, end = which.start, self.first_layer, self.end
         named: Mapping[str, Any] = record.named if start == 0 else {}
         watched: tuple[Tensor, ...] = ()
@@ -221,7 +221,7 @@ class Stage:
         return values
 
     def _apply(self, index: int, record: Record, values: tuple[Tensor, ...], named: Mapping[str, Any]) -> Any:
-        """A layer in another precision than its weights have, or with weights of another version."""
+        """Runs a layer in another precision than that of its weights, or with weights of another version."""
         layer = self.layers[index]
         with self.precision.autocast(self.device):
             if record.weights is None:
@@ -230,29 +230,29 @@ class Stage:
 
 
 def changes_in_place(layers: Sequence[nn.Module]) -> bool:
-    """May one of these layers change what it is given?"""
+    """Returns whether one of these layers may change its inputs."""
     return any(getattr(m, "inplace", False) for at in layers for m in at.modules())
 
 
 def own_leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
-    """A fresh start of a graph in tensors that nobody else has."""
+    """Makes tensors that no one else uses into leaves of a new graph."""
     return tuple(map(Tensor.requires_grad_, tensors, flags))
 
 
 def leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
-    """A fresh start of a graph for what has come over a boundary."""
+    """Returns received tensors as leaves of a new graph."""
     return own_leaves(map(Tensor.detach, tensors), flags)
 
 
 def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """From where a gradient was announced; of what was run again it is only known now whether it takes one."""
+    """Runs a backward from the outputs that take a gradient. For recomputed outputs this is known only now."""
     learn = [t.requires_grad for t in outputs]
     if any(learn):
         run_backward(list(compress(outputs, learn)), list(compress(gradients, learn)))
 
 
 def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Of those that take one; what nothing has come back to has one of zeros."""
+    """Returns the gradients of the tensors that take one; zeros if the backward did not reach a tensor."""
     found = []
     for tensor in tensors:
         if tensor.requires_grad:
@@ -261,6 +261,6 @@ def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _learns(tensor: Tensor) -> bool:
-    """Can a gradient flow through it?"""
+def _differentiable(tensor: Tensor) -> bool:
+    """Returns whether a gradient can flow through a tensor."""
     return tensor.is_floating_point() or tensor.is_complex()

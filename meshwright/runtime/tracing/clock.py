@@ -1,7 +1,7 @@
-"""One clock for all ranks, and sleeping to a moment on it.
+"""One clock for all ranks, and sleeping until a time of this clock.
 
-CLOCK_MONOTONIC is shared by all processes of a host; other hosts add their offset to rank 0's (`clock_offset.py`). Sleeps go to
-an absolute deadline, so that what happens before them is not added to them. No torch in here.
+All processes of a host share CLOCK_MONOTONIC. Other hosts add their offset to rank 0's clock (`clock_offset.py`). Sleeps have an
+absolute deadline, so time that passes before a sleep does not make it longer. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ now = time.monotonic
 class Timing(StrEnum):
     """When an emulated action starts."""
 
-    WALL = "wall"  # when its message has really arrived: measures the executor
-    STAMPED = "stamped"  # when the model says, which messages carry: measures the schedule
+    WALL = "wall"  # when its message has arrived: measures the executor
+    STAMPED = "stamped"  # at the model time that messages carry: measures the schedule
 
 
 @cache
 def _absolute_sleep() -> Callable[[float], None] | None:
-    """Sleeping to a moment by the system itself, where it can; ctypes is loaded only when something sleeps."""
+    """Returns the system call that sleeps until a deadline, or None if there is none. Imports ctypes only on the first sleep."""
     if sys.platform != "linux":
         return None
     import ctypes
@@ -49,7 +49,7 @@ def _absolute_sleep() -> Callable[[float], None] | None:
 
 
 def sleep_until(moment_s: float) -> None:
-    """Return at a moment of this host's clock; at once if it is over."""
+    """Sleeps until a time of this host's clock. Returns at once if it has passed."""
     left = moment_s - now()
     if left <= 0:
         return
@@ -61,7 +61,7 @@ def sleep_until(moment_s: float) -> None:
 
 @contextmanager
 def fine_timers() -> Iterator[None]:
-    """Let sleeps of this thread end within a nanosecond of their deadline instead of the usual 50 microseconds."""
+    """Sets the timer slack of this thread to 1 nanosecond instead of 50 microseconds, so sleeps end closer to their deadline."""
     if sys.platform != "linux":
         yield
         return
@@ -72,7 +72,7 @@ def fine_timers() -> Iterator[None]:
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_TIMERSLACK, 0, 0, 0, 0)  # 0 is the default again
+        libc.prctl(_PR_SET_TIMERSLACK, 0, 0, 0, 0)  # 0 restores the default
 
 
 _CLOCK_MONOTONIC, _TIMER_ABSTIME, _PR_SET_TIMERSLACK = 1, 1, 29
@@ -80,21 +80,21 @@ _CLOCK_MONOTONIC, _TIMER_ABSTIME, _PR_SET_TIMERSLACK = 1, 1, 29
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Rank 0's clock as read on this host."""
+    """Rank 0's clock, read on this host."""
 
     offset_s: float = 0.0
 
     def now(self) -> float:
-        """The time."""
+        """Returns the current time."""
         return now() + self.offset_s
 
     def sleep_until(self, moment_s: float) -> None:
-        """Return at a moment; at once if it is over."""
+        """Sleeps until a time of this clock. Returns at once if it has passed."""
         sleep_until(moment_s - self.offset_s)
 
 
 def busy_s() -> float:
-    """CPU seconds that all processes of this host have used, stolen ones included; 0 where the system does not say."""
+    """Returns the CPU seconds that all processes of this host have used, including stolen time; 0 if the system does not tell."""
     try:
         words = Path("/proc/stat").read_text().split(maxsplit=11)
     except OSError:

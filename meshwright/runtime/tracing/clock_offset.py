@@ -1,6 +1,6 @@
-"""How far this host's clock is from rank 0's: ping-pong, and the round trip that took the least time.
+"""Measure the offset of this host's clock to rank 0's with round trips. The shortest round trip counts.
 
-On one host the answer is 0, which is measured all the same: a container may have a time name space of its own.
+On one host the offset is 0. It is still measured, because a container may have its own time namespace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROUNDS = 12
 
 
 def common_clock(device: torch.device | None = None) -> Clock:
-    """Rank 0's clock on this rank; all ranks call this together, before anything is timed."""
+    """Returns rank 0's clock on this rank. All ranks call this together, before anything is timed."""
     rank, world = dist.get_rank(), dist.get_world_size()
     homes: list[str] = all_gather_json(host_identity())
     best, offset = float("inf"), 0.0
@@ -26,13 +26,13 @@ def common_clock(device: torch.device | None = None) -> Clock:
             _answer(peer, device)
         elif rank == peer:
             best, offset = _ask(device)
-    # Half a round trip is what the measurement cannot tell apart: on one host that much is no offset.
+    # The measurement is exact to half a round trip. On one host, a smaller offset counts as 0.
     same_host = homes[rank] == homes[0] != ""
     return Clock(0.0 if same_host and abs(offset) <= best / 2 else offset)
 
 
 def _answer(peer: int, device: torch.device | None) -> None:
-    """Rank 0's part: say the time whenever the peer asks."""
+    """Rank 0's part: sends its time whenever the peer asks."""
     word = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(ROUNDS):
         dist.recv(word, src=peer)
@@ -41,7 +41,7 @@ def _answer(peer: int, device: torch.device | None) -> None:
 
 
 def _ask(device: torch.device | None) -> tuple[float, float]:
-    """The shortest round trip, and by how much rank 0's clock was ahead in the middle of it."""
+    """Returns the shortest round trip, and how far rank 0's clock was ahead in the middle of it."""
     word = torch.zeros(1, dtype=torch.float64, device=device)
     found: list[tuple[float, float]] = []
     for _ in range(ROUNDS):

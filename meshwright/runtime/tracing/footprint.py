@@ -1,11 +1,11 @@
-"""Bytes of a real step: what autograd keeps of each stage until its backward, and what crosses behind it.
+"""Measure the bytes of a real step: what autograd saves for the backward of each stage, and what each stage sends.
 
     with footprint.watching(engine.graphs.stages):
         engine.run(batch, step)
 
-Kept are the tensors that autograd has saved, each piece of memory once, and the input of a stage; not weights, and not the
-columns of the batch, which are there anyway. With recompute, what it brings back counts too. Results do not change: a saved
-tensor is noted and handed back as it is.
+Counted are the tensors that autograd has saved, each storage once, and the input of a stage. Weights and the columns of the
+batch are not counted, because they are in memory anyway. With recompute, the tensors that it creates count too. Results do not
+change: a saved tensor is recorded and returned unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.runtime.stage.stage import Bundle, Record, Stage
 
 @dataclass
 class Totals:
-    """The rows that a stage has seen on this rank, and their bytes; `gradient` is of its inputs."""
+    """The number of rows that a stage has processed on this rank, and their bytes. `gradient` counts gradients of its inputs."""
 
     rows: int = 0
     kept: int = 0
@@ -38,14 +38,14 @@ class Totals:
 
 @dataclass
 class Footprint:
-    """What was counted on one rank, by stage."""
+    """The totals of one rank, by stage."""
 
     stages: dict[int, Totals] = field(default_factory=lambda: defaultdict(Totals))
     _seen: dict[int, set[int]] = field(default_factory=dict)
 
     @contextmanager
     def watching(self, stages: Iterable[tuple[int, Stage]]) -> Iterator[None]:
-        """Count what these stages do meanwhile."""
+        """Counts what these stages do inside the context."""
         watched = list(stages)
         for number, stage in watched:
             vars(stage).update(
@@ -84,33 +84,36 @@ class Footprint:
 
     @contextmanager
     def _noting(self, number: int, stage: Stage, record: Record, given: Sequence[Tensor]) -> Iterator[None]:
-        """Count memory that autograd saves in here, once per record; it is held until the end, so that none takes its place."""
-        left_out = {_place(t) for layer in stage.layers for t in (*layer.parameters(), *layer.buffers())}
-        left_out |= {_place(t) for weights in record.weights or () for t in weights.values()}
+        """Counts the storages that autograd saves inside the context, once per record.
+
+        They are kept alive until the end, so that no new storage gets the same address.
+        """
+        left_out = {_address(t) for layer in stage.layers for t in (*layer.parameters(), *layer.buffers())}
+        left_out |= {_address(t) for weights in record.weights or () for t in weights.values()}
         batch = [*record.columns.values(), *record.named.values(), *([] if record.target is None else [record.target])]
-        left_out |= {_place(t) for t in batch}
+        left_out |= {_address(t) for t in batch}
         seen = self._seen.setdefault(id(record), set())
         held: list[Any] = []
 
         def note(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if (place := storage.data_ptr()) not in left_out and place not in seen:
-                seen.add(place)
+            if (address := storage.data_ptr()) not in left_out and address not in seen:
+                seen.add(address)
                 held.append(storage)
                 self.stages[number].kept += storage.nbytes()
             return tensor
 
         for tensor in given:
             note(tensor)
-        with saved_tensors_hooks(note, _as_it_is):
+        with saved_tensors_hooks(note, _unchanged):
             yield
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

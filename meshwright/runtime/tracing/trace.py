@@ -1,11 +1,11 @@
-"""What really happened on one rank: begin and end of every action, message and sync; off unless asked for.
+"""Record start and end of every action, message and sync on one rank. Off by default.
 
-    action    from when its inputs were there to its end
-    send      from start to when the transport has taken it
+    action    from the arrival of its inputs to its end
+    send      from its start until the transport has taken it
     receive   from its post to the end of the wait for it, at first use
     sync      from its launch to the end of the wait for it
 
-Times are those of the host. On a GPU that is when work was launched, not when it ran.
+Times are host times. On a GPU they show when work was launched, not when it ran.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from meshwright.runtime.program import Instruction
 from meshwright.runtime.tracing.clock import Clock, now
 
 Record = tuple[Instruction, float, float]
-"""Instruction, begin, end."""
+"""Instruction, start, end."""
 
 Sync = tuple[int, int]
 """Unit and round."""
 
 
 class _Walk:
-    """One walk through a list as it was noted: the end of each instruction is the begin of the next.
+    """One recorded walk. The end of each instruction is the start of the next.
 
-    What happens inside an instruction (by its place in the list) stands in `events`: a receive or a sync that was waited for, or
-    nothing but the moment from which the instruction counts.
+    `events` holds what happened inside an instruction, by its index in the list: a receive or sync that was waited for, or None
+    for the time from which the instruction counts.
     """
 
     __slots__ = ("ends", "events", "instructions", "start_s")
@@ -45,7 +45,7 @@ class _Walk:
         self.start_s = now()
 
     def records(self, watched: set[int]) -> Iterator[Record]:
-        """Steps with begin and end, in the order in which they ended; what was never waited for has none."""
+        """Yields instructions with start and end, in the order of their ends. Receives and syncs without a wait are left out."""
         events = deque(self.events)
         under_way: dict[object, tuple[Instruction, float]] = {}
         begin = self.start_s
@@ -67,9 +67,9 @@ class _Walk:
 
 
 class Trace:
-    """Times of the instructions of one rank, as they come. `clock` is set before the first walk, on all ranks together.
+    """The times of the instructions of one rank. All ranks set `clock` together, before the first walk.
 
-    Walks that begin while `on` is False are not noted.
+    Walks that start while `on` is False are not recorded.
     """
 
     def __init__(self) -> None:
@@ -79,32 +79,32 @@ class Trace:
         self._watched: set[int] = set()
 
     def clear(self) -> None:
-        """Forget what was recorded; walks are counted from 0 again."""
+        """Deletes all records. Walks are counted from 0 again."""
         self._walks.clear()
 
     def keep_last(self) -> None:
-        """Forget all walks but the last one, which is then the first."""
+        """Deletes all walks except the last one, which becomes the first."""
         del self._walks[:-1]
 
     def walk(self, instructions: Sequence[Instruction]) -> list[float]:
-        """A walk through the list starts; who walks appends the end of each instruction."""
+        """Starts a walk. The caller appends the end of each instruction to the returned list."""
         self._walks.append(_Walk(instructions))
         return self._walks[-1].ends
 
     def begin(self) -> None:
-        """The instruction that is under way begins here: it has what it waited for."""
+        """Marks the start of the current instruction: its inputs have arrived."""
         self._note(None)
 
     def arrived(self, instruction: Instruction) -> None:
-        """A receive has been waited for."""
+        """Marks the end of the wait for a receive."""
         self._note(instruction)
 
     def watch(self, unit: int) -> None:
-        """Somebody will say when the syncs of this unit have been waited for."""
+        """Declares that `landed` will be called for the syncs of this unit."""
         self._watched.add(unit)
 
     def landed(self, unit: int, round_: int) -> None:
-        """The sync of a unit has been waited for; calls after the first do nothing."""
+        """Marks the end of the wait for the sync of a unit. Calls after the first one do nothing."""
         self._note((unit, round_))
 
     def _note(self, what: Instruction | Sync | None) -> None:
@@ -114,7 +114,7 @@ class Trace:
         walk.events.append((len(walk.ends), now(), what))
 
     def spans(self, schedule: Schedule, mesh: Mesh) -> list[Span]:
-        """The records as spans on the common clock; walks follow each other like rounds, copies are further workers."""
+        """Returns the records as spans on the common clock. Walks are numbered like rounds, and copies like more workers."""
         found: list[Span] = []
         for number, walk in enumerate(self._walks):
             cells: dict[Entry, int] = {}
@@ -133,9 +133,9 @@ class Trace:
 
 
 def gather(trace: Trace, schedule: Schedule, mesh: Mesh) -> Timeline | None:
-    """All ranks' spans as one timeline on rank 0, None elsewhere; all ranks call this together, after the run.
+    """Returns the spans of all ranks as one timeline on rank 0, and None elsewhere. All ranks call this together, after the run.
 
-    Time 0 is the first begin of all. Worker w of copy j is worker w + workers * j of the timeline.
+    Time 0 is the start of the first span. Worker w of data-parallel copy j is worker w + workers * j of the timeline.
     """
     mine = [[s.lane.value, str(s.entry), s.start_s, s.end_s] for s in trace.spans(schedule, mesh)]
     heard = gather_json(mine)
@@ -148,7 +148,7 @@ def gather(trace: Trace, schedule: Schedule, mesh: Mesh) -> Timeline | None:
 
 
 def assemble(heard: Sequence[Sequence[Span]], schedule: Schedule, *, start_s: float | None = None) -> Timeline:
-    """One timeline from the spans of all ranks."""
+    """Returns one timeline from the spans of all ranks."""
     spans = [span for one in heard for span in one]
     zero = min((span.start_s for span in spans), default=0.0) if start_s is None else start_s
     moved = (span._replace(start_s=span.start_s - zero, end_s=span.end_s - zero) for span in spans)
@@ -157,7 +157,7 @@ def assemble(heard: Sequence[Sequence[Span]], schedule: Schedule, *, start_s: fl
 
 
 def _placed(entry: Entry, schedule: Schedule, mesh: Mesh, walk: int) -> Entry:
-    """An entry as it is called in the whole run."""
+    """Returns an entry with its microbatch, round and peer numbered over the whole run."""
     if isinstance(entry, Transfer):
         entry = entry._replace(peer=mesh.rank_of(entry.peer))
     rounds = walk * schedule.steps

@@ -1,1 +1,1 @@
-"""How tensors get from one worker to another; a file is a transport."""
+"""How tensors are sent from one worker to another. Each transport has its own file."""

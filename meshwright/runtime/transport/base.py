@@ -1,7 +1,7 @@
-"""What a transport is: ordered channels between ranks, sends that overlap compute, receives that are waited for once.
+"""The interface of a transport: ordered channels between ranks, sends that overlap compute, receives that are waited for once.
 
-A channel is (source, target, kind). The schedule fixes the order of the messages on it, the same at both ends, so no
-message needs a name. What is posted is posted in list order, which the checker proved safe even if every send blocks.
+A channel is (source, target, kind). The schedule fixes the order of its messages, the same at both ends, so messages need no
+name. They are posted in list order. The checker has proved that this order has no deadlock even if every send blocks.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ class Receipt(Protocol):
     """A receive that was posted."""
 
     def wait(self) -> None:
-        """Return when the tensor is filled; called once, before its first use."""
+        """Returns when the tensor is filled. Called once, before the first use of the tensor."""
 
 
 class Transport(Protocol):
-    """Messages in order, channel by channel. Made on all ranks with the same channels in the same order."""
+    """Sends messages in order on each channel. All ranks create it with the same channels in the same order."""
 
     timeout_s: float | None
-    """How long one wait may take; None waits as long as the peer lives."""
+    """The limit of one wait in seconds; None waits as long as the peer exists."""
 
     rendezvous: bool
     """Whether a send may wait for its receive."""
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
-        """Start to send a contiguous tensor; it must not change until `flush`, and it is kept alive so long."""
+        """Starts to send a contiguous tensor. It must not change until `flush`; the transport keeps it alive until then."""
 
     def receive(self, channel: Channel, tensor: Tensor) -> Receipt:
-        """Post a receive into a contiguous tensor of the size that the sender will send."""
+        """Posts a receive into a contiguous tensor of the size that the sender will send."""
 
     def flush(self) -> None:
-        """Return when everything sent has left."""
+        """Returns when everything has been sent."""
 
     def close(self) -> None:
-        """Give back what the transport holds; nothing may be on its way."""
+        """Releases all resources. No message may be in flight."""
 
 
 def own_channels(channels: Sequence[Channel], rank: int) -> list[Channel]:
-    """The channels that start or end at a rank."""
+    """Returns the channels that start or end at a rank."""
     return [channel for channel in channels if rank in (channel.source, channel.target)]

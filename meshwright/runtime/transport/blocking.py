@@ -1,7 +1,8 @@
-"""A transport that behaves like the worst of NCCL, to run every schedule under it on a laptop.
+"""A transport with the strictest rules of NCCL, to test every schedule under them on a laptop.
 
-No tags: all kinds from one rank to another match strictly in the order of issue. A send returns after the receiver has
-really received, a receive returns filled. What runs here runs wherever every send and receive blocks in list order.
+There are no tags: all kinds from one rank to another match strictly in the order of issue. A send returns after the receiver has
+received the data. A receive returns with the tensor filled. A schedule that runs here runs wherever every send and receive blocks
+in list order.
 
     sender:    header(kind, bytes)  payload             wait for the answer
     receiver:  header               payload -> tensor   answer(kind, bytes that it expected)
@@ -21,18 +22,18 @@ from meshwright.runtime.transport.faults import from_torch, other, wrong_message
 from meshwright.runtime.transport.torch_distributed import KINDS
 from meshwright.torch_internals import post_receive, post_send
 
-_MESSAGE, _ANSWER = 0, 1  # two tags for our own protocol, none for the user's kinds
+_MESSAGE, _ANSWER = 0, 1  # two tags for this protocol, none for kinds
 
 
 class Received:
-    """The receipt of a receive that is over already."""
+    """The receipt of a receive that is already complete."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Returns at once."""
 
 
 class StrictTransport:
-    """Rendezvous without tags, over gloo; both ends raise if what comes is not what is expected."""
+    """Rendezvous without tags, over gloo. Both ends raise if a message is not the expected one."""
 
     rendezvous = True
 
@@ -45,13 +46,13 @@ class StrictTransport:
         timeout_s: float | None = None,
     ) -> None:
         world = dist.group.WORLD if group is None else group
-        assert world is not None, "init_process_group comes first"
+        assert world is not None, "call init_process_group first"
         self.rank, self.timeout_s = rank, timeout_s
         self._group = world
         self._peers = {c: dist.get_group_rank(world, other(c, rank)) for c in own_channels(channels, rank)}
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
-        """Send, and return when the receiver has it."""
+        """Sends, and returns when the receiver has the data."""
         sent = _describe(channel, tensor)
         answer = torch.empty_like(sent)
         self._send(channel, sent, _MESSAGE)
@@ -61,12 +62,12 @@ class StrictTransport:
         _compare(channel, sent, answer)
 
     def receive(self, channel: Channel, tensor: Tensor) -> Received:
-        """Receive here and now."""
+        """Receives at once, and returns when the tensor is filled."""
         expected = _describe(channel, tensor)
         sent = torch.empty_like(expected)
         self._receive(channel, sent, _MESSAGE)
         matches = torch.equal(sent, expected)
-        # The payload is taken even if it is the wrong one: the sender must come to read the answer.
+        # The payload is received even if it is the wrong one, because the sender must get to read the answer.
         into = tensor if matches else torch.empty(int(sent[1]), dtype=torch.uint8)
         if into.numel():
             self._receive(channel, into, _MESSAGE)
@@ -75,10 +76,10 @@ class StrictTransport:
         return Received()
 
     def flush(self) -> None:
-        """Nothing to wait for: a send has waited."""
+        """Does nothing, because every send has already waited."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing, because the transport holds no resources."""
 
     def _send(self, channel: Channel, tensor: Tensor, tag: int) -> None:
         self._complete(channel, tensor, tag, sends=True)

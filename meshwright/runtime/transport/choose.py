@@ -1,4 +1,4 @@
-"""Which transport a run uses: shared memory where all ranks are CPU processes of one host, else torch.distributed."""
+"""Choose the transport of a run: shared memory if all ranks are CPU processes of one host, else torch.distributed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from meshwright.runtime.transport.torch_distributed import TorchTransport
 def open_transport(
     name: str, channels: Sequence[Channel], rank: int, *, device: torch.device | None = None, start_timeout_s: float = 60.0
 ) -> Transport:
-    """Make a transport by name and ping it; all ranks call this together, after `init_process_group`."""
+    """Creates a transport by name and tests it with a ping. All ranks call this together, after `init_process_group`."""
     wanted = parse_name(name)
     device = torch.device("cpu") if device is None else device
     if device.type != "cpu" and wanted in (TransportName.SHARED, TransportName.STRICT):
-        raise MeshwrightError(f"the {wanted.value} transport is for CPU tensors, got {device}", fix="transport auto or torch")
+        raise MeshwrightError(f"the {wanted.value} transport is for CPU tensors, got {device}", fix="use transport auto or torch")
     transport: Transport
     run_id = None
     if device.type == "cpu" and wanted in (TransportName.AUTO, TransportName.SHARED):
@@ -43,16 +43,16 @@ def open_transport(
 
 
 def host_identity() -> str:
-    """What two processes have in common if they can meet in memory; empty where that is not possible at all."""
+    """Returns a text that is equal for processes that can share memory; empty if this system does not support it."""
     if not hasattr(os, "memfd_create"):
         return ""
-    # Sockets are found per network name space: containers with their own networks do not see each other.
+    # Abstract sockets belong to a network namespace: containers with their own networks do not see each other.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _agree(wanted: TransportName) -> str | None:
-    """A run id if all ranks are on one host; every rank comes to the same answer."""
+    """Returns a run id if all ranks are on one host, else None. Every rank gets the same answer."""
     cards: list[list[str]] = all_gather_json([host_identity(), uuid.uuid4().hex])
     homes = {home for home, _ in cards}
     if len(homes) == 1 and "" not in homes:
@@ -60,6 +60,6 @@ def _agree(wanted: TransportName) -> str | None:
     if wanted is TransportName.SHARED:
         hosts = ", ".join(sorted({home.split(" ")[0] or "a system without shared anonymous files" for home in homes}))
         raise MeshwrightError(
-            f"the shared transport needs all ranks on one Linux host, got {hosts}", fix="transport auto or torch"
+            f"the shared transport needs all ranks on one Linux host, got {hosts}", fix="use transport auto or torch"
         )
     return None

@@ -1,4 +1,4 @@
-"""What goes wrong on a channel, said with its name and both ranks: a peer that died, one that is silent, sizes that differ."""
+"""The errors of a channel, with its name and both ranks: a peer that died, a peer that does not answer, sizes that differ."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from meshwright.runtime.transport.base import Channel
 
 
 def label(channel: Channel) -> str:
-    """A channel as text: `act 0->1`."""
+    """Returns a channel as text: `act 0->1`."""
     return f"{channel.kind.value} {channel.source}->{channel.target}"
 
 
 def other(channel: Channel, rank: int) -> int:
-    """The rank at the far end of a channel."""
+    """Returns the rank at the other end of a channel."""
     return channel.target if rank == channel.source else channel.source
 
 
 class PeerLost(MeshwrightError):
-    """The process at the other end of a channel is gone; seldom the cause, so look at that rank's own error first."""
+    """The process at the other end of a channel is gone. It is rarely the cause, so look at that rank's own error first."""
 
     def __init__(self, channel: Channel, rank: int) -> None:
         self.channel, self.rank, self.peer = channel, rank, other(channel, rank)
         super().__init__(
             f"rank {rank} lost rank {self.peer} on channel {label(channel)}: that process died or closed its transport",
-            fix=f"read what rank {self.peer} printed last",
+            fix=f"read the last output of rank {self.peer}",
         )
 
 
@@ -32,16 +32,16 @@ class PeerSilent(MeshwrightError):
 
     def __init__(self, channel: Channel, rank: int, timeout_s: float | None) -> None:
         self.channel, self.rank, self.peer = channel, rank, other(channel, rank)
-        verb = "send to" if rank == channel.source else "hear from"
+        verb = "send to" if rank == channel.source else "receive from"
         span = "longer than its process group allows" if timeout_s is None else f"{timeout_s:g} s"
         super().__init__(
             f"rank {rank} waited {span} to {verb} rank {self.peer} on channel {label(channel)}",
-            fix=f"see whether rank {self.peer} runs and reaches rank {rank}, or allow more time",
+            fix=f"check whether rank {self.peer} runs and can reach rank {rank}, or increase the timeout",
         )
 
 
 def wrong_message(channel: Channel, sent: str, expected: str) -> MeshwrightError:
-    """The two ends of a channel disagree about what comes next."""
+    """Returns the error for two ends of a channel that disagree about the next message."""
     return MeshwrightError(
         f"channel {label(channel)}: rank {channel.source} sent {sent}, rank {channel.target} expects {expected}",
         fix="give both ends the same schedule, shapes and dtypes",
@@ -49,7 +49,7 @@ def wrong_message(channel: Channel, sent: str, expected: str) -> MeshwrightError
 
 
 def from_torch(error: RuntimeError, channel: Channel, rank: int, timeout_s: float | None) -> MeshwrightError:
-    """What a failed wait means; the text is all that torch.distributed gives to tell a timeout from a lost peer."""
+    """Returns the error for a failed wait. Only the text of torch's error tells a timeout from a lost peer."""
     if "imed out" in str(error) or "imeout" in str(error):
         return PeerSilent(channel, rank, timeout_s)
     return PeerLost(channel, rank)

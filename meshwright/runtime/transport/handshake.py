@@ -1,7 +1,7 @@
-"""How processes of one host find each other without a common parent: Unix sockets in the abstract name space.
+"""Connect processes of one host that have no common parent, through Unix sockets in the abstract namespace.
 
-Such a name is no file: it ends with the process that holds it, so a crash leaves nothing behind. The sockets carry open
-files from one process to another (pipes, memory), and are closed when that is done.
+Such a socket has no file. Its name is freed when the process ends, so a crash leaves nothing to clean up. The sockets carry open
+files (pipes, memory) from one process to another and are closed afterwards.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _log = logging.getLogger(__name__)
 
 
 def meet(run_id: str, rank: int, peers: Collection[int], timeout_s: float) -> dict[int, socket.socket]:
-    """A connected socket for each peer; the higher rank calls, the lower one listens."""
+    """Returns a connected socket for each peer. The higher rank connects, the lower one listens."""
     deadline = time.monotonic() + timeout_s
     found: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(_address(run_id, rank))
-        door.listen(len(peers) + _BACKLOG)
-        # Calls do not wait for the other side to answer the door, so any order of ranks is free of deadlock.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(_address(run_id, rank))
+        listener.listen(len(peers) + _BACKLOG)
+        # A connect does not wait for the accept of the other side, so no order of ranks can deadlock.
         for peer in sorted(p for p in peers if p < rank):
             found[peer] = _call(run_id, rank, peer, deadline, timeout_s)
         while missing := set(peers) - set(found):
-            caller, visitor = _answer(door, deadline, rank, missing, timeout_s)
-            found[caller] = visitor
+            caller, connection = _answer(listener, deadline, rank, missing, timeout_s)
+            found[caller] = connection
     return found
 
 
 def give(line: socket.socket, text: str, files: Sequence[int]) -> None:
-    """Hand open files to the peer, with a text that says what they are."""
+    """Sends open files to the peer, with a text that describes them."""
     socket.send_fds(line, [text.encode()], files)
 
 
 def take(line: socket.socket, text: str, count: int, peer: int) -> list[int]:
-    """Receive the files that the peer gives under this text."""
+    """Receives the files that the peer sends with this text."""
     try:
         heard, files, _, _ = socket.recv_fds(line, 256, count, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
@@ -57,12 +57,12 @@ def take(line: socket.socket, text: str, count: int, peer: int) -> list[int]:
         os.close(file)
     said = heard.decode() or "nothing: that process is gone"
     raise MeshwrightError(
-        f"rank {peer} was to open '{text}' and gave {said}", fix="give all ranks the same channels in the same order"
+        f"rank {peer} should have opened '{text}' but sent {said}", fix="give all ranks the same channels in the same order"
     )
 
 
 def _address(run_id: str, rank: int) -> str:
-    """Names are seen by all users; from one of them nobody can tell the next."""
+    """Returns the socket name of a rank. All users can see it, so it is a hash that does not reveal the names of other ranks."""
     return f"\0meshwright-{sha256(f'{run_id}-{rank}'.encode()).hexdigest()[:32]}"
 
 
@@ -86,20 +86,20 @@ def _call(run_id: str, rank: int, peer: int, deadline: float, timeout_s: float) 
 
 
 def _answer(
-    door: socket.socket, deadline: float, rank: int, missing: Collection[int], timeout_s: float
+    listener: socket.socket, deadline: float, rank: int, missing: Collection[int], timeout_s: float
 ) -> tuple[int, socket.socket]:
-    """The next peer at the door. Who is no process of this user is sent away before anything is read, and named."""
+    """Accepts the next peer. Connections of other users are closed before anything is read, and logged."""
     strangers: set[int] = set()
     while (left := deadline - time.monotonic()) > 0:
-        door.settimeout(left)
+        listener.settimeout(left)
         try:
-            line, _ = door.accept()
+            line, _ = listener.accept()
         except TimeoutError:
             break
         owner, caller = _owner(line), b""
         if owner == os.getuid():
             line.settimeout(max(deadline - time.monotonic(), 1e-3))
-            with contextlib.suppress(OSError):  # it is gone, or says nothing
+            with contextlib.suppress(OSError):  # it is gone, or sends nothing
                 caller = line.recv(16)
         elif owner not in strangers:
             strangers.add(owner)
@@ -109,7 +109,7 @@ def _answer(
             continue
         if int(caller) not in missing:
             raise MeshwrightError(
-                f"rank {int(caller)} has a channel to rank {rank}, which knows of none", fix="give all ranks the same channels"
+                f"rank {int(caller)} has a channel to rank {rank}, which has none to it", fix="give all ranks the same channels"
             )
         line.settimeout(timeout_s)
         return int(caller), line
@@ -117,18 +117,18 @@ def _answer(
 
 
 def _owner(line: socket.socket) -> int:
-    """The user at the other end, as the kernel knows it: abstract names have no permissions."""
+    """Returns the user at the other end, as the kernel reports it, because abstract names have no permissions."""
     _, uid, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(uid)
 
 
 def _absent(rank: int, missing: Collection[int], timeout_s: float, strangers: Collection[int]) -> MeshwrightError:
     names = ", ".join(map(str, sorted(missing)))
-    what = f"rank {rank} did not meet rank {names} within {timeout_s:g} s"
+    what = f"rank {rank} could not connect to rank {names} within {timeout_s:g} s"
     if not strangers:
-        return MeshwrightError(what, fix="see whether those processes run on this host")
+        return MeshwrightError(what, fix="check whether those processes run on this host")
     users = ", ".join(map(str, sorted(strangers)))
     return MeshwrightError(
         f"{what}, and ignored processes of user {users}, not {os.getuid()}",
-        fix="start all ranks as one user, or --transport torch",
+        fix="start all ranks as one user, or use --transport torch",
     )

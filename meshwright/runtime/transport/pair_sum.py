@@ -1,10 +1,10 @@
-"""Sums of two CPU processes of one host, through memory. Each has a window that the other can see:
+"""Sum tensors of two CPU processes of one host through shared memory. Each has a window that the other can read:
 
-    start    own tensors -> own window, and a byte to the other: they are there
-    wait     a byte from the other; own tensors += its window; and a byte back: the window is free again
+    start    copy own tensors to own window, and write a byte to the other: the data is ready
+    wait     read a byte from the other; own tensors += its window; write a byte back: the window is free again
 
-a + b is b + a, so both have the same bits in the end, and those that a collective would give. A byte is read where a process
-sleeps, and the end of its pipe tells at once that the other died. `pair_for` says where this is possible.
+a + b equals b + a, so both get the same bits, and the same as from a collective. A process sleeps while it reads a byte, and the
+closed pipe tells it at once if the other died. `pair_for` checks whether this is possible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.faults import PeerLost, label
 from meshwright.runtime.transport.handshake import give, meet, take
-from meshwright.runtime.transport.shared_memory import SharedTransport, let_go_in_children
+from meshwright.runtime.transport.shared_memory import SharedTransport, close_in_forked_children
 
 MEET_TIMEOUT_S = 60.0
 _BYTE = b"!"
@@ -30,7 +30,7 @@ _ALIGNED = 64
 
 
 class PairSum:
-    """One end of a pair that adds up tensors like these again and again; both ends make it and use it in the same order."""
+    """One end of a pair that sums tensors of these shapes repeatedly. Both ends create it and use it in the same order."""
 
     def __init__(self, like: Sequence[Tensor], rank: int, peer: int, run_id: str) -> None:
         self._heard, self._told = Channel(peer, rank, Kind.SUM), Channel(rank, peer, Kind.SUM)
@@ -45,11 +45,11 @@ class PairSum:
         self._reads = reads
         self._window, self._others = _views(memory, like), _views(their_memory, like)
         self._tensors: Sequence[Tensor] = ()
-        self._free = True  # the other has read what is in the window
-        let_go_in_children(self)
+        self._free = True  # the other has read the window
+        close_in_forked_children(self)
 
     def start(self, tensors: Sequence[Tensor]) -> list[PairSum]:
-        """Show the other what is here; it is in use until `wait`."""
+        """Writes the tensors to the window. They are in use until `wait`."""
         if not self._free:
             self._hear()
         for place, tensor in zip(self._window, tensors, strict=True):
@@ -59,16 +59,16 @@ class PairSum:
         return [self]
 
     def wait(self) -> None:
-        """Add what the other has."""
+        """Adds the other's tensors."""
         self._hear()
         for tensor, place in zip(self._tensors, self._others, strict=True):
             tensor.add_(place)
         self._tensors = ()
-        with contextlib.suppress(PeerLost):  # it may have closed after its last sum, which is whole
+        with contextlib.suppress(PeerLost):  # the other may have closed after its last sum, which is complete
             self._tell()
 
     def close(self) -> None:
-        """Close the pipes; an other that still waits is told that this end is gone. Memory goes with its last view."""
+        """Closes the pipes. If the other end still waits, it sees that this one is gone. The last view frees the memory."""
         for file in (self._reads, self._writes):
             if file >= 0:
                 os.close(file)
@@ -88,7 +88,7 @@ class PairSum:
 def pair_for(
     flats: Sequence[Tensor], transport: object, ranks: tuple[int, ...], rank: int, schedule: Schedule, unit: int
 ) -> PairSum | None:
-    """What adds up a unit's gradients for two ranks that see each other's memory; None where a collective must do it."""
+    """Returns a sum for two ranks that share memory; None if a collective must do it."""
     if len(ranks) != 2 or not isinstance(transport, SharedTransport) or not _one_sum_at_a_time(schedule, unit):
         return None
     (peer,) = set(ranks) - {rank}
@@ -96,7 +96,7 @@ def pair_for(
 
 
 def _one_sum_at_a_time(schedule: Schedule, unit: int) -> bool:
-    """Does every worker take up the sum of a unit's gradients before it starts the next one? A pair has room for one."""
+    """Returns whether every worker uses the sum of a unit's gradients before it starts the next one: a pair has room for one."""
     for actions in schedule.lists if schedule.flush else ():
         under_way = False
         for action in walk(actions):
@@ -112,13 +112,13 @@ def _room(tensor: Tensor) -> int:
 
 
 def _views(memory: int, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in a window, which hold it; the file is not needed any more."""
+    """Returns tensors in a window. They keep the mapping alive; the file is closed."""
     window = mmap.mmap(memory, sum(map(_room, like)))
     os.close(memory)
     found, start = [], 0
     for tensor in like:
         size = tensor.numel()
-        # torch makes no empty tensor from memory
+        # torch.frombuffer rejects empty tensors
         found.append(torch.frombuffer(window, dtype=tensor.dtype, count=size, offset=start) if size else tensor)
         start += _room(tensor)
     return found

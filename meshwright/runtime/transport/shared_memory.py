@@ -1,16 +1,16 @@
-"""Messages through memory between the CPU ranks of one host.
+"""Messages through shared memory between the CPU ranks of one host.
 
 A channel is a ring of slots in an anonymous file that both ends map, and two pipes:
 
     sender   copy into slot i mod K   -- header: number of bytes -->   copy out of slot i mod K   receiver
              (K messages ahead at most)        <-- one byte: free --
 
-What is small goes through the pipe itself, behind its header, in one write that the system does not tear; it needs no slot.
-Only headers do where a pipe is short: the system shortens those of a user who has very many.
+A small message goes through the pipe itself, after its header, in one write that the kernel does not split. It needs no slot.
+If a pipe is short, only headers go through it: the kernel shortens the pipes of a user who has very many.
 
-A reader sleeps in `read`, so nobody spins, and the end of a pipe tells at once that the peer died. Nothing has a name in
-the file system. A send blocks while the ring is full; a receiver that posts more than K receives takes the oldest first.
-So send i waits at most until its own receive is posted: never longer than if every send and receive blocked.
+A reader sleeps in `read`, so there is no busy waiting, and a closed pipe tells it at once that the peer died. Nothing has a
+name in the file system. A send blocks while the ring is full. A receiver that posts more than K receives completes the oldest
+first. So send i waits at most until its own receive is posted, which is never longer than if every send and receive blocked.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from meshwright.runtime.transport.faults import PeerLost, PeerSilent, label, oth
 from meshwright.runtime.transport.handshake import give, meet, take
 
 SLOTS = 6
-"""How many messages of a channel may be on their way."""
+"""How many messages of a channel may be in flight."""
 
 ACKS_TOGETHER = 2
-"""How many taken messages are acknowledged by one write: half the wake-ups of a sender, which has slots to spare for it."""
+"""How many received messages one write acknowledges. This halves the wake-ups of a sender, which has enough slots for it."""
 
 _HEADER = 8
-_SMALL = select.PIPE_BUF - _HEADER  # what a pipe takes in one piece
-_ACKS = 64  # as many as there are, up to this
+_SMALL = select.PIPE_BUF - _HEADER  # a pipe writes this much atomically
+_ACKS = 64  # read up to this many acknowledgements at once
 _SMALLEST = 1 << 16
 _copy = ctypes.memmove
 
@@ -58,7 +58,7 @@ class _Ring:
         self._map: mmap.mmap | None = None
 
     def next(self, nbytes: int) -> int:
-        """The address of the next message; a slot that is too small moves to the end of the file."""
+        """Returns the address for the next message. A slot that is too small moves to the end of the file."""
         slot = self._count % self._slots
         self._count += 1
         if nbytes > self._sizes[slot]:
@@ -71,35 +71,35 @@ class _Ring:
         self._end += self._sizes[slot]
         if self._grows:
             if self._map is not None and old_size:
-                self._map.madvise(mmap.MADV_REMOVE, old_offset, old_size)  # gives the memory back, at both ends
+                self._map.madvise(mmap.MADV_REMOVE, old_offset, old_size)  # frees the memory, at both ends
             os.ftruncate(self._file, self._end)
         self.unmap()
         self._map = mmap.mmap(self._file, self._end)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def unmap(self) -> None:
-        """Forget the mapping; the file stays."""
+        """Removes the mapping. The file stays open."""
         if self._map is not None:
             self._map.close()
             self._map = None
 
     def close(self) -> None:
-        """Give back memory and file."""
+        """Removes the mapping and closes the file."""
         self.unmap()
         os.close(self._file)
 
 
 class _End:
-    """What one rank holds of a channel: the ring, the pipe it reads and the pipe it writes."""
+    """One rank's end of a channel: the ring, the pipe that it reads and the pipe that it writes."""
 
     __slots__ = ("channel", "done", "free", "owed", "posted", "reads", "ring", "small", "writes")
 
     def __init__(self, channel: Channel, ring: _Ring, reads: int, writes: int, free: int, small: int) -> None:
         self.channel, self.ring, self.reads, self.writes = channel, ring, reads, writes
-        self.small = small  # up to this size messages go through the pipe
+        self.small = small  # messages up to this size go through the pipe
         self.free = free  # slots that a sender may fill
         self.posted: deque[Tensor] = deque()
-        self.done = 0  # messages that a receiver has taken
+        self.done = 0  # messages that a receiver has copied out
         self.owed = 0  # ... and not yet acknowledged
 
     def close(self) -> None:
@@ -109,19 +109,19 @@ class _End:
 
 
 class SharedReceipt(tuple["SharedTransport", _End, int]):
-    """A posted receive: its transport, end and number. To wait for it takes all messages up to its own out of the ring."""
+    """A posted receive: its transport, end and number. Waiting for it copies all messages up to this one out of the ring."""
 
     __slots__ = ()
 
     def wait(self) -> None:
-        """Return when the tensor is filled."""
+        """Returns when the tensor is filled."""
         transport, end, number = self
         while end.done < number:
             transport.fill(end)
 
 
 class SharedTransport:
-    """Channels through shared memory; `run_id` is a word that all ranks of this run and no others know."""
+    """Channels through shared memory. `run_id` is a text that only the ranks of this run know."""
 
     rendezvous = False
 
@@ -153,11 +153,11 @@ class SharedTransport:
         finally:
             for line in lines.values():
                 line.close()
-        let_go_in_children(self)
+        close_in_forked_children(self)
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
-        """Copy the tensor into the ring; blocks only while the receiver is a whole ring behind."""
-        assert tensor.is_contiguous(), "bytes are copied as they lie in memory"
+        """Copies the tensor into the ring. Blocks only if the receiver is a whole ring late."""
+        assert tensor.is_contiguous(), "the bytes of a contiguous tensor are copied"
         end, nbytes = self._ends[channel], tensor.nbytes
         word = nbytes.to_bytes(_HEADER, "little")
         if nbytes <= end.small:
@@ -173,17 +173,17 @@ class SharedTransport:
             raise PeerLost(channel, self.rank) from None
 
     def receive(self, channel: Channel, tensor: Tensor) -> SharedReceipt:
-        """Remember where the message goes; it is copied out when it is waited for."""
+        """Stores where the message goes. It is copied out when it is waited for."""
         end = self._ends[channel]
         posted = end.posted
-        # With so many posted a sender never finds the ring full for longer than if every send and receive blocked.
+        # With this limit, a full ring never blocks a sender for longer than if every send and receive blocked.
         if len(posted) > self._most:
             self.fill(end)
         posted.append(tensor)
         return SharedReceipt((self, end, end.done + len(posted)))
 
     def fill(self, end: _End) -> None:
-        """Take the next message of a channel into the tensor that was posted first."""
+        """Copies the next message of a channel into the tensor that was posted first."""
         tensor = end.posted.popleft()
         nbytes = tensor.nbytes
         small = nbytes <= end.small
@@ -204,19 +204,19 @@ class SharedTransport:
             try:
                 os.write(end.writes, bytes(owed))
             except BrokenPipeError:
-                return  # it closed after its last message, which is whole: its loss shows at the next one, if there is one
+                return  # the sender closed after its last message, which is complete; a later message would raise
 
     def flush(self) -> None:
-        """Nothing to wait for: what was sent has been copied."""
+        """Does nothing, because everything sent is already copied."""
 
     def close(self) -> None:
-        """Unmap the memory and close the pipes; a peer that still waits for this rank is told that it is gone."""
+        """Unmaps the memory and closes the pipes. A peer that still waits for this rank sees that it is gone."""
         for end in self._ends.values():
             end.close()
         self._ends.clear()
 
     def _read(self, end: _End, most: int) -> bytes:
-        """Sleep until the peer writes, and read it; an empty read is the end of a pipe whose writer is gone."""
+        """Sleeps until the peer writes, and reads it. An empty read means that the peer is gone."""
         timeout_s = self.timeout_s
         if timeout_s is not None and not _readable(end.reads, timeout_s):
             raise PeerSilent(end.channel, self.rank, timeout_s)
@@ -232,7 +232,7 @@ def _readable(file: int, timeout_s: float) -> bool:
 
 
 def _offer(channel: Channel, line: socket.socket, slots: int) -> _End:
-    """Make the memory and the pipes of an outgoing channel, and hand the far ends over; no copy of those stays here."""
+    """Creates the memory and the pipes of an outgoing channel and sends the other ends to the peer. They are closed here."""
     memory = os.memfd_create(label(channel))
     data_reads, data_writes = os.pipe()
     ack_reads, ack_writes = os.pipe()
@@ -248,23 +248,26 @@ def _accept(channel: Channel, line: socket.socket, slots: int) -> _End:
 
 
 def _small(pipe: int, slots: int) -> int:
-    """What goes through a pipe, said alike at both its ends: each message may take a page, and as many as slots must fit."""
+    """Returns the size up to which messages go through a pipe, the same at both ends.
+
+    Each message may take a page, and as many messages as there are slots must fit.
+    """
     return _SMALL if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) >= slots * mmap.PAGESIZE else 0
 
 
 class Closed(Protocol):
-    """What can be closed."""
+    """An object that can be closed."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Releases its resources."""
 
 
-def let_go_in_children(transport: Closed) -> None:
-    """Close a forked child's copies (data loaders fork): they would hide from the peers that this process died."""
+def close_in_forked_children(transport: Closed) -> None:
+    """Closes the copies in a forked child (data loaders fork). They would hide the death of this process from its peers."""
     held = weakref.ref(transport)
 
-    def let_go() -> None:
+    def close_copy() -> None:
         if (mine := held()) is not None:
             mine.close()
 
-    os.register_at_fork(after_in_child=let_go)
+    os.register_at_fork(after_in_child=close_copy)

@@ -1,8 +1,7 @@
 """Messages over torch.distributed: gloo between CPUs, NCCL between GPUs, on any number of hosts.
 
-gloo keeps the messages of one (pair, tag) in order, so the kind is the tag and two groups, one per direction, carry all
-channels. NCCL has no tags: there each channel gets a process group of its own, so that neither kinds nor directions wait
-for each other.
+gloo keeps the messages of one (pair, tag) in order. So the tag is the kind, and two groups, one per direction, carry all
+channels. NCCL has no tags. So each channel gets its own process group, and kinds and directions do not wait for each other.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ KINDS = list(Kind)
 """The index of a kind is its tag."""
 
 DEPTH = 4
-"""How many sends of a channel may be under way before the oldest is waited for."""
+"""How many sends of a channel may be in flight before the transport waits for the oldest."""
 
 
 class _Line:
-    """One end of a channel: where it goes, and what was sent and not yet waited for."""
+    """One end of a channel: group, peer and tag, and the sends that were not waited for yet."""
 
     __slots__ = ("group", "peer", "sent", "tag")
 
@@ -39,7 +38,7 @@ class _Line:
 
 
 class TorchReceipt:
-    """A posted `recv`; its work is dropped by the wait, because gloo hangs when it is waited for twice."""
+    """A posted `recv`. `wait` deletes its work, because gloo hangs if it is waited for twice."""
 
     __slots__ = ("_channel", "_owner", "_work")
 
@@ -47,14 +46,14 @@ class TorchReceipt:
         self._owner, self._channel, self._work = owner, channel, work
 
     def wait(self) -> None:
-        """Return when the tensor is filled."""
+        """Returns when the tensor is filled."""
         work = self._work
         del self._work
         self._owner.settle(self._channel, work)
 
 
 class TorchTransport:
-    """Channels over torch.distributed; ranks are global, and every rank of the world makes it with the same channels."""
+    """Channels over torch.distributed. Ranks are global, and every rank of the world creates it with the same channels."""
 
     def __init__(
         self,
@@ -67,17 +66,17 @@ class TorchTransport:
         timeout_s: float | None = None,
     ) -> None:
         world = dist.group.WORLD if group is None else group
-        assert world is not None, "init_process_group comes first"
+        assert world is not None, "call init_process_group first"
         where = torch.device("cpu") if device is None else device
         tagged = where.type == "cpu" if tagged is None else tagged
-        # A communicator of NCCL is made by its first message, for which both ends must come at the same place.
+        # NCCL creates a communicator at the first message. Both ends must reach it at the same point of their lists.
         self.rendezvous = not tagged
         self.rank = rank
         self.timeout_s = timeout_s
         self._lines: dict[Channel, _Line] = {}
         self._pad = torch.zeros(1, dtype=torch.uint8, device=where)
         mine = set(own_channels(channels, rank))
-        # On gloo a send and the word that a receive is posted would wait for each other's lock: a group per direction.
+        # With one gloo group, a send and the notice of a posted receive would wait for each other's lock. So: one per direction.
         members = dist.get_process_group_ranks(world)
         ways = world, world
         if tagged and channels:
@@ -91,29 +90,29 @@ class TorchTransport:
 
     @property
     def timeout_s(self) -> float | None:
-        """How long a wait may take; None leaves it to the process group. With a limit NCCL blocks the host in each wait."""
+        """The limit of a wait; None leaves it to the process group. With a limit, NCCL blocks the host in each wait."""
         return self._timeout_s
 
     @timeout_s.setter
     def timeout_s(self, value: float | None) -> None:
         self._timeout_s = value
-        self._span = timedelta(0) if value is None else timedelta(seconds=max(value, 1e-3))  # torch reads 0 as no limit
+        self._span = timedelta(0) if value is None else timedelta(seconds=max(value, 1e-3))  # for torch 0 means no limit
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
-        """Start to send; the tensor is kept until its send has been waited for."""
+        """Starts a send. The tensor is kept alive until its send has been waited for."""
         line = self._lines[channel]
         sent = line.sent
         if len(sent) >= DEPTH:
             self.settle(channel, sent.popleft()[0])
         if not tensor.numel():
-            tensor = self._pad  # NCCL drops empty messages, but they order what comes after them
+            tensor = self._pad  # NCCL drops empty messages, but they are needed for the order of later ones
         try:
             sent.append((post_send(line.group, [tensor], line.peer, line.tag), tensor))
         except RuntimeError as error:
             raise from_torch(error, channel, self.rank, self._timeout_s) from error
 
     def receive(self, channel: Channel, tensor: Tensor) -> TorchReceipt:
-        """Post a receive."""
+        """Posts a receive."""
         line = self._lines[channel]
         if not tensor.numel():
             tensor = self._pad
@@ -123,20 +122,20 @@ class TorchTransport:
             raise from_torch(error, channel, self.rank, self._timeout_s) from error
 
     def settle(self, channel: Channel, work: dist.Work) -> None:
-        """Wait for one work, once, and name the channel if it fails."""
+        """Waits for one work, once. Raises an error that names the channel if it fails."""
         try:
             work.wait(self._span)
         except RuntimeError as error:
             raise from_torch(error, channel, self.rank, self._timeout_s) from error
 
     def flush(self) -> None:
-        """Return when everything sent has left."""
+        """Returns when everything has been sent."""
         for channel, line in self._lines.items():
             sent = line.sent
             while sent:
                 self.settle(channel, sent.popleft()[0])
 
     def close(self) -> None:
-        """Wait for what was sent; the process groups end with torch.distributed, which all ranks leave together."""
+        """Waits for all sends. The process groups end with torch.distributed, which all ranks leave together."""
         self.flush()
         self._lines.clear()

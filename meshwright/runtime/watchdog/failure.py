@@ -1,4 +1,4 @@
-"""What a rank does and what went wrong first: plain data that crosses processes as JSON, and the text that users read.
+"""Records of what a rank does and of the first failure. They are sent as JSON, and they make the text that users read.
 
 rank 1 failed in 1B0 (stage 1): ValueError: bad weights
   rank 0: 0B0, waits for rank 1 (grad 1->0), 1.2 s
@@ -19,9 +19,10 @@ from meshwright.errors import MeshwrightError
 
 @dataclass(frozen=True)
 class Doing:
-    """What one rank is doing. `peer` and `waits` say whom it waits for and in what; `where` is the user's line it is in.
+    """What one rank is doing.
 
-    `over`: it has finished. `last`: it has learnt of a failure and says nothing more.
+    `peer` is the rank that it waits for, `waits` is the message or collective, and `where` is the current line of user code.
+    `over`: the rank has finished. `last`: this is its final report after a failure.
     """
 
     rank: int
@@ -40,7 +41,7 @@ class Doing:
 
     @property
     def inside(self) -> bool:
-        """Whether others may depend on what it does: it walks a schedule, or it waits for them."""
+        """True if other ranks may depend on this one: it walks a schedule or waits for them."""
         return not self.over and bool(self.action or self.waits)
 
     def __str__(self) -> str:
@@ -55,24 +56,24 @@ class Doing:
         return f"rank {self.rank}: {', '.join(parts)}, {self.still_s:.1f} s"
 
     def to_json(self) -> str:
-        """The form that goes through a store."""
+        """Returns the record as JSON for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Doing:
-        """Back from it; a ValueError where it is anything else."""
+        """Reads a record from JSON. Raises ValueError if the text is not one."""
         return cls(**_fields(cls, text))
 
 
 def _fields(kind: type, text: str | bytes) -> dict[str, Any]:
-    """The fields of a record, each of its own type: a store may hold what others wrote."""
+    """Reads the fields of a record and checks the type of each, because other programs can write to the store."""
     try:
         found = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     kinds = {f.name: _KINDS[str(f.type)] for f in fields(kind)}
     if not isinstance(found, dict) or set(found) != set(kinds):
-        raise ValueError(f"it has not the fields of {kind.__name__}")
+        raise ValueError(f"it does not have the fields of {kind.__name__}")
     for name, value in found.items():
         if type(value) not in kinds[name]:
             raise ValueError(f"{name} is a {type(value).__name__}")
@@ -91,20 +92,20 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "str | None": (str, type(None)),
     "FailureKind": (str,),
 }
-"""What JSON may have for the types of fields."""
+"""The Python types that JSON may contain for each field type."""
 
 LONGEST = 20_000
-"""Characters of a text that go through a store, which takes no message of any size."""
+"""The maximum number of characters of a text in the store. The store does not take messages of any size."""
 
 
 def _short(text: str) -> str:
-    """The two ends of what is too long."""
+    """Returns the text, or its beginning and end if it is too long."""
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
 
 
 class FailureKind(StrEnum):
-    """In what way a rank failed."""
+    """How a rank failed."""
 
     RAISED = "failed"
     DIED = "died"
@@ -114,7 +115,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """The first thing that went wrong, and where. A `clean` one is a user's mistake found outside any action."""
+    """The first failure of a job, and where it happened. A `clean` one is a user's mistake that was found outside any action."""
 
     rank: int
     how: FailureKind
@@ -128,7 +129,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, doing: Doing) -> Failure:
-        """What an exception on a rank means."""
+        """Returns the failure for an exception on a rank."""
         if isinstance(error, KeyboardInterrupt):
             return cls(doing.rank, FailureKind.STOPPED, "interrupted by Ctrl-C", doing.action, doing.stage)
         place = doing.action, doing.stage
@@ -139,7 +140,7 @@ class Failure:
 
     @classmethod
     def seen(cls, how: FailureKind, what: str, doing: Doing, **more: Any) -> Failure:
-        """What others noticed about a rank that cannot speak for itself."""
+        """Returns the failure of a rank that cannot report it itself, as other ranks noticed it."""
         return cls(doing.rank, how, what, doing.action, doing.stage, **more)
 
     def __str__(self) -> str:
@@ -151,18 +152,18 @@ class Failure:
         return f"rank {self.rank} {self.how.value}{place}: {self.what}"
 
     def to_json(self) -> str:
-        """The form that goes through a store."""
+        """Returns the record as JSON for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Failure:
-        """Back from it; a ValueError where it is anything else."""
+        """Reads a record from JSON. Raises ValueError if the text is not one."""
         found = _fields(cls, text)
         return cls(**{**found, "how": FailureKind(found["how"])})
 
 
 class RankFailed(MeshwrightError):
-    """A run that ended because of one rank: its failure, and what the others were doing then."""
+    """A run that ended because one rank failed: the failure, and what the other ranks were doing at that time."""
 
     def __init__(self, failure: Failure, others: Sequence[Doing] = ()) -> None:
         super().__init__(describe(failure, others), fix=failure.fix)
@@ -174,12 +175,12 @@ class RankFailed(MeshwrightError):
 
 
 def as_error(failure: Failure, others: Sequence[Doing] = ()) -> MeshwrightError:
-    """The exception for a failure; a user's mistake comes out as it was raised."""
+    """Returns the exception for a failure. A user's mistake becomes the same `MeshwrightError` that the rank raised."""
     return MeshwrightError(failure.what, fix=failure.fix) if failure.clean else RankFailed(failure, others)
 
 
 def describe(failure: Failure, others: Sequence[Doing]) -> str:
-    """The failure, a line for every other rank, and the traceback if there is one."""
+    """Returns the failure, one line for every other rank, and the traceback if there is one."""
     lines = [str(failure), *(f"  {doing}" for doing in others if doing.rank != failure.rank)]
     if failure.detail:
         lines.append(failure.detail.rstrip())

@@ -1,4 +1,4 @@
-"""What this process is doing, as seen by another thread: the executor's instruction, what it waits for, and the user's line."""
+"""What this process is doing, as another thread sees it: the instruction, what it waits for, and the line of user code."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from meshwright.runtime.watchdog.failure import Doing
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _NOT_THE_USERS = (_TORCH, _OURS, sysconfig.get_paths()["stdlib"] + os.sep, "<frozen", "<string>")
-# A thread that is inside one of these waits for other ranks: nothing else in them takes long.
+# A thread inside one of these files waits for other ranks, because nothing else in them takes long.
 _WAITING = (_TORCH + "distributed" + os.sep, _OURS + "runtime/transport/")
 _WAITING_INNERMOST = (
     _OURS + "runtime/parameters/unit.py",
     _OURS + "runtime/launch/worker_main.py",
-)  # these wait, and call what computes
+)  # these wait too, but they also call code that computes
 
 
 class WaitingEdges(Protocol):
-    """Where an executor's messages pass; `waiting` is the channel that it waits on."""
+    """The channels of an executor; `waiting` is the one that it waits on."""
 
     waiting: Channel | None
 
 
 class Walker(Protocol):
-    """What is watched of an executor."""
+    """The part of an executor that the watchdog reads."""
 
     at: Instruction | None
     walks: int
@@ -49,13 +49,13 @@ class Walker(Protocol):
 
 
 class Seat(Protocol):
-    """Memory that outlives the process: who dies at an instruction has said where."""
+    """Shared memory that outlives a worker. It holds the current instruction, so the parent knows where a worker died."""
 
     value: bytes
 
 
 class Status:
-    """Made in the thread that works; `look` is called from the one that watches."""
+    """What one thread is doing. It is created in that thread; the watchdog thread calls `look`."""
 
     def __init__(self, rank: int, seat: Seat | None = None) -> None:
         self.rank, self.seat = rank, seat
@@ -69,12 +69,12 @@ class Status:
         self._home, self._born = home(), born(os.getpid())
 
     def seated(self, walker: Walker) -> Seat | None:
-        """A walk begins: where to write the words of each instruction."""
+        """Registers the executor of a walk that starts. Returns the memory to write each instruction to."""
         self.walker = walker
         return self.seat
 
     def look(self, *, last: bool = False) -> Doing:
-        """What the thread is doing now."""
+        """Returns what the thread is doing now."""
         walker = self.walker
         instruction = None if walker is None else walker.at
         channel = (
@@ -112,26 +112,28 @@ _CURRENT: ContextVar[Status | None] = ContextVar("status", default=None)
 
 
 def current() -> Status | None:
-    """The status of the job that this code is part of, if somebody watches it."""
+    """Returns the status of the job that this code belongs to, or None if there is no watchdog."""
     return _CURRENT.get()
 
 
 def begin(rank: int, seat: Seat | None = None) -> Status:
-    """A new status for the code that follows in this thread."""
+    """Creates the status for the code that follows in this thread."""
     status = Status(rank, seat)
     _CURRENT.set(status)
     return status
 
 
 def _read(frame: FrameType | None) -> tuple[str, str]:
-    """What a stack waits in, if it does, and the innermost line that is the user's own."""
+    """Returns what a stack waits in (empty if it does not wait), and its innermost line of user code."""
     waits, where = "", ""
     if frame is not None and frame.f_code.co_filename in _WAITING_INNERMOST:
         waits = "a collective"
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_WAITING):
-            waits = code.co_name if code.co_name != "wrapper" else waits or "a collective"  # a logger wraps them all
+            waits = (
+                code.co_name if code.co_name != "wrapper" else waits or "a collective"
+            )  # torch's logger wraps every collective
         elif not code.co_filename.startswith(_NOT_THE_USERS):
             where = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
             break
@@ -140,7 +142,7 @@ def _read(frame: FrameType | None) -> tuple[str, str]:
 
 
 def home() -> str:
-    """What two processes have in common if they can see each other by number."""
+    """Returns a text that is equal for two processes that can see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -156,13 +158,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def born(pid: int) -> int:
-    """When a process was started, by the kernel's count: numbers are used again."""
+    """Returns the start time of a process in kernel ticks. It tells processes apart that had the same id."""
     found = _stat(pid)
     return int(found[19]) if found else 0
 
 
 def state(doing: Doing) -> str | None:
-    """The kernel's letter for a process of this host, X for one that is gone; None where it cannot be known."""
+    """Returns the kernel's state letter for a process of this host, X if it has ended, or None if it is not on this host."""
     if not doing.home or doing.home != home():
         return None
     found = _stat(doing.pid)
