@@ -131,7 +131,7 @@ def read_job(path: Path) -> Job:
         arguments=read("arguments", _table, {}),
         resume=read("resume", lambda value: value if isinstance(value, bool) else text(value), None),
     )
-    named = job.parallel.get("schedule") if isinstance(data.get("parallel"), dict) else None  # a plan file logs its own code
+    named = job.parallel.get("schedule") if isinstance(data.get("parallel"), dict) else None  # a plan file warns by itself
     say_code(path, job.model, job.dataset, named)
     return job
 
