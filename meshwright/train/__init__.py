@@ -1,1 +1,1 @@
-"""What a user's script touches: verify now; the Trainer builds on the same parts."""
+"""Training: `Trainer`, `parallelize`, `verify` and `measure`, and the code that they share."""

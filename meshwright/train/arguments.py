@@ -1,7 +1,7 @@
-"""`TrainingArguments`: those of Hugging Face, by name and habit, and one more: `parallel`.
+"""`TrainingArguments`: the arguments of Hugging Face, and two more: `parallel` and `loss_kind`.
 
-Nothing here touches a device or a process group; that is done where training runs. What Meshwright does not do is refused
-by name when arguments are made, not ignored.
+This file uses no device and no process group. Arguments that Meshwright does not support are not ignored: the constructor
+raises and names them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from meshwright.train.setup.settled_plan import settled
 from meshwright.train.setup.usable_arguments import refuse_kinds, usable
 
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "torch_compile": (False, "stages run as they are"),
-    "deepspeed": (None, "parallel= says how to split"),
+    "torch_compile": (False, "leave it out: stages run without torch.compile"),
+    "deepspeed": (None, "parallel=dict(pp=..., dp=...)"),
     "fsdp": (None, "parallel=dict(pp=..., dp=...)"),
-    "use_liger_kernel": (False, "the model runs as it is"),
+    "use_liger_kernel": (False, "leave it out: the model runs with its own kernels"),
     "neftune_noise_alpha": (None, "add the noise in the model"),
     "auto_find_batch_size": (False, "set per_device_train_batch_size"),
     "push_to_hub": (False, "trainer.save_model(), then upload"),
@@ -41,17 +41,17 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_jit_checkpoint": (False, "save_steps"),
     "torch_empty_cache_steps": (None, "leave it out"),
     "include_num_input_tokens_seen": ("no", "count them in a callback"),
-    "bf16_full_eval": (False, "bf16=True, for training and evaluation alike"),
-    "fp16_full_eval": (False, "fp16=True, for training and evaluation alike"),
+    "bf16_full_eval": (False, "bf16=True, for both training and evaluation"),
+    "fp16_full_eval": (False, "fp16=True, for both training and evaluation"),
     "label_smoothing_factor": (0.0, "compute_loss_func with torch.nn.CrossEntropyLoss(label_smoothing=...)"),
 }
-"""Arguments that are not supported: what they are when off, and what to do instead."""
+"""Arguments that are not supported: the value that turns them off, and what to do instead."""
 
 _LEAST: dict[str, float] = {
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "num_train_epochs"), 0),
     **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "eval_delay"), 0),
 }
-"""Numbers that are finite and at least so much."""
+"""Arguments that must be finite numbers, and their smallest values."""
 
 _WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1)),
@@ -60,10 +60,10 @@ _WHOLE: dict[str, tuple[int, int]] = {
     "dataloader_num_workers": (0, LARGEST),
     "save_total_limit": (1, LARGEST),
 }
-"""Whole numbers from a least to a largest one; the largest seed is the largest that numpy takes."""
+"""Arguments that must be whole numbers, and their smallest and largest values. The largest seed is that of numpy."""
 
 _OPTIONAL = frozenset({"data_seed", "save_total_limit", "eval_steps", "eval_delay", "max_grad_norm"})
-"""Numbers that may be None."""
+"""Numeric arguments that may be None."""
 
 
 @dataclass
@@ -106,13 +106,13 @@ class TrainingArguments(transformers.TrainingArguments):
         refuse_kinds({name: value for name, value in vars(self).items() if name not in _REFUSED}, _declared())
         with usable("these training arguments"):
             super().__post_init__()
-        self._refuse_unsupported()  # some are set by others
+        self._refuse_unsupported()  # again, because some arguments set others
         self._refuse()
-        settled(self.plan)  # contradictions are said here, before anything starts
+        settled(self.plan)  # raises here, before anything starts, if the plan has contradictions
 
     @property
     def plan(self) -> Parallel:
-        """How training runs, with its number of microbatches."""
+        """The plan, with its number of microbatches."""
         wanted: dict[str, Any] = dict(self.parallel or {})  # type: ignore[arg-type]
         if self.gradient_checkpointing and wanted.get("recompute") is None:
             wanted["recompute"] = "inline"
@@ -125,50 +125,53 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def example_rows(self) -> int:
-        """Rows of the example that a model is captured with: a microbatch, with enough rows that none is taken for a constant."""
+        """The number of rows of the example that a model is captured with: one microbatch, but at least two rows.
+
+        With one row the capture could treat the number of rows as a constant.
+        """
         return max(2, self.rows.device * self.rows.accumulation // self.plan.microbatches)
 
     @property
     def precision(self) -> Precision:
-        """What layers compute in; weights stay as they are."""
+        """The format that layers compute in. Weights keep their format."""
         return Precision(compute="bf16" if self.bf16 else "fp16" if self.fp16 else "fp32")
 
     @property
     def device(self) -> torch.device:
-        """Where a process of this host computes; set up where training runs."""
+        """The type of device that a process computes on. The ranks set up their own devices."""
         return torch.device("cpu" if self.use_cpu else "cuda")
 
     @property
     def n_gpu(self) -> int:
-        """Devices per process: one at most."""
+        """The number of GPUs per process: 0 or 1."""
         return 0 if self.use_cpu else 1
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """One process, or several."""
+        """Whether training runs in one process or in several."""
         return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """The total number of processes."""
         return self.plan.processes
 
     @property
     def process_index(self) -> int:
-        """This process among all."""
+        """The rank of this process."""
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", 0))
 
     @property
     def local_process_index(self) -> int:
-        """This process among those of its host."""
+        """The rank of this process on its host."""
         return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else self.process_index
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments as JSON has them, as trackers and logs want them."""
+        """Returns all arguments as values that JSON has, for trackers and logs."""
         return {**super().to_dict(), "parallel": plan_table(self.parallel or {})}  # type: ignore[arg-type]
 
     def _asked(self) -> dict[str, Any]:
-        """What `parallel` asks for, with an own schedule read, or built for as many microbatches as there will be."""
+        """Returns the fields of `parallel`. A user's schedule is read, or built for the number of microbatches of a step."""
         found = asked(self.parallel)
         plan, steps = Parallel.of(found), self.gradient_accumulation_steps
         if plan.order is not None:
@@ -178,7 +181,7 @@ class TrainingArguments(transformers.TrainingArguments):
         return settled(plan, accumulation=steps if isinstance(steps, int) and 0 < steps < LARGEST else 1).given()
 
     def _refuse_numbers(self) -> None:
-        """Numbers that no training could use: no numbers, negative ones, seeds that no generator takes."""
+        """Raises if a numeric argument is not a number or is out of range."""
         for name, least in {**_LEAST, "adam_beta1": 0, "adam_beta2": 0}.items():
             value, below = getattr(self, name), 1.0 if name.startswith("adam_beta") else inf
             if not self._none(name) and not (_is_number(value) and least <= value < below):
@@ -214,7 +217,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
 @cache
 def _declared() -> dict[str, Any]:
-    """The types of all arguments, as their fields declare them."""
+    """Returns the declared types of all arguments."""
     return typing.get_type_hints(TrainingArguments)
 
 

@@ -1,4 +1,4 @@
-"""A training job as data: model, data set, plan and arguments, from a TOML file or from flags, which say the same things.
+"""A training job as data: model, data set, plan and arguments. They come from a TOML file or from flags.
 
 schema = 1
 model = "gpt-small"
@@ -39,7 +39,7 @@ OUTPUT = "trainer_output"
 
 @dataclass(frozen=True)
 class Job:
-    """What `meshwright train` runs."""
+    """The job that `meshwright train` runs."""
 
     model: str
     dataset: str | None = None
@@ -50,35 +50,39 @@ class Job:
 
     @property
     def checkpoint(self) -> str | bool | None:
-        """What to resume from: a folder, True for the last checkpoint of output_dir, or None to start anew.
+        """The checkpoint to resume from: a folder, True for the last checkpoint in output_dir, or None for a new run.
 
-        `resume` and Hugging Face's `resume_from_checkpoint` say the same; a folder that is no whole checkpoint is refused.
+        `resume` and Hugging Face's `resume_from_checkpoint` mean the same. Raises if the folder is not a complete checkpoint.
         """
         given = [value for value in (self.resume, self.arguments.get("resume_from_checkpoint")) if value is not None]
         if len(given) == 2:
-            raise MeshwrightError("resume and resume_from_checkpoint both say what to resume from", fix="one of them")
+            raise MeshwrightError("resume and resume_from_checkpoint are both given, but they mean the same", fix="one of them")
         found = given[0] if given else False
         if isinstance(found, str) and found.lower() in ("last", "true", "false"):
             found = found.lower() != "false"
         if isinstance(found, bool):
             return found or None
         if not isinstance(found, str) or not found.strip():
-            raise MeshwrightError(f"a checkpoint to resume from is a folder, got {found!r}", fix="--resume last, or a folder")
+            raise MeshwrightError(
+                f"a checkpoint to resume from must be a folder, got {found!r}", fix="--resume last, or a folder"
+            )
         rotate.read_marker(Path(found))
         return found
 
     def trainer(self) -> Trainer:
-        """The trainer, ready to train; everything that is wrong with the job is said here."""
+        """Returns a trainer that is ready to train. Raises if the job has an error."""
         if "parallel" in self.arguments:
-            raise MeshwrightError("a plan stands in the table [parallel] of a job, not among its arguments", fix="[parallel]")
+            raise MeshwrightError("the plan of a job belongs in its table [parallel], not in [arguments]", fix="[parallel]")
         if self.length is not None and self.length < 1:
-            raise MeshwrightError(f"a row has at least 1 token, got --length {self.length}", fix="--length 64")
+            raise MeshwrightError(f"a row must have at least 1 token, got --length {self.length}", fix="--length 64")
         own_arguments = {name: value for name, value in self.arguments.items() if name != "resume_from_checkpoint"}
         args = arguments({"output_dir": OUTPUT, **own_arguments, "parallel": dict(self.parallel)})
         model = resolve_model(self.model)
         name = self.dataset or model.dataset
         if name is None:
-            raise MeshwrightError(f"{self.model} needs data to train on", fix="--dataset stdlib, or package.module:function")
+            raise MeshwrightError(
+                f"{self.model} needs a data set to train on", fix="--dataset stdlib, or package.module:function"
+            )
         most = model.positions
         if most is not None and self.length is not None and self.length > most and ":" not in name:
             raise MeshwrightError(f"{self.model} takes {most} tokens per row, not {self.length}", fix=f"--length {most}")
@@ -100,21 +104,21 @@ def _built(build: Any, name: str) -> Any:
 
 
 def arguments(given: Mapping[str, Any]) -> TrainingArguments:
-    """Training arguments by name; unknown ones are refused."""
+    """Returns training arguments from a mapping. Raises if a name is unknown."""
     known = {f.name for f in fields(TrainingArguments) if f.init}
     if unknown := sorted(set(given) - known):
         raise MeshwrightError(
-            f"there is no training argument {', '.join(map(repr, unknown))}", fix="those of transformers.TrainingArguments"
+            f"there is no training argument {', '.join(map(repr, unknown))}", fix="the names of transformers.TrainingArguments"
         )
     numbers = {f.name for f in fields(TrainingArguments) if type(f.default) in (int, float)}
     for name in sorted(numbers & set(given)):
         if isinstance(given[name], bool) or not isinstance(given[name], int | float):
-            raise MeshwrightError(f"the training argument {name} is a number, got {shown(given[name])}", fix=f"{name} = 1")
+            raise MeshwrightError(f"the training argument {name} must be a number, got {shown(given[name])}", fix=f"{name} = 1")
     return TrainingArguments(**given)
 
 
 def read_job(path: Path) -> Job:
-    """A job from a TOML file."""
+    """Reads a job from a TOML file."""
     data = toml(file_text(path, "the job"), f"the job {path}")
     read = Reader(data, f"the job {path}", kind=None, schema=SCHEMA, keys=KEYS)
     if "schema" not in data:
@@ -127,13 +131,13 @@ def read_job(path: Path) -> Job:
         arguments=read("arguments", _table, {}),
         resume=read("resume", lambda value: value if isinstance(value, bool) else text(value), None),
     )
-    named = job.parallel.get("schedule") if isinstance(data.get("parallel"), dict) else None  # a plan file says it itself
+    named = job.parallel.get("schedule") if isinstance(data.get("parallel"), dict) else None  # a plan file warns by itself
     say_code(path, job.model, job.dataset, named)
     return job
 
 
 def flags_to_arguments(flags: Sequence[str]) -> dict[str, Any]:
-    """`--max-steps 100` and the like, by the names and types of the training arguments; only what was given."""
+    """Parses flags such as `--max-steps 100` as training arguments. Returns only those that were given."""
     given = [_snake(flag) for flag in flags]
     named = {flag.lstrip("-").partition("=")[0] for flag in given if flag.startswith("--")}
     if "parallel" in named:
@@ -143,20 +147,20 @@ def flags_to_arguments(flags: Sequence[str]) -> dict[str, Any]:
     space, left = parser.parse_known_args(given)
     if left:
         raise MeshwrightError(
-            f"there is no {left[0]} here", fix="--parallel, --dataset, or a flag for a training argument: --max-steps"
+            f"there is no flag {left[0]}", fix="--parallel, --dataset, or a flag for a training argument: --max-steps"
         )
     return {name: value for name, value in vars(space).items() if name in named or f"no_{name}" in named}
 
 
 class _Flags(HfArgumentParser):
-    """The parser of Hugging Face, which ends the process where a flag is wrong; ours is told."""
+    """The parser of Hugging Face. It raises for a wrong flag instead of ending the process."""
 
     def error(self, message: str) -> Any:
         raise MeshwrightError(message, fix="meshwright train --help")
 
 
 def _snake(flag: str) -> str:
-    """Flags with dashes have the names of fields with underscores."""
+    """Replaces dashes in the name of a flag by underscores."""
     if not flag.startswith("--"):
         return flag
     name, sign, value = flag[2:].partition("=")
@@ -165,5 +169,5 @@ def _snake(flag: str) -> str:
 
 def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise MeshwrightError(f"{shown(value)} is no table")
+        raise MeshwrightError(f"{shown(value)} is not a table")
     return value

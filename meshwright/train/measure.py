@@ -1,10 +1,10 @@
-"""What a plan costs on this machine: a few traced steps give each stage's times and bytes, and a timeline to hold against them.
+"""Measures a plan on this machine. A few traced steps give the times and bytes of each stage, and a timeline to compare with.
 
     found = measure(trainer)
     predicted = simulate(found.schedule, found.costs)
     print(versus_text(versus(predicted, found.timeline)))
 
-The trainer is left as it is: ranks work on a copy.
+The trainer is not changed: ranks work on a copy.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def measure(trainer: Trainer, *, steps: int = 3) -> Measurement:
 
 
 def measured(trainer: Trainer, steps: int) -> Measurement | None:
-    """The same; None on ranks that do not speak for all."""
+    """Does the same as `measure`, but returns None on all ranks except rank 0."""
     if type(steps) is not int or steps < 1:
-        raise MeshwrightError(f"at least 1 step is measured, got steps={steps!r}", fix="steps=3")
+        raise MeshwrightError(f"steps must be a whole number of at least 1, got {steps!r}", fix="steps=3")
     job = trainer.job(trainer.train_dataset)
     found: list[Measurement | None] = trainer.run_on_ranks(_measure_on_rank, job, trainer.train_dataset, steps)
     return found[0]

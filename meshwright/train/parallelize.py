@@ -1,10 +1,10 @@
-"""`parallelize`: a model under a plan, for people with their own loop.
+"""`parallelize`: train a model under a plan with your own training loop.
 
-Every rank runs the same script, in one process or under torchrun, and calls the session's methods together:
+Every rank runs the same script, in one process or under torchrun. All ranks must call the same methods of their sessions:
 
     session = meshwright.parallelize(model, example_batch, dict(pp=2), optimizer=torch.optim.AdamW(model.parameters()))
     for batch in batches:
-        result = session.step(batch)        # loss and norm of the whole batch, on every rank
+        result = session.step(batch)        # loss and gradient norm of the whole batch, on every rank
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def parallelize(
     refuse_arguments(model, optimizer, scheduler, loss, seed)
     skeleton, model = (model, model.model) if isinstance(model, Skeleton) else (None, model)
     if weights is not None and skeleton is None:
-        raise MeshwrightError("weights are read into a model that has none", fix="parallelize(meshwright.sketch(build), ...)")
+        raise MeshwrightError(
+            "weights= is only for a model without weights, but this model has some",
+            fix="parallelize(meshwright.sketch(build), ...)",
+        )
     rates = _rates(model, optimizer, scheduler)
     kind, chosen, example = LossKind.of(loss_kind), Precision.of(precision), tensors(example_batch)
     request = RunRequest(
@@ -116,7 +119,7 @@ def parallelize(
         refuse_lost_hooks(model, parallel.processes, sketched=True)
     with ExitStack() as closing:
         closing.callback(stay_in_evaluation(model))
-        run = prepare(request)  # by every rank for itself, before it talks to others
+        run = prepare(request)  # on every rank, before any communication
         if not dist.is_initialized():
             closing.enter_context(attach(device=device) if launched() else one_process())
         rules, where = Rules(clip=clip or float("inf")), device_for(device == "cpu")
@@ -131,16 +134,16 @@ def parallelize(
 
 
 def _refuse_alone(ranks: int) -> None:
-    """A plan for several ranks, and nobody who has started them."""
+    """Raises if the plan needs several ranks, but the script runs in one process."""
     if ranks > 1 and not launched() and not dist.is_initialized():
         raise MeshwrightError(
-            f"the plan needs {ranks} ranks and this is one process",
-            fix=f"torchrun --nproc-per-node {ranks} script.py, or meshwright.Trainer, which starts workers by itself",
+            f"the plan needs {ranks} ranks, but this is one process",
+            fix=f"torchrun --nproc-per-node {ranks} script.py, or meshwright.Trainer, which starts its own workers",
         )
 
 
 def _rates(model: Any, optimizer: Any, scheduler: Any) -> Rates:
-    """Groups and learning rates as the user's optimizer has them."""
+    """Returns the parameter groups and learning rates of the user's optimizer."""
     module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     made = (
         optimizer
@@ -149,7 +152,7 @@ def _rates(model: Any, optimizer: Any, scheduler: Any) -> Rates:
     )
     if not isinstance(made, torch.optim.Optimizer):
         raise MeshwrightError(
-            f"optimizer gave {type(made).__name__}", fix="a torch.optim.Optimizer, or a function that makes one"
+            f"optimizer returned {type(made).__name__}", fix="a torch.optim.Optimizer, or a function that returns one"
         )
     rates = Rates(Recipe.like(made), made)
     is_schedule = hasattr(scheduler, "state_dict")

@@ -1,4 +1,4 @@
-"""The prepared run of a Trainer: what its arguments ask for as a `RunRequest`, and the data that it refuses to train on."""
+"""Prepares the run of a Trainer: converts its arguments to a `RunRequest`, and refuses data that it cannot train on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """What a Trainer was given that decides how its model runs."""
+    """The arguments of a Trainer that decide how its model runs."""
 
     args: TrainingArguments
     model: Any
@@ -48,7 +48,7 @@ class TrainerInputs:
 def prepare_for_trainer(
     inputs: TrainerInputs, source: Source, example: Given, *, trains: bool, phase: Phase | None = None
 ) -> PreparedRun:
-    """Prepare a run for data like this example, which is one microbatch."""
+    """Prepares a run for data like this example, which is one microbatch."""
     args, own = inputs.args, inputs.compute_loss_func
     model = inputs.model.model if isinstance(inputs.model, Skeleton) else inputs.model
     count = count_for(model, own_loss=own is not None)
@@ -76,7 +76,7 @@ def prepare_for_trainer(
 
 
 def refuse_rows(args: TrainingArguments, flat: Flat | None, source: Source, example: Given, *, own_loss: bool) -> None:
-    """Refuse data that the model cannot train on, and warn about rows that are packed into one."""
+    """Refuses data that the model cannot train on, and warns if samples are packed into one row."""
     plan, rows = args.plan, args.rows
     if flat is not None:
         refuse_lossless(flat, example, own_loss=own_loss)
@@ -89,11 +89,11 @@ def refuse_rows(args: TrainingArguments, flat: Flat | None, source: Source, exam
 
 
 def refuse_unusable(args: TrainingArguments, model: nn.Module, optimizers: tuple[Any, Any], chosen: Any) -> None:
-    """Before anything is captured or started: make once what arguments ask for, and the folder that is written to."""
+    """Raises if the output folder, the reporters or the optimizer cannot be created, before any capture or worker starts."""
     folder = output_folder(args)
     if args.process_index == 0:
         refuse_folder("output_dir", folder)
-        if not launched():  # there all ranks are told, once they have met
+        if not launched():  # under torchrun all ranks check this together, after they have connected
             folder_lock.refuse_held(folder)
     refuse_reporters(args.report_to)
     if optimizers[0] is None:

@@ -1,11 +1,11 @@
-"""A prepared run: everything that is decided before ranks start, decided once.
+"""A prepared run: all decisions that are made once, before ranks start.
 
     run = prepare(RunRequest(model, example, plan))     captures, checks, cuts, measures, builds, lowers and proves
     layers = run.open(model)                            on every rank: the stages of its own copy of the model
 
 `Trainer`, `parallelize`, `verify` and the command line all prepare a run this way. A `PreparedRun` holds no weights and can be
-pickled: local workers are sent it. Under torchrun every rank prepares it from equal inputs, and the engine compares digests of
-the schedule, the graph and the cuts before the first message.
+pickled, so local workers receive it. Under torchrun every rank prepares it from equal inputs, and the engine compares digests
+of the schedule, the graph and the cuts before the first message.
 """
 
 from __future__ import annotations
@@ -39,51 +39,51 @@ from meshwright.train.setup.own_weights import fill_small_buffers
 from meshwright.train.setup.saved_bytes import KeptBytes, saved_bytes
 
 Phase = Callable[[str], AbstractContextManager[None]]
-"""Told when a phase of the preparation begins and ends: capture, cut, check, schedule."""
+"""Returns a context for a phase of the preparation: capture, cut, check or schedule."""
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What is to run."""
+    """The inputs of a run."""
 
     model: Any
     """A module, a list of layers, or a sketch."""
     example: Given
     parallel: Parallel
     loss: Loss | None = None
-    """A loss function beside the model."""
+    """The user's loss function, if any."""
     count: Count | None = None
     loss_kind: LossKind = LossKind.MEAN
     precision: Precision = field(default_factory=Precision)
     weights: str | Path | None = None
     """Files with the weights of a sketch."""
     steps: int | None = None
-    """How many steps the schedule holds; None: one that is repeated, which needs a flush."""
+    """The number of steps in the schedule. None means one step that is repeated, which needs a flush."""
     one_microbatch: bool = False
-    """Is the example one microbatch, not a whole batch?"""
+    """Whether the example is one microbatch instead of a whole batch."""
     more_rows: Given | None = None
-    """An example with more rows, to look at the loss."""
+    """An example with more rows, to check the loss with."""
     check_capture: bool = True
 
     @property
     def module(self) -> Any:
-        """The model itself; of a sketch the one without weights."""
+        """The model itself. A sketch has a model without weights."""
         return self.model.model if isinstance(self.model, Skeleton) else self.model
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A plan, its proved schedule, the traced graph with its cuts, and what stages keep in memory."""
+    """A plan, its proved schedule, the traced graph with its cuts, and the bytes that stages keep in memory."""
 
     parallel: Parallel
     schedule: Schedule
-    """Lowered and proved."""
+    """The lowered and proved schedule."""
     forwards: Schedule | None
-    """The same with forwards alone, for evaluation; None where the schedule has no flush."""
+    """The schedule with only its forwards, for evaluation. None if the schedule has no flush."""
     graph: CutGraph | None
-    """None for a list of layers, which is run as it is."""
+    """The traced graph and its cuts. None for a list of layers, which is not captured."""
     kept: tuple[KeptBytes, ...] | None = None
-    """The bytes that each stage keeps of a microbatch, where recompute is chosen by a budget."""
+    """The bytes that each stage keeps for a microbatch, if recompute is chosen from a memory budget."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     loss: Loss | None = None
     count: Count | None = None
@@ -97,11 +97,11 @@ class PreparedRun:
 
     @property
     def vocabularies(self) -> tuple[Vocabulary, ...]:
-        """The ids that the embeddings of a captured model take."""
+        """The ids that the embeddings of a captured model accept."""
         return vocabularies(self.flat)
 
     def open(self, model: Any) -> Layers:
-        """The stages of a rank's own copy of the model. Nothing is chosen here, so all ranks get the same."""
+        """Returns the stages of a rank's copy of the model. Nothing is decided here, so all ranks get equal stages."""
         return listed_layers(model, self.schedule.stages) if self.graph is None else self.graph.open(model)
 
     def settings(
@@ -113,7 +113,7 @@ class PreparedRun:
         seed: int = 0,
         device: torch.device | None = None,
     ) -> Settings:
-        """How an engine trains this run."""
+        """Returns the settings with which an engine trains this run."""
         plan = self.parallel
         return Settings(
             optimizer=optimizer,
@@ -132,7 +132,7 @@ class PreparedRun:
 
 
 def captured(request: RunRequest, *, phase: Phase | None = None) -> Flat | None:
-    """Capture the graph of a model; None for a list of layers. Ids outside a vocabulary are refused."""
+    """Captures the graph of a model. Returns None for a list of layers. Raises if an id is outside its vocabulary."""
     if not is_captured(request.module):
         return None
     with (phase or _silent)("capture"):
@@ -142,12 +142,12 @@ def captured(request: RunRequest, *, phase: Phase | None = None) -> Flat | None:
 
 
 def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | None = None) -> PreparedRun:
-    """Prepare a run in this process alone; raises MeshwrightError for whatever cannot run.
+    """Prepares a run, without communication with other processes. Raises MeshwrightError if the run is not possible.
 
     Args:
-        request: What is to run.
-        flat: The graph of the model, where `captured` has made it already.
-        phase: Told of the phases as they begin and end.
+        request: The inputs of the run.
+        flat: The graph of the model, if `captured` has already returned it.
+        phase: Called with the name of each phase; the phase runs in the context that it returns.
     """
     phase, plan = phase or _silent, request.parallel
     if request.steps is None:
@@ -178,14 +178,14 @@ def _cut(request: RunRequest, flat: Flat) -> CutGraph:
 
 
 def _start(request: RunRequest, graph: CutGraph) -> Start:
-    """What the start check compares."""
+    """Returns the inputs of the start check."""
     plan = request.parallel
     return Start(
         request.model,
         graph.flat,
         request.example,
         loss=request.loss,
-        count=None if request.loss is None else request.count,  # the model's own loss knows what it is a mean over
+        count=None if request.loss is None else request.count,  # the model's own loss counts its items itself
         loss_kind=request.loss_kind,
         microbatches=plan.microbatches * plan.dp,
         more=request.more_rows,
@@ -196,7 +196,7 @@ def _start(request: RunRequest, graph: CutGraph) -> Start:
 
 
 def _lists(request: RunRequest, layers: Layers) -> tuple[Schedule, tuple[KeptBytes, ...] | None]:
-    """The proved schedule of the plan for these layers, and what stages keep where a budget chooses recompute."""
+    """Returns the proved schedule for these layers, and the bytes that stages keep if recompute has a memory budget."""
     plan = request.parallel
     objective = Objective(request.loss, weigh=layers.weigh, count=request.count, kind=request.loss_kind)
     kept = None

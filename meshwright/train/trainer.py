@@ -1,9 +1,9 @@
-"""`Trainer`: Hugging Face's by name and habit; `args.parallel` says how it runs.
+"""`Trainer`: the interface of the Hugging Face Trainer, with the plan in `args.parallel`.
 
-The same script trains in one process, on local workers that it starts by itself, or under torchrun. Local workers are sent a
-`RankJob`: the prepared run, the model, the data and the user's functions. Trained weights, log and state come back into the
-trainer. Of a model without weights (`meshwright.sketch`, or `model_init`) each rank fills its own stages, and the trained ones
-go to files.
+The same script trains in one process, on local workers that it starts itself, or under torchrun. Local workers receive a
+`RankJob`: the prepared run, the model, the data and the user's functions. They return trained weights, log and state to the
+trainer. If the model has no weights yet (`meshwright.sketch`, or `model_init`), each rank fills its own stages, and the trained
+weights are written to files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,7 @@ from meshwright.runtime.stage.batch import Given
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.data.collate import Collate, Collator, accepted, default_collator
 from meshwright.train.data.row_reader import RowReader
-from meshwright.train.loop import on_rank
-from meshwright.train.loop.between_trainings import (
-    KeptOptimizerState,
-    copy_callback_attributes,
-    copy_trained_weights,
-    merged_optimizer_state,
-)
+from meshwright.train.loop import between_trainings, on_rank
 from meshwright.train.loop.flops import speed_of
 from meshwright.train.loop.rank_job import RankJob, TrainJob, output_folder, trained_weights
 from meshwright.train.loop.traced_steps import Traced
@@ -83,7 +77,7 @@ class Trainer:
     """
 
     log_metrics, save_metrics, save_state = reports.log_metrics, reports.save_metrics, reports.save_state
-    """What scripts of Hugging Face end with, as it is there."""
+    """Methods of the Hugging Face Trainer that its example scripts call at the end."""
 
     def __init__(
         self,
@@ -113,7 +107,7 @@ class Trainer:
         set_seed(self.args.seed)
         self.model_init, self.weights = model_init, cast(Path | None, None)
         self._set(model if model_init is None else self._sketched())
-        self.optimizer_state, self._trained = cast(KeptOptimizerState | None, None), False
+        self.optimizer_state, self._trained = cast(between_trainings.KeptOptimizerState | None, None), False
         self._write_times: dict[str, int] = {}
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = data_collator or default_collator(processing_class)
@@ -130,10 +124,10 @@ class Trainer:
         self._board = default_logdir()
         self._given, self._pool = workers, cast(Workers | None, None)
 
-    # -- what a script calls
+    # -- public methods
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last good one in output_dir."""
+        """Trains. `resume_from_checkpoint` is the folder of a checkpoint, or True for the last good one in output_dir."""
         trainer_inputs.refuse_checkpoint(resume_from_checkpoint)
         trainer_inputs.refuse_training(self.module, self.train_dataset)
         refuse_unusable(self.args, self.module, self.optimizers, self.optimizer_cls_and_kwargs)
@@ -147,16 +141,17 @@ class Trainer:
         work = TrainJob(self.train_dataset, self.eval_dataset, resume, self.optimizer_state, self.traced, speed)
         found: list[TrainResult] = self.run_on_ranks(on_rank.train_on_rank, job, work)
         self.state, self.peak_bytes = found[0].state, found[0].peaks
-        copy_callback_attributes(self.callbacks, found[0].callbacks)
-        copy_trained_weights(self.module, [result.weights for result in found])
-        self.optimizer_state, self._trained = merged_optimizer_state([result.optimizer_state for result in found]), True
+        between_trainings.copy_callback_attributes(self.callbacks, found[0].callbacks)
+        between_trainings.copy_trained_weights(self.module, [result.weights for result in found])
+        states = [result.optimizer_state for result in found]
+        self.optimizer_state, self._trained = between_trainings.merged_optimizer_state(states), True
         if self.skeleton is not None and self.args.plan.processes > 1:
             self.weights = trained_weights(self.args)
             self._write_times = write_times(self.weights)
         return found[0].output
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Loss and metrics of the evaluation set; those of several sets, by name, where a mapping of them is given."""
+        """Returns the loss and metrics of the evaluation set. For a mapping of sets, the metrics have the names of the sets."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if chosen is None:
             raise MeshwrightError("there is no eval_dataset to evaluate", fix="Trainer(eval_dataset=...)")
@@ -164,31 +159,31 @@ class Trainer:
         job = self.evaluation_job(next(iter(chosen.values())) if isinstance(chosen, dict) else chosen)
         found: list[EvaluationResult] = self.run_on_ranks(on_rank.evaluate_on_rank, job, chosen, metric_key_prefix)
         self.state = found[0].state
-        copy_callback_attributes(self.callbacks, found[0].callbacks)
+        between_trainings.copy_callback_attributes(self.callbacks, found[0].callbacks)
         return found[0].metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions for a data set, and metrics where it has labels."""
+        """Returns the predictions for a data set, and metrics if it has labels."""
         trainer_inputs.refuse_dataset("test_dataset", test_dataset, needed=True)
         job = self.evaluation_job(test_dataset)
         found: list[PredictionOutput] = self.run_on_ranks(on_rank.predict_on_rank, job, test_dataset, metric_key_prefix)
         return found[0]
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """One more that looks on."""
+        """Adds a callback."""
         trainer_inputs.refuse_callback(callback)
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """One less: this one, or all of a class."""
+        """Removes a callback, or all callbacks of a class."""
         self.callbacks = [c for c in self.callbacks if c is not callback and type(c) is not callback]
 
     def is_world_process_zero(self) -> bool:
-        """Is this the process that speaks for all?"""
+        """Returns whether this process is rank 0, which logs and writes files for all ranks."""
         return self.args.process_index == 0
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write what `from_pretrained` reads: rank 0, which has a whole model, or of a sketch every rank its part, together."""
+        """Writes a folder that `from_pretrained` can read. Rank 0 writes it; of a sketch every rank writes its own part."""
         folder = Path(output_dir or self.folder)
         if self.skeleton is not None:
             self.run_on_ranks(on_rank.save_on_rank, self.job(self._any_dataset()), folder)
@@ -198,18 +193,18 @@ class Trainer:
             self.processing_class.save_pretrained(folder)
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
-        """The most likely continuation of every row under the plan; see `Session.generate`."""
+        """Continues every row with its most likely tokens, under the plan; see `Session.generate`."""
         job = self.evaluation_job(self._any_dataset())
         found: list[Tensor] = self.run_on_ranks(
             on_rank.generate_on_rank, job, input_ids, {"max_new_tokens": max_new_tokens, **more}
         )
         return found[0]
 
-    # -- what ranks are sent
+    # -- data for the ranks
 
     @property
     def folder(self) -> Path:
-        """Where checkpoints, log and model go."""
+        """The folder for checkpoints, the log and the model."""
         return output_folder(self.args)
 
     @property
@@ -218,50 +213,50 @@ class Trainer:
         return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
 
     def job(self, dataset: Any, *, trains: bool = False) -> RankJob:
-        """What ranks are sent for this data set. Raises here, before any worker starts, if the model cannot run so."""
+        """Returns the data that ranks receive for this data set. Raises, before any worker starts, if the run is not possible."""
         return self._job_and_example(dataset, trains=trains)[0]
 
     def evaluation_job(self, dataset: Any) -> RankJob:
-        """The same for evaluation, which a captured model may not allow."""
+        """Returns the same for evaluation. Raises if the captured model cannot be evaluated."""
         job = self.job(dataset)
         job.run.evaluation.refuse()
         return job
 
     @property
     def reader(self) -> RowReader:
-        """How rows of a data set become tensors."""
+        """The reader that converts rows of a data set to tensors."""
         args, run = self.args, self.run
         columns = accepted(self.model, args.label_names) if args.remove_unused_columns else None
         seed = args.seed if args.data_seed is None else args.data_seed
         known = () if run is None else run.vocabularies
         return RowReader(Collate(self.data_collator, columns), seed, args.dataloader_num_workers, known)
 
-    # -- how
+    # -- private methods
 
     def _set(self, model: Any) -> None:
-        """The model to train from now on."""
+        """Sets the model to train."""
         self.skeleton = model if isinstance(model, Skeleton) else None
         self.model = model if self.skeleton is None else self.skeleton.model
         self.weights = None
 
     def _sketched(self) -> Skeleton:
-        """What `model_init` builds, from the seed."""
+        """Returns a sketch of the model that `model_init` builds from the seed."""
         assert self.model_init is not None
         return sketch(partial(seeded, self.model_init, self.args.seed), seed=self.args.seed)
 
     def _start_again(self) -> None:
-        """A further `train()`: with `model_init` from a new model, as in Hugging Face's Trainer."""
+        """Prepares another `train()`. With `model_init` it starts from a new model, as in the Hugging Face Trainer."""
         if self.model_init is not None:
             self._set(self._sketched())
             self.run = None
         elif self.skeleton is not None:
             raise MeshwrightError(
-                "this sketch was trained, and its optimizer's state was not kept: a further train() would start a new one",
+                "this sketch was trained and its optimizer state was not kept: another train() would start with a new optimizer",
                 fix="train(resume_from_checkpoint=True), or a new Trainer of meshwright.sketch(build, weights=...)",
             )
 
     def _job_and_example(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
-        """A job, and the example that its run was prepared with."""
+        """Returns a job, and the example that its run was prepared with."""
         plan = self.args.plan
         refuse_world(plan)
         if plan.processes > 1 and not launched():
@@ -274,7 +269,7 @@ class Trainer:
         example = source.example(self.args.example_rows)
         columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
         if self.run is None or self.run.parallel != plan or columns != self._columns:
-            self._columns = columns  # a set without labels is another graph
+            self._columns = columns  # a data set without labels has another graph
             inputs = TrainerInputs(
                 self.args, self.skeleton or self.model, self.weights, self.compute_loss_func, self.check_capture
             )
@@ -302,23 +297,23 @@ class Trainer:
         )
 
     def _any_dataset(self) -> Any:
-        """A data set to prepare a run with."""
+        """Returns a data set to prepare a run with."""
         first = self.eval_dataset if self.train_dataset is None else self.train_dataset
         if first is None:
-            raise MeshwrightError("there is no data set to cut the model by", fix="Trainer(train_dataset=...)")
+            raise MeshwrightError("there is no data set to capture the model with", fix="Trainer(train_dataset=...)")
         return next(iter(first.values())) if isinstance(first, dict) else first
 
     @property
     def _phase_listeners(self) -> list[TrainerCallback]:
-        """The callbacks that are told of phases: those of rank 0."""
+        """The callbacks that are notified of start-up phases. Empty on all ranks except rank 0."""
         return self.callbacks if self.is_world_process_zero() else []
 
     def run_on_ranks(self, work: Callable[..., Any], *more: Any) -> list[Any]:
-        """Call `work(*more)` on every rank of the plan; what those ranks returned that this process can see."""
+        """Calls `work(*more)` on every rank of the plan. Returns the results that this process can see, rank 0 first."""
         return run_on_ranks(work, *more, parallel=self.args.plan, workers=self._workers)
 
     def _workers(self) -> Workers:
-        """The workers of this trainer, started when they are first needed, and ended with it."""
+        """Returns the workers of this trainer. They start on first use and stop when the trainer is deleted."""
         trainer_inputs.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.processes)
         if self._given is not None:
             return self._given

@@ -90,7 +90,7 @@ def test_an_own_loop_starts_from_a_seed_or_from_files(pool: Pool, tmp_path: Path
 
 
 def test_weights_are_for_models_that_have_none() -> None:
-    with pytest.raises(MeshwrightError, match="a model that has none"):
+    with pytest.raises(MeshwrightError, match="only for a model without weights"):
         meshwright.parallelize(tiny.gpt2(), tokens(0), {"pp": 1}, weights="there")
 
 

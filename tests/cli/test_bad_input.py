@@ -303,9 +303,9 @@ JOB = 'schema = 1\nmodel = "gpt-tiny"\n[arguments]\nmax_steps = 1\nparallel = {p
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["gpt-tiny", "--length", "0"], "a row has at least 1 token"),
+        (["gpt-tiny", "--length", "0"], "a row must have at least 1 token"),
         (["gpt-tiny", "--microbatches", "0"], "a step has at least 1 microbatch"),
-        (["job.toml"], "a plan stands in the table"),
+        (["job.toml"], "the plan of a job belongs in its table"),
     ],
 )
 def test_zero_is_no_default_and_a_plan_is_no_argument(

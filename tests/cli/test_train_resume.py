@@ -50,9 +50,9 @@ def test_a_run_goes_on_from_the_named_checkpoint(flag: str, whole: Path, tmp_pat
     ("flags", "words"),
     [
         (("--resume-from-checkpoint", "nowhere"), "nowhere does not exist"),
-        (("--resume-from-checkpoint", ""), "is a folder, got ''"),
+        (("--resume-from-checkpoint", ""), "must be a folder, got ''"),
         (("--resume", "nowhere"), "nowhere does not exist"),
-        (("--resume", "last", "--resume-from-checkpoint", "nowhere"), "both say what to resume from"),
+        (("--resume", "last", "--resume-from-checkpoint", "nowhere"), "are both given"),
     ],
 )
 def test_what_cannot_be_resumed_is_an_error_and_overwrites_nothing(flags: tuple[str, ...], words: str, whole: Path) -> None:

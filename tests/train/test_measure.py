@@ -181,7 +181,7 @@ def test_the_verb_runs_a_model_with_the_flags_of_train(tmp_path: Path, monkeypat
         ([".", "--max-steps", "2"], "--max-steps would have no effect"),
         (
             ["tests.support.trainers:Plain", "--dataset", "tests.support.trainers:vectors", "--steps", "0"],
-            "at least 1 step is measured",
+            "steps must be a whole number of at least 1",
         ),
         (["tests.support.trainers:Plain", "--dataset", "tests.support.trainers:vectors"], "too short to measure"),
         (["gpt-tiny", "-o", "/nonexistent/costs.json"], "cannot write"),

@@ -113,7 +113,7 @@ def test_rows_without_labels_are_predicted_after_training(tmp_path: Path) -> Non
 
 
 def test_numbers_of_a_job_are_numbers() -> None:
-    with pytest.raises(MeshwrightError, match="max_steps is a number, got 'x'"):
+    with pytest.raises(MeshwrightError, match="max_steps must be a number, got 'x'"):
         job.arguments({"output_dir": "out", "max_steps": "x"})
     with pytest.raises(MeshwrightError, match="takes 64 tokens per row, not 100"):
         job.Job(model="gpt-tiny", dataset="stdlib", length=100).trainer()

@@ -191,7 +191,7 @@ def test_an_own_loop(workers: Workers, tmp_path: Path) -> None:
         serial = [session.step(text_batch(i)).loss for i in range(3)]
     assert sys.excepthook is hook, "an error behind it would still be that of a rank"
     assert first == pytest.approx(serial[1:], rel=CLOSE)
-    with pytest.raises(MeshwrightError, match="needs 2 ranks and this is one process"):
+    with pytest.raises(MeshwrightError, match="needs 2 ranks, but this is one process"):
         mw.parallelize(model, text_batch(0), {"pp": 2})
 
 

@@ -209,7 +209,7 @@ def test_a_sketch_under_torchrun(whole: mw.Trainer, tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(MeshwrightError, match=r"there is no .*nowhere"):
         ours(mw.sketch(gpt2, weights=tmp_path / "nowhere"), tmp_path, text(), parallel={"pp": 2}).train()
-    with pytest.raises(MeshwrightError, match="no data set to cut the model by"):
+    with pytest.raises(MeshwrightError, match="no data set to capture the model with"):
         ours(mw.sketch(gpt2), tmp_path, None, parallel={"pp": 2}).save_model()
     args = arguments(mw.TrainingArguments, tmp_path)
     with pytest.raises(MeshwrightError, match="model_init is called without arguments"):

@@ -42,7 +42,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5}
 
 @dataclass(frozen=True)
 class WholeLoss:
-    """The loss of a whole example, and the mean and the sum of its microbatches' losses, for the cut with the largest error."""
+    """The loss of a whole example, and the mean and the sum of its microbatches' losses, each from the cut that is most wrong."""
 
     whole: float
     mean: float

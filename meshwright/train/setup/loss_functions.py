@@ -27,7 +27,7 @@ def shifted_label_count(labels: Tensor) -> float:
 
 
 def count_for(model: Any, *, own_loss: bool) -> Callable[[Tensor], float] | None:
-    """Returns how the Hugging Face Trainer counts the labels of a step, or None if the model's own loss counts the same way.
+    """Returns how the Hugging Face Trainer counts the labels of a step, or None if the mean in the model's own loss is used.
 
     The Hugging Face Trainer passes this number to models whose loss accepts it. The loss type tells it whether the model shifts
     labels. If it does not know the loss type, it counts all labels, although the first label of a row is never predicted.
