@@ -343,5 +343,5 @@ def test_a_step_takes_batches_alone(captured: bool) -> None:
     batch = (torch.zeros(4, 3), torch.zeros(4, 3))
     with mw.parallelize(torch.nn.Sequential(*layers) if captured else layers, batch) as session:
         for wrong in (None, 5, "text", object()):
-            with pytest.raises(MeshwrightError, match="a batch is a tuple or a mapping of tensors"):
+            with pytest.raises(MeshwrightError, match="a batch must be a tuple or a mapping of tensors"):
                 session.step(wrong)  # type: ignore[arg-type]
