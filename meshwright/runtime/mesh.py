@@ -1,48 +1,85 @@
-"""Map ranks to workers and data-parallel copies, and create the process groups that sum gradients.
+"""Map ranks to workers, data-parallel copies and tensor coordinates, and create the process groups that sum gradients.
 
 All groups are created at the start, in the same order on all ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from meshwright.ir.action import Transfer
 from meshwright.ir.analysis.reduction_groups import groups, holders
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.reduction_law import refuse_groups
+from meshwright.runtime.transport.base import Channel
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Rank w + workers * j is worker w of data-parallel copy j."""
+    """Where a rank is. This is the only place that computes with rank numbers.
+
+    Seat w + workers * j is worker w of data-parallel copy j. A seat has `box` ranks, which share its tensors: rank
+    seat * box + c has coordinate c. Without tensor parallelism a seat is one rank.
+    """
 
     workers: int
     copies: int
     rank: int
+    box: int = 1
+
+    @property
+    def processes(self) -> int:
+        """The number of ranks of a run."""
+        return self.workers * self.copies * self.box
+
+    @property
+    def seat(self) -> int:
+        """The seat of this rank."""
+        return self.rank // self.box
+
+    @property
+    def coordinate(self) -> int:
+        """The position of this rank among the ranks of its seat."""
+        return self.rank % self.box
 
     @property
     def worker(self) -> int:
         """The worker index of this rank in its data-parallel copy."""
-        return self.rank % self.workers
+        return self.seat % self.workers
 
     @property
     def copy(self) -> int:
         """The data-parallel copy that this rank belongs to."""
-        return self.rank // self.workers
+        return self.seat // self.workers
+
+    @property
+    def is_first_worker(self) -> bool:
+        """True on one rank of each data-parallel copy, which counts its rows."""
+        return self.worker == 0 and self.coordinate == 0
 
     def rank_of(self, worker: int) -> int:
-        """Returns the rank of a worker in the same data-parallel copy."""
-        return worker + self.workers * self.copy
+        """Returns the rank of a worker in the same data-parallel copy, at the same coordinate."""
+        return self._at_coordinate((worker + self.workers * self.copy,))[0]
 
     def holders(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
-        """Returns every rank that holds a unit's parameters, over all data-parallel copies."""
-        return holders(schedule, self.copies, unit)
+        """Returns every rank that holds a unit's parameters at this rank's coordinate, over all data-parallel copies."""
+        return self._at_coordinate(holders(schedule, self.copies, unit))
 
     def adding(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
         """Returns the ranks that this rank sums a unit's gradients with; empty if it sums them with messages only."""
-        return next((ranks for ranks in groups(schedule, self.copies)[unit] if self.rank in ranks), ())
+        found = next((seats for seats in groups(schedule, self.copies)[unit] if self.seat in seats), ())
+        return self._at_coordinate(found)
+
+    def every_coordinate(self) -> Iterator[Mesh]:
+        """Yields the ranks of this seat, as their own meshes."""
+        for coordinate in range(self.box):
+            yield replace(self, rank=self.seat * self.box + coordinate)
+
+    def _at_coordinate(self, seats: Iterable[int]) -> tuple[int, ...]:
+        return tuple(seat * self.box + self.coordinate for seat in seats)
 
 
 def sync_groups(mesh: Mesh, schedule: Schedule) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -50,13 +87,30 @@ def sync_groups(mesh: Mesh, schedule: Schedule) -> dict[tuple[int, ...], dist.Pr
 
     Raises before the first group is created if the groups break the reduction law.
     """
-    adding = groups(schedule, mesh.copies)
-    refuse_groups(schedule, mesh.copies, adding)
-    wanted = {mesh.holders(schedule, unit) for unit in range(schedule.units)} | {ranks for of in adding for ranks in of}
+    refuse_groups(schedule, mesh.copies, groups(schedule, mesh.copies))
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for ranks in sorted(wanted):
+    for ranks in sorted(group_ranks(mesh, schedule)):
         if len(ranks) > 1:
             group = dist.new_group(list(ranks))
             if mesh.rank in ranks:
                 found[ranks] = group
     return found
+
+
+def group_ranks(mesh: Mesh, schedule: Schedule) -> set[tuple[int, ...]]:
+    """Returns the sets of ranks that sum gradients or start equal together, at every coordinate; the same on all ranks."""
+    units = range(schedule.units)
+    seats = {holders(schedule, mesh.copies, unit) for unit in units} | {of for g in groups(schedule, mesh.copies) for of in g}
+    return {tuple(seat * mesh.box + c for seat in of) for of in seats for c in range(mesh.box)}
+
+
+def channels(mesh: Mesh, schedule: Schedule) -> tuple[Channel, ...]:
+    """Returns every channel of a run, in the same order on all ranks. Each coordinate has its own channels."""
+    found = {
+        (worker, entry.peer, entry.value.kind)
+        for worker, entries in enumerate(schedule.lists)
+        for entry in entries
+        if isinstance(entry, Transfer) and entry.sends
+    }
+    ends = [replace(mesh, rank=(mesh.workers * copy) * mesh.box + c) for copy in range(mesh.copies) for c in range(mesh.box)]
+    return tuple(Channel(at.rank_of(a), at.rank_of(b), kind) for at in ends for a, b, kind in sorted(found))

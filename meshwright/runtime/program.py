@@ -131,25 +131,6 @@ def program(schedule: Schedule, worker: int, rank_of: Callable[[int], int]) -> P
     return Program(schedule, worker, tuple(instructions), tuple(slots))
 
 
-def channels(schedule: Schedule, copies: int) -> tuple[Channel, ...]:
-    """Returns every channel of a run, in the same order on all ranks.
-
-    Worker w of data-parallel copy j is rank w + workers * j.
-    """
-    found = {
-        (worker, entry.peer, entry.value.kind)
-        for worker, entries in enumerate(schedule.lists)
-        for entry in entries
-        if isinstance(entry, Transfer) and entry.sends
-    }
-    count = schedule.workers
-    return tuple(
-        Channel(source + count * copy, target + count * copy, kind)
-        for copy in range(copies)
-        for source, target, kind in sorted(found)
-    )
-
-
 def _message(entry: Transfer, worker: int, slots: dict[Value, int], rank_of: Callable[[int], int]) -> Instruction:
     slot = slots.setdefault(entry.value, len(slots))
     ends = (worker, entry.peer) if entry.sends else (entry.peer, worker)

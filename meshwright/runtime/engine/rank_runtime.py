@@ -13,8 +13,8 @@ import torch.distributed as dist
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.executor.actions import Actions
 from meshwright.runtime.executor.executor import Executor
-from meshwright.runtime.mesh import Mesh, sync_groups
-from meshwright.runtime.program import Program, channels, program
+from meshwright.runtime.mesh import Mesh, channels, sync_groups
+from meshwright.runtime.program import Program, program
 from meshwright.runtime.stage.batch import Batch, Given, Own
 from meshwright.runtime.tracing.trace import Trace
 from meshwright.runtime.transport.base import Transport
@@ -32,23 +32,24 @@ class RankRuntime:
         schedule: Schedule,
         *,
         copies: int = 1,
+        box: int = 1,
         transport: str = "auto",
         device: torch.device = CPU,
         timeout_s: float | None = None,
         wrap: Callable[[Transport], Transport] | None = None,
     ) -> None:
         """`timeout_s` limits every wait for a message. `wrap` may wrap the transport that was opened in another one."""
-        self.mesh = Mesh(schedule.workers, copies, dist.get_rank())
+        self.mesh = Mesh(schedule.workers, copies, dist.get_rank(), box)
         self.device = device
         self.groups = sync_groups(self.mesh, schedule)
-        self.channels = channels(schedule, copies)
+        self.channels = channels(self.mesh, schedule)
         self._opened = open_transport(transport, self.channels, self.mesh.rank, device=device)
         self._opened.timeout_s = timeout_s
         self.transport = self._opened if wrap is None else wrap(self._opened)
 
     def program(self, schedule: Schedule) -> Program:
         """Compiles this rank's list of a schedule: the schedule of this runtime, or one that uses only its channels."""
-        assert set(channels(schedule, self.mesh.copies)) <= set(self.channels), "a message without a channel"
+        assert set(channels(self.mesh, schedule)) <= set(self.channels), "a message without a channel"
         return program(schedule, self.mesh.worker, self.mesh.rank_of)
 
     def executor(self, walked: Program, actions: Actions, trace: Trace | None = None) -> Executor:

@@ -22,6 +22,7 @@ from meshwright.ir.column_names import TARGETS
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
 from meshwright.runtime.json_exchange import all_gather_state
+from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import LossKind, Tally
@@ -94,7 +95,8 @@ class Session:
         schedule, layers = run.schedule, run.open(model)
         refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
         if fill is not None:
-            held = sorted({stage for _, stage in schedule.placement.held[dist.get_rank() % schedule.workers]})
+            worker = Mesh(schedule.workers, run.parallel.dp, dist.get_rank()).worker
+            held = sorted({stage for _, stage in schedule.placement.held[worker]})
             fill(layers, [layer for stage in held for layer in layers.of_stage(stage)])
         if layers.moved and (copies := run.parallel.dp * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
             log.warning(
@@ -218,7 +220,7 @@ class Session:
     def rows(self, batch: Given) -> int:
         """Returns the rows of a step over all data-parallel ranks, where `batch` has the rows of one of them."""
         first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-        mine = first.shape[0] if self.engine.mesh.worker == 0 else 0
+        mine = first.shape[0] if self.engine.mesh.is_first_worker else 0
         return int(self.sum_over_ranks(mine)[0]) if self.engine.mesh.copies > 1 else int(first.shape[0])
 
     def _counted(self, batch: Given | Own) -> Amount:
@@ -227,7 +229,7 @@ class Session:
         The first worker of each data-parallel copy counts the copy's own rows. Rank 0 counts a whole batch.
         """
         if isinstance(batch, Own):
-            return amount(batch.tensors) if self.engine.mesh.worker == 0 else Amount()
+            return amount(batch.tensors) if self.engine.mesh.is_first_worker else Amount()
         return amount(batch) if self.rank == 0 else Amount()
 
     def set_mode(self, *, training: bool) -> None:

@@ -167,7 +167,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _expected_names(layers: Layers, schedule: Schedule, copies: int) -> list[set[str]]:
     """Returns the names of the parameters that each rank must hold."""
     mesh = Mesh(schedule.workers, copies, 0)
-    held: list[set[str]] = [set() for _ in range(schedule.workers * copies)]
+    held: list[set[str]] = [set() for _ in range(mesh.processes)]
     for unit in range(schedule.units):
         for rank in mesh.holders(schedule, unit):
             held[rank] |= {layers.names[p] for p in layers.unit(unit)}
