@@ -1,0 +1,159 @@
+"""Moves: changes of a local tensor's layout, each with the adjoint that its gradient takes back.
+
+| move | forward | backward |
+|---|---|---|
+| gather | parts of an axis are joined | the gradient is a part: scattered; or whole: this rank's part is taken |
+| scatter | a sum over an axis, cut | gathered |
+| total | a sum over axes, whole | nothing: the gradient of what is whole is whole |
+| copy | nothing: work that is cut reads what is whole | summed over the axes |
+| part | this rank's part of what is whole | gathered |
+| maximum | the largest over axes | none |
+
+A tensor is seen by its factors while it moves (`narrow`: the sizes of the cut side, factor by factor); a dimension that was
+merged from several is taken apart for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshwright.costs.declared import Collective, Phase, Transfer, transfer
+from meshwright.costs.scheme import Axes, Grid
+from meshwright.tensor.wires import Pending, Reduction, Wires, done
+
+
+class MoveKind(StrEnum):
+    """The kinds of moves."""
+
+    GATHER = "gather"
+    SCATTER = "scatter"
+    TOTAL = "total"
+    COPY = "copy"
+    PART = "part"
+    MAXIMUM = "maximum"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One move. `sums` says of a gather that the gradient of its result is a part, which is scattered."""
+
+    kind: MoveKind
+    axes: Axes
+    given: tuple[int, ...]
+    """The shape of the argument."""
+    made: tuple[int, ...]
+    """The shape of the result."""
+    narrow: tuple[int, ...] = ()
+    dim: int = 0
+    sums: bool = False
+
+    def start(self, t: Tensor, wires: Wires) -> Pending:
+        """The move forward."""
+        match self.kind:
+            case MoveKind.GATHER:
+                return self._gather(t, wires, self.made)
+            case MoveKind.SCATTER:
+                return self._scatter(t, wires, self.made)
+            case MoveKind.PART:
+                return self._part(t, wires, self.made)
+            case MoveKind.TOTAL:
+                return wires.start_total(t, self.axes)
+            case MoveKind.MAXIMUM:
+                return wires.start_total(t, self.axes, Reduction.MAX)
+            case MoveKind.COPY:
+                return done(t)
+
+    def start_back(self, g: Tensor, wires: Wires) -> Pending:
+        """The adjoint, on a gradient of the result."""
+        match self.kind:
+            case MoveKind.GATHER:
+                return self._scatter(g, wires, self.given) if self.sums else self._part(g, wires, self.given)
+            case MoveKind.SCATTER | MoveKind.PART:
+                return self._gather(g, wires, self.given)
+            case MoveKind.COPY:
+                return wires.start_total(g, self.axes)
+            case _:
+                return done(g)
+
+    @property
+    def speaks(self) -> bool:
+        """Does it send anything forward?"""
+        return self.kind not in (MoveKind.COPY, MoveKind.PART)
+
+    @property
+    def answers(self) -> bool:
+        """Does its adjoint send anything?"""
+        return self.kind in (MoveKind.SCATTER, MoveKind.COPY, MoveKind.PART) or (self.kind is MoveKind.GATHER and self.sums)
+
+    def transfers(self, grid: Grid, *, learns: bool, again: bool = False) -> list[Transfer]:
+        """What it sends, forward and backward; `again`: a gather is repeated for the backward pass."""
+        given, made, found = math.prod(self.given), math.prod(self.made), []
+        if self.speaks:
+            kind = {MoveKind.GATHER: Collective.GATHER, MoveKind.SCATTER: Collective.SCATTER}.get(self.kind, Collective.TOTAL)
+            found.append(transfer(Phase.FORWARD, kind, self.axes, given, grid))
+            if again and self.kind is MoveKind.GATHER:
+                found.append(transfer(Phase.BACKWARD, kind, self.axes, given, grid))
+        if learns and self.answers:
+            kind = {MoveKind.GATHER: Collective.SCATTER, MoveKind.COPY: Collective.TOTAL}.get(self.kind, Collective.GATHER)
+            found.append(transfer(Phase.BACKWARD, kind, self.axes, made, grid))
+        return found
+
+    def _wide(self, wires: Wires) -> tuple[int, ...]:
+        ranks = wires.grid.size(self.axes)
+        return tuple(size * ranks if k == self.dim else size for k, size in enumerate(self.narrow))
+
+    def _gather(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> Pending:
+        pending = wires.start_gather(t.reshape(self.narrow), self.axes[0], self.dim)
+        return Pending(lambda: pending.wait().reshape(shape))
+
+    def _scatter(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> Pending:
+        pending = wires.start_scatter(t.reshape(self._wide(wires)), self.axes[0], self.dim)
+        return Pending(lambda: pending.wait().reshape(shape))
+
+    def _part(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> Pending:
+        return done(wires.part(t.reshape(self._wide(wires)), self.axes[0], self.dim).contiguous().reshape(shape))
+
+
+class _Blocking(Function):
+    """A move that waits, as a node of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, move: Move, wires: Wires) -> Tensor:
+        """The move."""
+        ctx.call = move, wires
+        result = move.start(t, wires).wait()
+        if move.kind is MoveKind.MAXIMUM:
+            ctx.mark_non_differentiable(result)
+        return result.view_as(result) if result is t else result
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Its adjoint."""
+        move, wires = ctx.call
+        wires.log.phase = Phase.BACKWARD
+        return move.start_back(g, wires).wait(), None, None
+
+
+blocking: Callable[[Tensor, Move, Wires], Tensor] = _Blocking.apply
+"""A move of a tensor, at once."""
+
+
+class Moved(nn.Module):
+    """A move in a graph."""
+
+    def __init__(self, move: Move, wires: Wires) -> None:
+        super().__init__()
+        self.move, self.wires = move, wires
+
+    def forward(self, t: Tensor) -> Tensor:
+        """The moved tensor."""
+        if t.is_floating_point():
+            return blocking(t, self.move, self.wires)
+        return self.move.start(t, self.wires).wait()
