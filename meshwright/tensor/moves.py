@@ -146,11 +146,11 @@ blocking: Callable[[Tensor, Move, Wires], Tensor] = _Blocking.apply
 
 
 class Moved(nn.Module):
-    """A move in a graph."""
+    """A move in a graph. `weight`: of a parameter, so that it can be started ahead; `learns`: a gradient comes back."""
 
-    def __init__(self, move: Move, wires: Wires) -> None:
+    def __init__(self, move: Move, wires: Wires, *, weight: bool = False, learns: bool = True) -> None:
         super().__init__()
-        self.move, self.wires = move, wires
+        self.move, self.wires, self.weight, self.learns = move, wires, weight, learns
 
     def forward(self, t: Tensor) -> Tensor:
         """The moved tensor."""

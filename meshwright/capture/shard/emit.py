@@ -58,7 +58,7 @@ class LocalBuilder(_Builder):
                 self.values[step.name] = self._call(getattr(local_ops, step.target), step)
             case StepKind.MOVE:
                 assert step.move is not None
-                self.values[step.name] = self._module(step, Moved(step.move, self.wires))
+                self.values[step.name] = self._module(step, Moved(step.move, self.wires, weight=step.weight, learns=step.learns))
             case StepKind.DROPOUT:
                 self.values[step.name] = self._module(step, self._dropout(step))
             case StepKind.PARAMETER:

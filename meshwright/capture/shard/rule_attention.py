@@ -8,7 +8,7 @@ from meshwright.capture.shard.layout import Dim, Layout, axes_of, bare, length, 
 from meshwright.capture.shard.refusals import no_rule
 from meshwright.capture.shard.rule_elements import drop
 from meshwright.capture.shard.rule_products import product
-from meshwright.capture.shard.steps import ExtraMove, Local
+from meshwright.capture.shard.steps import Local
 from meshwright.capture.shard.walk import Made, Walk
 from meshwright.capture.trace.graph import Node, Ref
 
@@ -20,9 +20,6 @@ def _lead(walk: Walk, names: list[str]) -> str:
 def _batch(walk: Walk, node: Node, names: list[str]) -> tuple[Dim, ...]:
     """The batch dimensions of the result: those of the operand whose batch is cut most."""
     lead = walk.layout(_lead(walk, names))
-    for name in names:
-        if axes_of(bare(walk.layout(name)[-2:], walk.grid)):
-            walk.found.extra.append(ExtraMove(node.path, node.target, "the matrices are gathered"))
     shape = walk.shape(node.name)
     pad = len(shape) - len(lead)
     return tuple(lead[k - pad] if k >= pad and length(lead[k - pad]) == size else whole((size,))[0] for k, size in enumerate(shape[:-2]))
@@ -64,8 +61,6 @@ def attention(walk: Walk, node: Node) -> Made | None:
         return None if not any(axes_of(bare(walk.layout(n), walk.grid)) for n in names) else _refuse(node)
     more = _given(node)
     lead = walk.layout(names[0])
-    if axes_of(bare(lead[2:], walk.grid)):
-        walk.found.extra.append(ExtraMove(node.path, node.target, "the sequence is gathered"))
     batch = lead[:2]
     work = axes_of(batch)
     given = [walk.read(name, _heads(walk, name, batch), work) for name in names]

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.capture.shard.layout import Factor, Layout, axes_of, bare, length, whole
 from meshwright.capture.shard.refusals import no_rule
-from meshwright.capture.shard.steps import ExtraMove, Local
+from meshwright.capture.shard.steps import Local
 from meshwright.capture.shard.walk import Made, Walk, operation
 from meshwright.capture.trace.graph import Node, Ref
 
@@ -52,7 +52,6 @@ def along(walk: Walk, node: Node) -> Made | None:
     want = layout
     if axes_of(bare((layout[dim],), walk.grid)) or _padded((layout[dim],)):
         want = (*layout[:dim], whole((length(layout[dim]),))[0], *layout[dim + 1 :])
-        walk.found.extra.append(ExtraMove(node.path, node.target, f"dimension {dim} is gathered"))
     given = walk.read(source, want, axes_of(want))
     return walk.call(node.target, (given, *args), want, walk.plain(dict(node.kwargs)))
 

@@ -175,13 +175,15 @@ def product(walk: Walk, node: Node) -> Made | None:
     into = walk.shape(call.x)[-1]
     out = _out(walk, node, call, matrix.out, known.layout if known else None)
     have = _present(spread_layout(walk, call.x, have, (Factor(into),)), have)
+    expected = spread_layout(walk, call.x, have, (Factor(into, have.features),))
     result = spread_layout(walk, node.name, want, _only(out, want.features))
     want = _present(result, want)
     plan = product_plan(have, want, matrix)
     inner = tuple(axis for axis in have.features if axis in matrix.into)
     local_x = _only_rows(spread_layout(walk, call.x, have, (Factor(into, inner),)), plan.rows)
     work = {*plan.rows, *plan.outputs, *inner}
-    x = walk.read(call.x, local_x, work)
+    planned = bare(walk.layout(call.x), walk.grid) == bare(expected, walk.grid)
+    x = walk.read(call.x, local_x, work, planned=planned)
     weight = _weight(walk, call, MatrixCut(out, (Factor(into, matrix.into),)), plan.rows, (plan.outputs, inner), plan.unsummed)
     made = _only_rows(result, plan.rows)
     y = walk.local("product", (x, weight, call.transposed), made)

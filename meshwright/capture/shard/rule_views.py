@@ -19,7 +19,7 @@ from meshwright.capture.shard.layout import (
     whole,
 )
 from meshwright.capture.shard.refusals import indivisible, no_rule
-from meshwright.capture.shard.steps import ExtraMove, Local, StepKind
+from meshwright.capture.shard.steps import Local, StepKind
 from meshwright.capture.shard.walk import Made, Walk, operation
 from meshwright.capture.trace.graph import Node
 
@@ -118,10 +118,8 @@ def piece(dim: Dim, start: int, stop: int, walk: Walk) -> tuple[Dim, int, int] |
     return joined((Factor((stop - start) // unit), *rest)), start // unit * mine, stop // unit * mine
 
 
-def _uncut(walk: Walk, node: Node, layout: Layout, dim: int) -> Layout:
-    """A layout with one dimension gathered, which is noted."""
-    if axes_of(bare((layout[dim],), walk.grid)):
-        walk.found.extra.append(ExtraMove(node.path, node.target, f"dimension {dim} is gathered"))
+def _uncut(layout: Layout, dim: int) -> Layout:
+    """A layout with one dimension gathered."""
     return (*layout[:dim], whole((length(layout[dim]),))[0], *layout[dim + 1 :])
 
 
@@ -146,7 +144,7 @@ def slices(walk: Walk, node: Node) -> Made | None:
     layout = walk.layout(source)
     found = piece(layout[dim], start, stop, walk) if step == 1 else None
     if found is None:
-        layout = _uncut(walk, node, layout, dim)
+        layout = _uncut(layout, dim)
         found = (Factor(walk.shape(node.name)[dim]),), start, stop
     result = (*layout[:dim], found[0], *layout[dim + 1 :])
     given = walk.read(source, layout, axes_of(layout))
@@ -175,7 +173,7 @@ def select(walk: Walk, node: Node) -> Made | None:
     dim, index = walk.plain(node.args[1:3])
     layout = walk.layout(source)
     dim %= len(layout)
-    layout = _uncut(walk, node, layout, dim)
+    layout = _uncut(layout, dim)
     given = walk.read(source, layout, axes_of(layout))
     return walk.call("aten.select.int", (given, dim, index), (*layout[:dim], *layout[dim + 1 :]))
 
@@ -192,7 +190,7 @@ def split(walk: Walk, node: Node) -> Made | None:
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     found = [piece(layout[dim], start, start + n, walk) for start, n in zip(starts, sizes, strict=True)]
     if any(each is None for each in found) or name == "aten.unbind":
-        layout = _uncut(walk, node, layout, dim)
+        layout = _uncut(layout, dim)
         found = [((Factor(n),), start, start + n) for start, n in zip(starts, sizes, strict=True)]
     given = walk.read(source, layout, axes_of(layout))
     kept = [each for each in found if each is not None]
@@ -236,7 +234,7 @@ def cat(walk: Walk, node: Node) -> Made | None:
     if not cut:
         return None
     lead = walk.layout(max(cut, key=lambda name: len(axes_of(bare(walk.layout(name), walk.grid)))))
-    lead = _uncut(walk, node, lead, dim)
+    lead = _uncut(lead, dim)
     wants = [(*lead[:dim], whole((walk.shape(name)[dim],))[0], *lead[dim + 1 :]) for name in names]
     given = [walk.read(name, want, axes_of(lead)) for name, want in zip(names, wants, strict=True)]
     result = (*lead[:dim], whole((walk.shape(node.name)[dim],))[0], *lead[dim + 1 :])

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,20 +54,22 @@ class Settled:
     replicated: dict[str, str]
     """Parameters that stay whole on every rank because an operation has no rule, and that operation."""
 
-    def transfers(self) -> list[Transfer]:
-        """All that a rank sends: forward, backward, and when the gradients of parameters are added up."""
+    def transfers(self, *, weights: bool = True) -> list[Transfer]:
+        """All that a rank sends forward and backward; `weights=False` leaves out what a second half of a microbatch shares."""
         found: list[Transfer] = []
         for program in self.programs:
             for step in program.steps:
-                if step.move is not None:
-                    again = self.scheme.save is Save.SHARDS
-                    found += step.move.transfers(self.grid, learns=step.learns, again=again)
+                if step.move is not None and (weights or not step.weight):
+                    found += step.move.transfers(self.grid, learns=step.learns, again=self.scheme.save is Save.SHARDS)
+        return found
+
+    def sums(self) -> list[Transfer]:
+        """What a rank sends when the gradients of parameters are added up."""
+        found: list[Transfer] = []
         for cut in self.cuts.values():
             if axes := self.grid.wide(cut.unsummed):
-                count = 1
-                for size in local_shape(cut.layout, self.grid):
-                    count *= size
-                found.append(transfer(Phase.SYNC, Collective.TOTAL, axes, count, self.grid))
+                words = math.prod(local_shape(cut.layout, self.grid))
+                found.append(transfer(Phase.SYNC, Collective.TOTAL, axes, words, self.grid))
         return found
 
 

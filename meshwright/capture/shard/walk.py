@@ -26,6 +26,7 @@ from meshwright.capture.trace.graph import Node, NodeKind, Ref, mapped, refs
 from meshwright.capture.trace.operations import CHECKS, is_one_of
 from meshwright.costs.scheme import Grid, Scheme
 from meshwright.errors import MeshwrightError
+from meshwright.tensor.moves import MoveKind
 
 Rule = Callable[["Walk", Node], "Made | None"]
 Push = Callable[["Walk", Node, Layout, frozenset[str]], str]
@@ -173,14 +174,23 @@ class Walk:
 
     # reading
 
-    def read(self, name: str, want: Layout | None = None, work: Iterable[str] = ()) -> Local:
-        """A value in a layout, for work that is cut over these axes."""
+    def read(self, name: str, want: Layout | None = None, work: Iterable[str] = (), *, planned: bool = False) -> Local:
+        """A value in a layout, for work that is cut over these axes. What moves it is reported unless the scheme plans it."""
         want = self.layout(name) if want is None else want
         missing = self.wide(work) - axes_of(want) if self.learns(name) else frozenset[str]()
         key = (name, bare(want, self.grid), missing)
         if key not in self._again:
+            count = len(self.program)
             self._again[key] = self._read(name, want, missing)
+            if not planned and not self.is_soft(name):
+                self._report(self.program[count:])
         return Local(self._again[key])
+
+    def _report(self, steps: list[Step]) -> None:
+        """Note changes of layout that are no part of the scheme."""
+        kinds = [str(step.move.kind) for step in steps if step.move is not None and step.move.kind is not MoveKind.COPY]
+        if kinds and self._node is not None:
+            self.found.extra.append(ExtraMove(self._node.path, self._node.target, ", ".join(kinds)))
 
     def _read(self, name: str, want: Layout, missing: frozenset[str]) -> str:
         if self.is_parameter(name):
