@@ -15,7 +15,7 @@ from meshwright.costs.product_plan import ProductPlan, product_plan
 from meshwright.costs.scheme import Axes, Grid, Save, Scheme, Words
 
 
-class Collective(StrEnum):
+class CollectiveKind(StrEnum):
     """The kinds of transfers."""
 
     GATHER = "gather"
@@ -39,11 +39,11 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class SentWords:
     """One collective of one rank: the words that it sends, and in how many steps of a ring."""
 
     phase: Phase
-    kind: Collective
+    kind: CollectiveKind
     axes: Axes
     words: Fraction
     steps: int
@@ -63,7 +63,7 @@ class ProductShape:
 class Declared:
     """All transfers of some products, and the words that a rank holds for them."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[SentWords, ...]
     weight_words: Fraction
     saved_words: Fraction
     transient_words: Fraction
@@ -79,19 +79,19 @@ class Declared:
     @property
     def total(self) -> Words:
         """The sums of all phases."""
-        sums = [self.words(phase) for phase in Phase]
-        return Words(*sums, self.steps(Phase.FORWARD), self.steps(Phase.BACKWARD))
+        forward, backward, sync = (self.words(phase) for phase in Phase)
+        return Words(forward, backward, sync, self.steps(Phase.FORWARD), self.steps(Phase.BACKWARD))
 
 
-def transfer(phase: Phase, kind: Collective, axes: Axes, words: Fraction | int, grid: Grid) -> Transfer:
+def transfer(phase: Phase, kind: CollectiveKind, axes: Axes, words: Fraction | int, grid: Grid) -> SentWords:
     """A collective whose argument has so many local words."""
     ranks = grid.size(axes)
-    if kind is Collective.GATHER:
-        return Transfer(phase, kind, axes, Fraction((ranks - 1) * words), ranks - 1)
+    if kind is CollectiveKind.GATHER:
+        return SentWords(phase, kind, axes, Fraction((ranks - 1) * words), ranks - 1)
     once = Fraction(words) * (ranks - 1) / ranks
-    if kind is Collective.SCATTER:
-        return Transfer(phase, kind, axes, once, ranks - 1)
-    return Transfer(phase, kind, axes, 2 * once, 2 * (ranks - 1))
+    if kind is CollectiveKind.SCATTER:
+        return SentWords(phase, kind, axes, once, ranks - 1)
+    return SentWords(phase, kind, axes, 2 * once, 2 * (ranks - 1))
 
 
 def transformer_layer(*, batch: int, sequence: int, hidden: int) -> tuple[ProductShape, ...]:
@@ -128,34 +128,34 @@ def _product(scheme: Scheme, grid: Grid, shape: ProductShape) -> Declared:
         moves, gathered = _gathers(grid, stored, [axis for _, axis in plan.weight_gathers])
         y = Fraction(shape.rows * out, grid.size((*plan.rows, *plan.outputs)))
         found += moves + _reduced(grid, y, plan)
-        found += [transfer(Phase.SYNC, Collective.TOTAL, axes, stored, grid) for axes in [grid.wide(plan.unsummed)] if axes]
+        found += [transfer(Phase.SYNC, CollectiveKind.TOTAL, axes, stored, grid) for axes in [grid.wide(plan.unsummed)] if axes]
         weight, whole, made = weight + stored, whole + gathered, made + y
     if axes := grid.wide(plan.copy):
-        found.append(transfer(Phase.BACKWARD, Collective.TOTAL, axes, wide, grid))
+        found.append(transfer(Phase.BACKWARD, CollectiveKind.TOTAL, axes, wide, grid))
     if scheme.save is Save.SHARDS:  # gathered again for the backward pass
-        again = [t for t in found if t.phase is Phase.FORWARD and t.kind is Collective.GATHER]
-        found += [Transfer(Phase.BACKWARD, t.kind, t.axes, t.words, t.steps) for t in again]
+        again = [t for t in found if t.phase is Phase.FORWARD and t.kind is CollectiveKind.GATHER]
+        found += [SentWords(Phase.BACKWARD, t.kind, t.axes, t.words, t.steps) for t in again]
     kept = shard if scheme.save is Save.SHARDS else wide + (whole if whole != weight else 0)
     return Declared(tuple(found), weight, kept, wide + whole + made)
 
 
-def _gathers(grid: Grid, words: Fraction, axes: Iterable[str]) -> tuple[list[Transfer], Fraction]:
+def _gathers(grid: Grid, words: Fraction, axes: Iterable[str]) -> tuple[list[SentWords], Fraction]:
     """Gathers one after another, with the scatters that are their adjoints; and the words that come out."""
     found = []
     for axis in [axis for axis in axes if grid.size((axis,)) > 1]:
-        found.append(transfer(Phase.FORWARD, Collective.GATHER, (axis,), words, grid))
+        found.append(transfer(Phase.FORWARD, CollectiveKind.GATHER, (axis,), words, grid))
         words *= grid.size((axis,))
-        found.append(transfer(Phase.BACKWARD, Collective.SCATTER, (axis,), words, grid))
+        found.append(transfer(Phase.BACKWARD, CollectiveKind.SCATTER, (axis,), words, grid))
     return found, words
 
 
-def _reduced(grid: Grid, words: Fraction, plan: ProductPlan) -> list[Transfer]:
+def _reduced(grid: Grid, words: Fraction, plan: ProductPlan) -> list[SentWords]:
     """What becomes of a product that is a part: scattered, or summed."""
     found = []
     for axis in [axis for _, axis in plan.scatters if grid.size((axis,)) > 1]:
-        found.append(transfer(Phase.FORWARD, Collective.SCATTER, (axis,), words, grid))
+        found.append(transfer(Phase.FORWARD, CollectiveKind.SCATTER, (axis,), words, grid))
         words /= grid.size((axis,))
-        found.append(transfer(Phase.BACKWARD, Collective.GATHER, (axis,), words, grid))
+        found.append(transfer(Phase.BACKWARD, CollectiveKind.GATHER, (axis,), words, grid))
     if axes := grid.wide(plan.total):
-        found.append(transfer(Phase.FORWARD, Collective.TOTAL, axes, words, grid))
+        found.append(transfer(Phase.FORWARD, CollectiveKind.TOTAL, axes, words, grid))
     return found

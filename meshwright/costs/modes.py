@@ -11,7 +11,7 @@ from meshwright.costs.scheme import Grid, Save, Scheme, TensorRequest, Words
 from meshwright.errors import MeshwrightError, did_you_mean
 
 
-class Mode(Protocol):
+class TensorMode(Protocol):
     """What the file of a mode has."""
 
     def grid(self, asked: TensorRequest) -> Grid:
@@ -31,9 +31,9 @@ def names() -> tuple[str, ...]:
     return tuple(path.stem for path in files if "\ndef layer_words(" in path.read_text())
 
 
-def mode(name: str) -> Mode:
+def mode(name: str) -> TensorMode:
     """A mode by its name."""
     if name not in names():
         raise MeshwrightError(f"no tensor mode {name!r}{did_you_mean(name, names())}", fix=f"one of {', '.join(names())}")
     found: Any = import_module(f"meshwright.costs.{name}")
-    return cast(Mode, found)
+    return cast(TensorMode, found)

@@ -19,7 +19,9 @@ def grid(asked: TensorRequest) -> Grid:
     if asked.box is not None or asked.sequence:
         raise MeshwrightError("tesseract takes a depth, no box and no sequence", fix="tp=8, depth=2")
     if depth < 1 or ranks % depth:
-        raise MeshwrightError(f"tesseract: depth {depth} does not divide {ranks} ranks", fix="tp = depth x q x q, as tp=8, depth=2")
+        raise MeshwrightError(
+            f"tesseract: depth {depth} does not divide {ranks} ranks", fix="tp = depth x q x q, as tp=8, depth=2"
+        )
     side = whole_root(ranks // depth, mode=f"tesseract of depth {depth}")
     return Grid("tesseract", (("d", depth), ("i", side), ("j", side)))
 

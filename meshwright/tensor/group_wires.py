@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.costs.declared import Collective, Transfer
+from meshwright.costs.declared import CollectiveKind, SentWords
 from meshwright.costs.scheme import Axes, Grid
-from meshwright.tensor.wires import Pending, Reduction, Wires
+from meshwright.tensor.wires import StartedCollective, TotalKind, Wires
 
 Groups = dict[Axes, dist.ProcessGroup]
 
@@ -40,25 +40,25 @@ class GroupWires(Wires):
         super().__init__(grid, rank)
         self._groups = groups
 
-    def _carry(self, sent: Transfer, t: Tensor, dim: int, op: Reduction) -> Pending:
+    def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:
         group, ranks = self._groups[sent.axes], self.grid.size(sent.axes)
-        if sent.kind is Collective.TOTAL:
+        if sent.kind is CollectiveKind.TOTAL:
             whole = t.clone(memory_format=torch.contiguous_format)
-            how = dist.ReduceOp.SUM if op is Reduction.SUM else dist.ReduceOp.MAX
+            how = dist.ReduceOp.SUM if op is TotalKind.SUM else dist.ReduceOp.MAX
             work = dist.all_reduce(whole, op=how, group=group, async_op=True)
             return _later(work, whole, 0, t)
         first = t.movedim(dim, 0).contiguous()  # kept until the wait: the carrier reads it
-        if sent.kind is Collective.GATHER:
+        if sent.kind is CollectiveKind.GATHER:
             joined = first.new_empty((ranks * first.shape[0], *first.shape[1:]))
             return _later(dist.all_gather_single(joined, first, group=group, async_op=True), joined, dim, first)
         part = first.new_empty((first.shape[0] // ranks, *first.shape[1:]))
         return _later(dist.reduce_scatter_single(part, first, group=group, async_op=True), part, dim, first)
 
 
-def _later(work: Any, result: Tensor, dim: int, kept: Tensor) -> Pending:
+def _later(work: Any, result: Tensor, dim: int, kept: Tensor) -> StartedCollective:
     def wait() -> Tensor:
         assert kept is not None
         work.wait()
         return result.movedim(0, dim)
 
-    return Pending(wait)
+    return StartedCollective(wait)

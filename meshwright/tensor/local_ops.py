@@ -1,4 +1,4 @@
-"""What a rank computes on its own parts where torch's operation knows only wholes; collectives stand between these, not in them."""
+"""What a rank computes on its own parts where torch's operation knows only wholes; collectives stand between these."""
 
 from __future__ import annotations
 

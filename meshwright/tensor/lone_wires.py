@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.costs.declared import Collective, Transfer
+from meshwright.costs.declared import CollectiveKind, SentWords
 from meshwright.costs.scheme import Axes, Grid
-from meshwright.tensor.wires import Pending, Reduction, Wires, done
+from meshwright.tensor.wires import StartedCollective, TotalKind, Wires, done
 
 
 class DryWires(Wires):
     """Nothing is sent; every other rank is taken to hold the same."""
 
-    def _carry(self, sent: Transfer, t: Tensor, dim: int, op: Reduction) -> Pending:
+    def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:
         return done(self._stand_in(sent, t, dim))
 
-    def _stand_in(self, sent: Transfer, t: Tensor, dim: int) -> Tensor:
-        if sent.kind is Collective.GATHER:
+    def _stand_in(self, sent: SentWords, t: Tensor, dim: int) -> Tensor:
+        if sent.kind is CollectiveKind.GATHER:
             return torch.cat([t] * self.grid.size(sent.axes), dim)
-        if sent.kind is Collective.SCATTER:
+        if sent.kind is CollectiveKind.SCATTER:
             return self.part(t, sent.axes[0], dim).contiguous()
         return t.clone()
 
@@ -35,7 +35,7 @@ class DryWires(Wires):
 class Interval:
     """When a collective was on its channel, in seconds of the monotonic clock."""
 
-    transfer: Transfer
+    transfer: SentWords
     start_s: float
     end_s: float
 
@@ -55,7 +55,7 @@ class DelayedWires(DryWires):
         """How long a collective of so many words takes."""
         return self._alpha_s + self._beta_s * words
 
-    def _carry(self, sent: Transfer, t: Tensor, dim: int, op: Reduction) -> Pending:
+    def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:
         channel: Axes = () if self._shared else sent.axes
         start = max(time.monotonic(), self._free_s.get(channel, 0.0))
         end = start + self.seconds(float(sent.words))
@@ -70,4 +70,4 @@ class DelayedWires(DryWires):
                 self.exposed_s += left
             return result
 
-        return Pending(wait)
+        return StartedCollective(wait)

@@ -24,9 +24,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshwright.costs.declared import Collective, Phase, Transfer, transfer
+from meshwright.costs.declared import CollectiveKind, Phase, SentWords, transfer
 from meshwright.costs.scheme import Axes, Grid
-from meshwright.tensor.wires import Pending, Reduction, Wires, done
+from meshwright.tensor.wires import StartedCollective, TotalKind, Wires, done
 
 
 class MoveKind(StrEnum):
@@ -54,7 +54,7 @@ class Move:
     dim: int = 0
     sums: bool = False
 
-    def start(self, t: Tensor, wires: Wires) -> Pending:
+    def start(self, t: Tensor, wires: Wires) -> StartedCollective:
         """The move forward."""
         match self.kind:
             case MoveKind.GATHER:
@@ -66,11 +66,11 @@ class Move:
             case MoveKind.TOTAL:
                 return wires.start_total(t, self.axes)
             case MoveKind.MAXIMUM:
-                return wires.start_total(t, self.axes, Reduction.MAX)
+                return wires.start_total(t, self.axes, TotalKind.MAX)
             case MoveKind.COPY:
                 return done(t)
 
-    def start_back(self, g: Tensor, wires: Wires) -> Pending:
+    def start_back(self, g: Tensor, wires: Wires) -> StartedCollective:
         """The adjoint, on a gradient of the result."""
         match self.kind:
             case MoveKind.GATHER:
@@ -92,16 +92,20 @@ class Move:
         """Does its adjoint send anything?"""
         return self.kind in (MoveKind.SCATTER, MoveKind.COPY, MoveKind.PART) or (self.kind is MoveKind.GATHER and self.sums)
 
-    def transfers(self, grid: Grid, *, learns: bool, again: bool = False) -> list[Transfer]:
+    def transfers(self, grid: Grid, *, learns: bool, again: bool = False) -> list[SentWords]:
         """What it sends, forward and backward; `again`: a gather is repeated for the backward pass."""
         given, made, found = math.prod(self.given), math.prod(self.made), []
         if self.speaks:
-            kind = {MoveKind.GATHER: Collective.GATHER, MoveKind.SCATTER: Collective.SCATTER}.get(self.kind, Collective.TOTAL)
+            kind = {MoveKind.GATHER: CollectiveKind.GATHER, MoveKind.SCATTER: CollectiveKind.SCATTER}.get(
+                self.kind, CollectiveKind.TOTAL
+            )
             found.append(transfer(Phase.FORWARD, kind, self.axes, given, grid))
             if again and self.kind is MoveKind.GATHER:
                 found.append(transfer(Phase.BACKWARD, kind, self.axes, given, grid))
         if learns and self.answers:
-            kind = {MoveKind.GATHER: Collective.SCATTER, MoveKind.COPY: Collective.TOTAL}.get(self.kind, Collective.GATHER)
+            kind = {MoveKind.GATHER: CollectiveKind.SCATTER, MoveKind.COPY: CollectiveKind.TOTAL}.get(
+                self.kind, CollectiveKind.GATHER
+            )
             found.append(transfer(Phase.BACKWARD, kind, self.axes, made, grid))
         return found
 
@@ -109,15 +113,15 @@ class Move:
         ranks = wires.grid.size(self.axes)
         return tuple(size * ranks if k == self.dim else size for k, size in enumerate(self.narrow))
 
-    def _gather(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> Pending:
+    def _gather(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> StartedCollective:
         pending = wires.start_gather(t.reshape(self.narrow), self.axes[0], self.dim)
-        return Pending(lambda: pending.wait().reshape(shape))
+        return StartedCollective(lambda: pending.wait().reshape(shape))
 
-    def _scatter(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> Pending:
+    def _scatter(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> StartedCollective:
         pending = wires.start_scatter(t.reshape(self._wide(wires)), self.axes[0], self.dim)
-        return Pending(lambda: pending.wait().reshape(shape))
+        return StartedCollective(lambda: pending.wait().reshape(shape))
 
-    def _part(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> Pending:
+    def _part(self, t: Tensor, wires: Wires, shape: tuple[int, ...]) -> StartedCollective:
         return done(wires.part(t.reshape(self._wide(wires)), self.axes[0], self.dim).contiguous().reshape(shape))
 
 

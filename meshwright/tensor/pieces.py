@@ -8,15 +8,16 @@ they can be started ahead and shared by the halves of a microbatch.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from meshwright.tensor.local_ops import product
-from meshwright.tensor.moves import Move, MoveKind, Moved
+from meshwright.tensor.moves import Move, Moved, MoveKind
 from meshwright.tensor.products import JobSlot, SplitProduct
-from meshwright.tensor.wires import Pending, Wires, done
+from meshwright.tensor.wires import StartedCollective, Wires, done
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,11 @@ class Route:
 
     moves: tuple[Move, ...]
 
-    def start(self, t: Tensor, wires: Wires) -> Pending:
+    def start(self, t: Tensor, wires: Wires) -> StartedCollective:
         """The moves forward; the first is under way when this returns."""
         return _chain([move.start for move in self.moves], t, wires)
 
-    def start_back(self, g: Tensor, wires: Wires) -> Pending:
+    def start_back(self, g: Tensor, wires: Wires) -> StartedCollective:
         """Their adjoints, the last first."""
         return _chain([move.start_back for move in reversed(self.moves)], g, wires)
 
@@ -39,8 +40,8 @@ class Route:
         return any(move.kind is MoveKind.GATHER for move in self.moves)
 
 
-def _chain(starts: list[Any], t: Tensor, wires: Wires) -> Pending:
-    pending: Pending = starts[0](t, wires) if starts else done(t)
+def _chain(starts: list[Any], t: Tensor, wires: Wires) -> StartedCollective:
+    pending: StartedCollective = starts[0](t, wires) if starts else done(t)
     if len(starts) < 2:
         return pending
 
@@ -50,7 +51,7 @@ def _chain(starts: list[Any], t: Tensor, wires: Wires) -> Pending:
             found = start(found, wires).wait()
         return found
 
-    return Pending(result)
+    return StartedCollective(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Piece:
 
 
 @dataclass
-class Pieces:
+class PieceGraph:
     """A whole graph in pieces."""
 
     pieces: list[Piece]
@@ -171,7 +172,7 @@ def _same(t: Tensor) -> Tensor:
     return t.view_as(t)
 
 
-def cut(module: fx.GraphModule, wires: Wires) -> Pieces:
+def cut(module: fx.GraphModule, wires: Wires) -> PieceGraph:
     """A local graph in pieces; its parameters stay those of the graph."""
     cutter = _Cutter(module)
     output = next(node for node in module.graph.nodes if node.op == "output")
@@ -184,8 +185,7 @@ def cut(module: fx.GraphModule, wires: Wires) -> Pieces:
     for k, piece in enumerate(made):
         piece.borders = tuple(borders.get(k, ()))
     weights = {node.name: found for node, found in cutter.weights.items()}
-    names = tuple(node.name for node in inputs), tuple(node.name for node in results)
-    found = Pieces(made, *names, tuple(borders.get(-1, ())), weights, cutter.slot, wires)
+    found = PieceGraph(made, _names(inputs), _names(results), tuple(borders.get(-1, ())), weights, cutter.slot, wires)
     found.borders = {border.name: border for group in borders.values() for border in group}
     for k, piece in enumerate(made):
         for name in piece.reads:
@@ -216,8 +216,13 @@ def _piece(cutter: _Cutter, number: int, results: set[fx.Node]) -> Piece:
         else:
             copies[node] = graph.node_copy(node, lambda source: copies[source])
     sources = {source for source, _, _ in cutter.routes.values()}
-    written = [n for n in own if n in results or n in sources or any(user not in inside and user in cutter.at for user in n.users)]
+    written = [
+        n for n in own if n in results or n in sources or any(user not in inside and user in cutter.at for user in n.users)
+    ]
     graph.output(tuple(copies[node] for node in written))
     body = fx.GraphModule(cutter.module, graph, "Piece")
-    names = [tuple(node.name for node in nodes) for nodes in (reads, weights, written)]
-    return Piece(body, *names)
+    return Piece(body, _names(reads), _names(weights), _names(written))
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)

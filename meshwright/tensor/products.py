@@ -46,12 +46,15 @@ class _Product(Function):
         rows, grads = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
 
         def job() -> Tensor:
-            return rows.t() @ grads if transposed else grads.t() @ rows
+            return torch.mm(rows.t(), grads) if transposed else torch.mm(grads.t(), rows)
 
         if slot.rest is None:
             return gx, job(), None, None
         slot.rest.append((job, weight))
         return gx, None, None, None
+
+
+_product: Callable[[Tensor, Tensor, bool, JobSlot], Tensor] = _Product.apply
 
 
 class SplitProduct(nn.Module):
@@ -63,8 +66,7 @@ class SplitProduct(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
         """The product."""
-        result: Tensor = _Product.apply(x, weight, transposed, self.slot)
-        return result
+        return _product(x, weight, transposed, self.slot)
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.costs.declared import Collective, Transfer
+from meshwright.costs.declared import CollectiveKind, SentWords
 from meshwright.costs.scheme import Grid
-from meshwright.tensor.wires import Pending, Reduction, Wires, reduced
+from meshwright.tensor.wires import StartedCollective, TotalKind, Wires, reduced
 
 T = TypeVar("T")
 Letter = tuple[tuple[Any, ...], Tensor]
@@ -71,7 +71,7 @@ class ThreadWires(Wires):
         self._letterbox = letterbox
         self._count: Counter[tuple[int, ...]] = Counter()
 
-    def _carry(self, sent: Transfer, t: Tensor, dim: int, op: Reduction) -> Pending:
+    def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:
         ranks = self.grid.group(self.rank, sent.axes)
         key = (ranks, self._count[ranks])
         self._count[ranks] += 1
@@ -81,13 +81,13 @@ class ThreadWires(Wires):
             letters = self._letterbox.get(key, ranks)
             assert len({what for what, _ in letters}) == 1, f"ranks disagree: {[what for what, _ in letters]}"
             parts = [part for _, part in letters]
-            if sent.kind is Collective.GATHER:
+            if sent.kind is CollectiveKind.GATHER:
                 return torch.cat(parts, dim)
-            if sent.kind is Collective.SCATTER:
+            if sent.kind is CollectiveKind.SCATTER:
                 parts = [self.part(part, sent.axes[0], dim) for part in parts]
             return reduced(parts, op)
 
-        return Pending(result)
+        return StartedCollective(result)
 
 
 def run(grid: Grid, work: Callable[[ThreadWires], T]) -> list[T]:

@@ -12,7 +12,7 @@ once for both. Kept as shards, gathered inputs are dropped after forward and gat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from meshwright.costs.declared import Phase
-from meshwright.tensor.pieces import Piece, Pieces
+from meshwright.tensor.pieces import Piece, PieceGraph
 from meshwright.tensor.products import Job, add_to_grad
 from meshwright.tensor.whole_weights import WholeWeights, drop, refill
-from meshwright.tensor.wires import Pending
+from meshwright.tensor.wires import StartedCollective
 
 _ANCHOR = torch.zeros((), requires_grad=True)
 
@@ -45,6 +45,9 @@ class _Enter(Function):
         return None, None, None
 
 
+_enter: Callable[[Tensor, Tensor, list[Tensor]], Tensor] = _Enter.apply
+
+
 @dataclass
 class _Trail:
     """What backward needs of a piece that has run."""
@@ -59,11 +62,11 @@ class _Trail:
 class _Half:
     """One half under way: values by name, gradients that are owed to values, trails of pieces."""
 
-    pieces: Pieces
+    pieces: PieceGraph
     values: dict[str, Any] = field(default_factory=dict)
     owed: dict[str, Any] = field(default_factory=dict)
     trails: dict[int, _Trail] = field(default_factory=dict)
-    again: dict[str, Pending] = field(default_factory=dict)
+    again: dict[str, StartedCollective] = field(default_factory=dict)
     at: int = 0
 
     def owe(self, name: str, gradient: Any) -> None:
@@ -74,7 +77,7 @@ class _Half:
 
 
 def _there(value: Any) -> Any:
-    return value.wait() if isinstance(value, Pending) else value
+    return value.wait() if isinstance(value, StartedCollective) else value
 
 
 def _learns(value: Any) -> bool:
@@ -88,7 +91,7 @@ Rest = list[tuple[list[Job], int, int]]
 class Weave:
     """A pass over the pieces of one or two halves. `turns` says whose piece is next; without it halves take turns."""
 
-    def __init__(self, halves: Sequence[Pieces], *, keep: bool, turns: Sequence[int] | None = None) -> None:
+    def __init__(self, halves: Sequence[PieceGraph], *, keep: bool, turns: Sequence[int] | None = None) -> None:
         self.halves = [_Half(pieces) for pieces in halves]
         self.wires, self.keep = halves[0].wires, keep
         self.weights = WholeWeights(halves, self.wires, keep=keep)
@@ -141,7 +144,7 @@ class Weave:
             border = half.pieces.borders.get(name)
             box: list[Tensor] | None = [] if learning and _learns(value) and (border is None or border.learns) else None
             boxes.append(box)
-            read.append(value if box is None else _Enter.apply(_ANCHOR, value, box))
+            read.append(value if box is None else _enter(_ANCHOR, value, box))
         return read, boxes
 
     def _leave(self, half: _Half, piece: Piece, at: int, trail: _Trail | None) -> None:
@@ -197,7 +200,11 @@ class Weave:
             if border.name in half.owed:
                 half.owe(border.source, half.owed.pop(border.name))
         jobs: list[Job] = []
-        roots = [(e, _there(half.owed.pop(n))) for n, e in zip(piece.writes, trail.edges, strict=True) if n in half.owed and e is not None]
+        roots = [
+            (e, _there(half.owed.pop(n)))
+            for n, e in zip(piece.writes, trail.edges, strict=True)
+            if n in half.owed and e is not None
+        ]
         if roots:
             half.pieces.slot.rest = jobs
             torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
@@ -205,9 +212,9 @@ class Weave:
         for name, box in zip(piece.reads, trail.boxes, strict=True):
             if box:
                 half.owe(name, box.pop() if len(box) == 1 else torch.stack(box).sum(0))
-            border = half.pieces.borders.get(name)
-            if border is not None and half.pieces.first[name] == at and name in half.owed:
-                half.owed[name] = border.route.start_back(_there(half.owed[name]), self.wires)
+            crossed = half.pieces.borders.get(name)
+            if crossed is not None and half.pieces.first[name] == at and name in half.owed:
+                half.owed[name] = crossed.route.start_back(_there(half.owed[name]), self.wires)
         if rest is None:
             _work(jobs)
             self.weights.backwarded(number, at)

@@ -1,4 +1,4 @@
-"""Whole weights of a run in pieces: gathered once for all halves, those of the next piece ahead, their gradients scattered behind.
+"""Whole weights of a run in pieces: gathered once for all halves, the next ones ahead, their gradients scattered behind.
 
 Kept as shards, a whole weight is dropped after its last reader and gathered again for the backward pass: its storage is
 emptied and filled, so that whoever saved it for backward finds it again.
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshwright.costs.declared import Phase
-from meshwright.tensor.pieces import Pieces, Route
+from meshwright.tensor.pieces import PieceGraph, Route
 from meshwright.tensor.products import add_to_grad
-from meshwright.tensor.wires import Pending, Wires
+from meshwright.tensor.wires import StartedCollective, Wires
 
 Key = tuple[int, Route, int]
 """A parameter, how it is gathered, and which of its gathers: halves share one, two readers far from each other do not."""
@@ -36,7 +35,7 @@ def refill(t: Tensor, value: Tensor) -> None:
 class WholeWeights:
     """The gathered weights of one pass forward and backward over the pieces of one or two halves."""
 
-    def __init__(self, halves: Sequence[Pieces], wires: Wires, *, keep: bool) -> None:
+    def __init__(self, halves: Sequence[PieceGraph], wires: Wires, *, keep: bool) -> None:
         self._wires, self._keep = wires, keep
         self._parameters: dict[Key, nn.Parameter] = {}
         self._keys: list[list[list[Key]]] = []
@@ -49,10 +48,10 @@ class WholeWeights:
             self._keys.append([[names[name] for name in piece.weights] for piece in pieces.pieces])
         uses = Counter(key for half in self._keys for piece in half for key in dict.fromkeys(piece))
         self._forwards, self._backwards = Counter(uses), Counter(uses)
-        self._coming: dict[Key, Pending] = {}
+        self._coming: dict[Key, StartedCollective] = {}
         self._whole: dict[Key, Tensor] = {}
         self._dropped: set[Key] = set()
-        self._owed: list[tuple[Key, Pending]] = []
+        self._owed: list[tuple[Key, StartedCollective]] = []
 
     def _start(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -110,8 +109,3 @@ class WholeWeights:
         while len(self._owed) > left:
             key, pending = self._owed.pop(0)
             add_to_grad(self._parameters[key], pending.wait())
-
-    @property
-    def phase(self) -> Phase:
-        """The phase that the log is in."""
-        return self._wires.log.phase

@@ -19,18 +19,18 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from meshwright.costs.declared import Collective, Phase, Transfer, transfer
+from meshwright.costs.declared import CollectiveKind, Phase, SentWords, transfer
 from meshwright.costs.scheme import Axes, Grid
 
 
-class Reduction(StrEnum):
+class TotalKind(StrEnum):
     """How a total is formed."""
 
     SUM = "sum"
     MAX = "max"
 
 
-class Pending:
+class StartedCollective:
     """A collective under way: the result is made at the first wait."""
 
     __slots__ = ("_make", "_result")
@@ -47,9 +47,9 @@ class Pending:
         return self._result
 
 
-def done(result: Tensor) -> Pending:
+def done(result: Tensor) -> StartedCollective:
     """A collective that was none."""
-    return Pending(lambda: result)
+    return StartedCollective(lambda: result)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class TransferLog:
     """What a rank has sent, by phase; the caller sets the phase."""
 
     phase: Phase = Phase.FORWARD
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[SentWords] = field(default_factory=list)
 
     def words(self, phase: Phase) -> Fraction:
         """The words of a phase."""
@@ -79,17 +79,17 @@ class Wires(ABC):
         self.grid, self.rank, self.at = grid, rank, grid.at(rank)
         self.log = TransferLog()
 
-    def start_gather(self, t: Tensor, axis: str, dim: int) -> Pending:
+    def start_gather(self, t: Tensor, axis: str, dim: int) -> StartedCollective:
         """The parts of an axis, joined along a dimension."""
-        return self._start(Collective.GATHER, t, (axis,), dim, Reduction.SUM)
+        return self._start(CollectiveKind.GATHER, t, (axis,), dim, TotalKind.SUM)
 
-    def start_scatter(self, t: Tensor, axis: str, dim: int) -> Pending:
+    def start_scatter(self, t: Tensor, axis: str, dim: int) -> StartedCollective:
         """The sum over an axis, of which each rank keeps its part along a dimension."""
-        return self._start(Collective.SCATTER, t, (axis,), dim, Reduction.SUM)
+        return self._start(CollectiveKind.SCATTER, t, (axis,), dim, TotalKind.SUM)
 
-    def start_total(self, t: Tensor, axes: Axes, op: Reduction = Reduction.SUM) -> Pending:
+    def start_total(self, t: Tensor, axes: Axes, op: TotalKind = TotalKind.SUM) -> StartedCollective:
         """The sum or the maximum over some axes, on every rank."""
-        return self._start(Collective.TOTAL, t, self.grid.wide(axes), 0, op)
+        return self._start(CollectiveKind.TOTAL, t, self.grid.wide(axes), 0, op)
 
     def gather(self, t: Tensor, axis: str, dim: int) -> Tensor:
         """As `start_gather`, and waits."""
@@ -99,7 +99,7 @@ class Wires(ABC):
         """As `start_scatter`, and waits."""
         return self.start_scatter(t, axis, dim).wait()
 
-    def total(self, t: Tensor, axes: Axes, op: Reduction = Reduction.SUM) -> Tensor:
+    def total(self, t: Tensor, axes: Axes, op: TotalKind = TotalKind.SUM) -> Tensor:
         """As `start_total`, and waits."""
         return self.start_total(t, axes, op).wait()
 
@@ -107,22 +107,22 @@ class Wires(ABC):
         """This rank's part of a whole along a dimension: nothing is sent."""
         return t.chunk(self.grid.size((axis,)), dim)[self.at[axis]] if self.grid.size((axis,)) > 1 else t
 
-    def _start(self, kind: Collective, t: Tensor, axes: Axes, dim: int, op: Reduction) -> Pending:
+    def _start(self, kind: CollectiveKind, t: Tensor, axes: Axes, dim: int, op: TotalKind) -> StartedCollective:
         ranks = self.grid.size(axes)
         if ranks == 1:
             return done(t)
-        if kind is Collective.SCATTER:
+        if kind is CollectiveKind.SCATTER:
             assert t.shape[dim] % ranks == 0, f"{tuple(t.shape)} does not divide by {ranks} along {dim}"
         sent = transfer(self.log.phase, kind, axes, t.numel(), self.grid)
         self.log.transfers.append(sent)
         return self._carry(sent, t.detach(), dim, op)
 
     @abstractmethod
-    def _carry(self, sent: Transfer, t: Tensor, dim: int, op: Reduction) -> Pending:
+    def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:
         """Start to move the bytes."""
 
 
-def reduced(parts: list[Tensor], op: Reduction) -> Tensor:
+def reduced(parts: list[Tensor], op: TotalKind) -> Tensor:
     """Tensors of a group's ranks as one; in the order of the ranks, so that all get the same bits."""
     stacked = torch.stack(parts)
-    return stacked.sum(0) if op is Reduction.SUM else stacked.amax(0)
+    return stacked.sum(0) if op is TotalKind.SUM else stacked.amax(0)

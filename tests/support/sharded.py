@@ -67,12 +67,22 @@ def two_lengths(rows: int = 8) -> dict[str, Tensor]:
 
 FAMILIES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], Callable[..., dict[str, Tensor]]]] = {
     "gpt2": (small.gpt2, {"n_embd": 32, "n_head": 8, "n_layer": 2}, text),
-    "llama": (small.llama, {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8}, text),
+    "llama": (
+        small.llama,
+        {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8},
+        text,
+    ),
     "bert": (small.bert, {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8}, text),
     "t5": (small.t5, {"d_model": 32, "d_kv": 4, "d_ff": 64, "num_heads": 8}, two_lengths),
     "vit": (small.vit, {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8}, pictures),
 }
-LAYERS = {"gpt2": "n_layer", "llama": "num_hidden_layers", "bert": "num_hidden_layers", "t5": "num_layers", "vit": "num_hidden_layers"}
+LAYERS = {
+    "gpt2": "n_layer",
+    "llama": "num_hidden_layers",
+    "bert": "num_hidden_layers",
+    "t5": "num_layers",
+    "vit": "num_hidden_layers",
+}
 
 
 @dataclass(frozen=True)
@@ -123,11 +133,15 @@ class Outcome:
     """The share of every matrix that a rank holds."""
 
 
-def settled(ref: Reference, asked: Request, *, save: Save = Save.GATHERED, batch: Mapping[str, Tensor] | None = None, **more: Any) -> Settled:
+def settled(
+    ref: Reference, asked: Request, *, save: Save = Save.GATHERED, batch: Mapping[str, Tensor] | None = None, **more: Any
+) -> Settled:
     mode = modes.mode(asked[0])
     cells = mode.grid(asked[1])
     shapes = {name: tuple(t.shape) for name, t in (batch or ref.batch).items()}
-    return settle(ref.line, ref.ties, mode.scheme(cells, save=save), cells, sizes=sizes_for(ref.line.flat, shapes), **more)
+    frozen = [name for name, parameter in ref.model.named_parameters() if not parameter.requires_grad]
+    sizes = sizes_for(ref.line.flat, shapes)
+    return settle(ref.line, ref.ties, mode.scheme(cells, save=save), cells, sizes=sizes, frozen=frozen, **more)
 
 
 Pass = Callable[[nn.Module, Wires], Tensor]
@@ -155,7 +169,7 @@ def on_threads(ref: Reference, found: Settled, work: Pass, *, seed: int | None =
 
 
 def _outcome(ref: Reference, found: Settled, cells: Grid, results: Sequence[tuple[float, dict[str, Tensor], Wires]]) -> Outcome:
-    assert set(found.cuts) == set(ref.gradients), "every parameter is cut somehow"
+    assert all(name in found.cuts or not gradient.any() for name, gradient in ref.gradients.items()), "a parameter was lost"
     largest, worst = max(float(g.abs().max()) for g in ref.gradients.values()), ("", 0.0)
     for name, cut in found.cuts.items():
         for number, (_, sums, _) in enumerate(results):
@@ -164,7 +178,7 @@ def _outcome(ref: Reference, found: Settled, cells: Grid, results: Sequence[tupl
             error = float((sums[name] - want).abs().max()) / scale
             worst = max(worst, (name, error), key=lambda pair: pair[1])
     log = results[0][2].log
-    shares = {n: results[0][1][n].numel() / g.numel() for n, g in ref.gradients.items() if g.dim() == 2}
+    shares = {n: results[0][1][n].numel() / g.numel() for n, g in ref.gradients.items() if g.dim() == 2 and n in found.cuts}
     return Outcome(
         max(error for error, _, _ in results), worst[1], worst[0], found, {phase: log.words(phase) for phase in Phase}, shares
     )

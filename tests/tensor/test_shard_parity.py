@@ -23,7 +23,17 @@ ONE_EACH: list[tuple[str, Request]] = [
     ("llama", box(2, 1, 2)),
 ]
 BOXES = [box(*sides) for sides in ((2, 2, 2), (1, 4, 2), (2, 4, 1), (4, 1, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8))]
-OTHERS = [line(1), line(2), line(4), line(8), line(2, sequence=True), line(8, sequence=True), grid(2), tesseract(2, 1), tesseract(2, 2)]
+OTHERS = [
+    line(1),
+    line(2),
+    line(4),
+    line(8),
+    line(2, sequence=True),
+    line(8, sequence=True),
+    grid(2),
+    tesseract(2, 1),
+    tesseract(2, 2),
+]
 
 
 @pytest.mark.parametrize(("name", "asked"), ONE_EACH)

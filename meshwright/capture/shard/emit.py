@@ -1,4 +1,4 @@
-"""Modules from local programs: layers like those of a run without a tensor mode, with this rank's sizes and collectives inside."""
+"""Modules from local programs: layers like those of any run, with this rank's sizes and collectives inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from meshwright.capture.cut.stage_modules import Captured, Prelude, States, _Builder, _changes_late, _free_reads, free_graph
 from meshwright.capture.shard.layout import length
-from meshwright.capture.shard.settle import Program, Settled
+from meshwright.capture.shard.settle import LocalProgram, Settled
 from meshwright.capture.shard.steps import Local, Offset, Step, StepKind
 from meshwright.capture.trace.graph import NodeKind, Ref, mapped
 from meshwright.capture.trace.operations import function_of
@@ -116,7 +116,7 @@ def _columns(settled: Settled, first: int, last: int) -> tuple[str, ...]:
     return tuple(name for name in reads if flat.by_name[name].kind is NodeKind.COLUMN and not settled.line.is_written(name))
 
 
-def _layer(builder: LocalBuilder, program: Program, columns: Sequence[str], free: Sequence[str]) -> Captured:
+def _layer(builder: LocalBuilder, program: LocalProgram, columns: Sequence[str], free: Sequence[str]) -> Captured:
     for name in (*program.given, *columns, *free):
         builder.made[name] = builder.graph.placeholder(name)
     for step in program.steps:

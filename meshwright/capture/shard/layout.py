@@ -1,8 +1,8 @@
 """Layouts: for every dimension of a tensor its factors (size, axes), the outermost first.
 
 A factor that some axes cut is in n equal blocks, of which a rank holds one. Views regroup factors: a merged dimension of rows
-and positions is ((8, (w,)), (12, ())), fused QKV is ((3, ()), (768, (a,))). Sizes are those of one batch, so that every regrouping
-is exact. A padded factor is larger than what it holds: `real` says how much of it counts.
+and positions is ((8, (w,)), (12, ())), fused QKV is ((3, ()), (768, (a,))). Sizes are those of one batch, so that every
+regrouping is exact. A padded factor is larger than what it holds: `real` says how much of it counts.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def split_factor(factor: Factor, take: int, grid: Grid) -> tuple[Factor, Factor]
 
 def regrouped(layout: Layout, shape: Sequence[int], grid: Grid) -> Layout:
     """The layout of a view with this shape."""
+    if 0 in shape:
+        return whole(shape)  # nothing is in it
     todo = [factor for dim in layout for factor in joined(dim) if factor.size != 1 or factor.axes]
     found: list[Dim] = []
     for size in shape:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.capture.shard.layout import Layout, length, local_shape
-from meshwright.capture.shard.steps import Cut
+from meshwright.capture.shard.steps import ParameterCut
 from meshwright.capture.weights.swap_tensor import put
 from meshwright.costs.scheme import Grid
 
@@ -46,8 +46,8 @@ def whole_of(parts: Sequence[Tensor], layout: Layout, grid: Grid) -> Tensor:
             place = place.narrow(dim, start, size)
         place.copy_(part.reshape(sizes))
     found = view.reshape([_product(f.size for f in dim) for dim in layout])
-    for at, dim in enumerate(layout):
-        found = found.narrow(at, 0, length(dim))
+    for at, size in enumerate(map(length, layout)):
+        found = found.narrow(at, 0, size)
     return found.contiguous()
 
 
@@ -58,7 +58,7 @@ def _product(sizes: Iterator[int]) -> int:
     return found
 
 
-def cut_parameters(parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], grid: Grid, rank: int) -> None:
+def cut_parameters(parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, ParameterCut], grid: Grid, rank: int) -> None:
     """Let every parameter be this rank's part of it: the objects stay, ties and optimizers too."""
     with torch.no_grad():
         for name, cut in cuts.items():

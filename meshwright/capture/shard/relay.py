@@ -31,6 +31,8 @@ class _Relay:
 
     def _aligned(self, at: int, have: Dim, want: Dim) -> tuple[Dim, Dim]:
         """Both with the same factors where that is possible; else what is there is gathered whole and cut anew."""
+        if have == want:
+            return have, want
         if have[0].real is not None and want[0].real is None and len(have) == 1:
             self.crops[at] = have[0].length
             if axes_of((want,)):
@@ -83,7 +85,7 @@ class _Relay:
                 self.now[at] = [Factor(f.size, (), f.real) for f in goal]
 
     def arrivals(self, parts: frozenset[str]) -> frozenset[str]:
-        """All axes that should be somewhere come: scattered where the value is a part of a sum. Returns the parts that are left."""
+        """All axes that should be somewhere come, scattered where the value is a part of a sum; returns the parts left."""
         left = set(parts)
         steps = [
             (at, k, axis)

@@ -22,13 +22,17 @@ def _batch(walk: Walk, node: Node, names: list[str]) -> tuple[Dim, ...]:
     lead = walk.layout(_lead(walk, names))
     shape = walk.shape(node.name)
     pad = len(shape) - len(lead)
-    return tuple(lead[k - pad] if k >= pad and length(lead[k - pad]) == size else whole((size,))[0] for k, size in enumerate(shape[:-2]))
+    return tuple(
+        lead[k - pad] if k >= pad and length(lead[k - pad]) == size else whole((size,))[0] for k, size in enumerate(shape[:-2])
+    )
 
 
 def _operand(walk: Walk, name: str, batch: tuple[Dim, ...]) -> Layout:
     shape = walk.shape(name)
     pad = len(batch) + 2 - len(shape)
-    lead = tuple(batch[k + pad] if length(batch[k + pad]) == size and size > 1 else whole((size,))[0] for k, size in enumerate(shape[:-2]))
+    lead = tuple(
+        batch[k + pad] if length(batch[k + pad]) == size and size > 1 else whole((size,))[0] for k, size in enumerate(shape[:-2])
+    )
     return (*lead, *whole(shape[-2:]))
 
 
@@ -91,7 +95,9 @@ def _heads(walk: Walk, name: str, batch: tuple[Dim, ...]) -> Layout:
     return (rows, heads, *whole(shape[2:]))
 
 
-def _dropped(walk: Walk, node: Node, given: list[Local], mask: Local | None, more: dict[str, Any], batch: tuple[Dim, ...]) -> Made:
+def _dropped(
+    walk: Walk, node: Node, given: list[Local], mask: Local | None, more: dict[str, Any], batch: tuple[Dim, ...]
+) -> Made:
     """Attention with dropout, step by step: the mask of dropout is drawn for all heads and rows."""
     q, k, v = given
     names = [arg.name for arg in node.args[:3]]
@@ -112,5 +118,3 @@ def _dropped(walk: Walk, node: Node, given: list[Local], mask: Local | None, mor
     found = walk.call("aten.softmax.int", (Local(found.step), -1), scores)
     dropped = drop(walk, Local(found.step), float(walk.plain(more["dropout_p"])), scores)
     return walk.call("aten.matmul.default", (Local(dropped), v), (*batch, *whole(walk.shape(node.name)[2:])))
-
-

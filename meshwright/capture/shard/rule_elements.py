@@ -12,23 +12,25 @@ from meshwright.capture.shard.walk import Made, Walk
 from meshwright.capture.trace.graph import Node, Ref, mapped
 from meshwright.capture.trace.operations import is_one_of
 
-ELEMENTS = tuple(
-    f"aten.{name}"
-    for name in (
-        "abs add addcdiv addcmul alias atan bitwise_and bitwise_not bitwise_or ceil celu clamp clamp_max clamp_min clone contiguous "
-        "copy cos detach div elu eq erf exp expm1 float floor fmod ge gelu glu_jvp gt hardsigmoid hardswish hardtanh isinf isnan le "
-        "leaky_relu lerp lift_fresh lift_fresh_copy log log1p log_sigmoid logical_and logical_not logical_or logit lt masked_fill "
-        "maximum minimum mish mul nan_to_num ne neg ones_like pow reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign "
-        "silu sin softplus sqrt square sub tanh threshold to _to_copy tan trunc type_as where xlogy zeros_like full_like "
-        "__and__ __or__"
-    ).split()
+_NAMES = (
+    *("abs", "add", "addcdiv", "addcmul", "alias", "atan", "bitwise_and", "bitwise_not", "bitwise_or", "ceil"),
+    *("celu", "clamp", "clamp_max", "clamp_min", "clone", "contiguous", "copy", "cos", "detach", "div", "elu", "eq"),
+    *("erf", "exp", "expm1", "float", "floor", "fmod", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh"),
+    *("isinf", "isnan", "le", "leaky_relu", "lerp", "lift_fresh", "lift_fresh_copy", "log", "log1p", "log_sigmoid"),
+    *("logical_and", "logical_not", "logical_or", "logit", "lt", "masked_fill", "maximum", "minimum", "mish", "mul"),
+    *("nan_to_num", "ne", "neg", "ones_like", "pow", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt"),
+    *("rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "sub", "tanh", "threshold"),
+    *("to", "_to_copy", "tan", "trunc", "type_as", "where", "xlogy", "zeros_like", "full_like", "__and__", "__or__"),
 )
+ELEMENTS = tuple(f"aten.{name}" for name in _NAMES)
 
 
 def broadcast(walk: Walk, names: list[str], shape: tuple[int, ...]) -> Layout:
     """The layout of the result: that of the operand that is cut most, and of others where it is not cut."""
     cut = [name for name in names if not walk.is_soft(name) and axes_of(walk.layout(name))]
-    order = sorted(cut, key=lambda name: (len(axes_of(bare(walk.layout(name), walk.grid))), math.prod(walk.shape(name))), reverse=True)
+    order = sorted(
+        cut, key=lambda name: (len(axes_of(bare(walk.layout(name), walk.grid))), math.prod(walk.shape(name))), reverse=True
+    )
     found: list[Dim] = list(whole(shape))
     taken: set[str] = set()
     for name in order:

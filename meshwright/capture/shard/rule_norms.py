@@ -66,7 +66,7 @@ def _arguments(walk: Walk, node: Node) -> tuple[str, str | None, str | None, Any
 
 
 def norm(walk: Walk, node: Node) -> Made | None:
-    """LayerNorm and RMSNorm over the features. Cut features: sums over their axes, centred before they are squared."""
+    """LayerNorm and RMSNorm over the features. ParameterCut features: sums over their axes, centred before they are squared."""
     source, weight, bias, eps = _arguments(walk, node)
     layout, width = walk.layout(source), walk.shape(source)[-1]
     if list(walk.plain(node.args[1])) != [width] or _padded(layout) or node.kwargs:
@@ -85,7 +85,9 @@ def norm(walk: Walk, node: Node) -> Made | None:
         total = walk.call("aten.sum.dim_IntList", (x, [-1], True), one)
         shared = walk.moved(total.step, one, one, parts=cut, missing=cut, path=node.path)
         centred = Local(walk.local("centred", (x, Local(shared), width), layout).step)
-    squares = walk.call("aten.sum.dim_IntList", (Local(walk.call("aten.square.default", (centred,), layout).step), [-1], True), one)
+    squares = walk.call(
+        "aten.sum.dim_IntList", (Local(walk.call("aten.square.default", (centred,), layout).step), [-1], True), one
+    )
     shared = walk.moved(squares.step, one, one, parts=cut, missing=cut, path=node.path)
     if eps is None:
         size = walk.flat.by_name[source].size

@@ -19,6 +19,7 @@ from meshwright.capture.shard.layout import (
     whole,
 )
 from meshwright.capture.shard.refusals import indivisible, no_rule
+from meshwright.capture.shard.rule_elements import broadcast
 from meshwright.capture.shard.steps import Local, StepKind
 from meshwright.capture.shard.walk import Made, Walk, operation
 from meshwright.capture.trace.graph import Node
@@ -179,7 +180,7 @@ def select(walk: Walk, node: Node) -> Made | None:
 
 
 def split(walk: Walk, node: Node) -> Made | None:
-    """Pieces of a dimension: `getitem` finds them."""
+    """PieceGraph of a dimension: `getitem` finds them."""
     source, name = node.args[0].name, operation(node)
     layout = walk.layout(source)
     args = walk.plain(node.args[1:])
@@ -239,6 +240,15 @@ def cat(walk: Walk, node: Node) -> Made | None:
     given = [walk.read(name, want, axes_of(lead)) for name, want in zip(names, wants, strict=True)]
     result = (*lead[:dim], whole((walk.shape(node.name)[dim],))[0], *lead[dim + 1 :])
     return walk.call("aten.cat.default", (given, dim), result)
+
+
+def stack(walk: Walk, node: Node) -> Made | None:
+    """Tensors joined along a new dimension."""
+    names = [ref.name for ref in node.args[0]]
+    layout = broadcast(walk, names, walk.shape(names[0]))
+    dim = (walk.plain(node.args[1]) if len(node.args) > 1 else 0) % len(walk.shape(node.name))
+    given = [walk.read(name, layout, axes_of(layout)) for name in names]
+    return walk.call("aten.stack.default", (given, dim), (*layout[:dim], (Factor(len(names)),), *layout[dim:]))
 
 
 def repeat_interleave(walk: Walk, node: Node) -> Made | None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.capture.shard import rule_attention, rule_elements, rule_losses, rule_norms, rule_products, rule_views
+from meshwright.capture.shard import (
+    rule_attention,
+    rule_elements,
+    rule_losses,
+    rule_norms,
+    rule_products,
+    rule_tables,
+    rule_views,
+)
 from meshwright.capture.shard.walk import Push, Rule
 
 _RESHAPES = (
@@ -29,11 +37,12 @@ RULES: Mapping[str, Rule] = _table(
     (("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.unbind"), rule_views.split),
     (("operator.getitem",), rule_views.getitem),
     (("aten.cat",), rule_views.cat),
+    (("aten.stack",), rule_views.stack),
     (("aten.repeat_interleave",), rule_views.repeat_interleave),
     (("aten.linear", "aten.addmm", "aten.mm"), rule_products.product),
     (("aten.matmul", "aten.bmm", "aten.baddbmm"), rule_attention.matmul),
-    (("aten.embedding",), rule_products.lookup),
-    (("aten.conv1d", "aten.conv2d", "aten.conv3d"), rule_products.convolution),
+    (("aten.embedding",), rule_tables.lookup),
+    (("aten.conv1d", "aten.conv2d", "aten.conv3d"), rule_tables.convolution),
     (("aten.layer_norm", "aten.rms_norm"), rule_norms.norm),
     (("aten.mean", "aten.sum"), rule_norms.reduction),
     (("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax", "aten.cumsum"), rule_norms.along),
@@ -48,5 +57,5 @@ PUSHES: Mapping[str, Push] = {
     **dict.fromkeys(_PERMUTES, rule_views.push_permute),
     **dict.fromkeys(("aten.expand", "aten.expand_as"), rule_views.push_expand),
     **dict.fromkeys(("aten.slice", "aten.narrow"), rule_views.push_slices),
-    "aten.embedding": rule_products.push_lookup,
+    "aten.embedding": rule_tables.push_lookup,
 }

@@ -1,32 +1,32 @@
 """From a flat graph and a mode to local programs: layouts, cuts of parameters, divisors, and a report, the same on all ranks.
 
-    settled = settle(line, ties, scheme, grid)       one program for the whole model
-    settled = settle(..., places=places)             one per layer between these places
+settled = settle(line, ties, scheme, grid)       one program for the whole model
+settled = settle(..., places=places)             one per layer between these places
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.shard.layout import Layout, local_shape
 from meshwright.capture.shard.refusals import indivisible
-from meshwright.capture.shard.rule_products import is_table, token_values
+from meshwright.capture.shard.rule_tables import is_table, token_values
 from meshwright.capture.shard.rules import PUSHES, RULES
 from meshwright.capture.shard.sizes import Sizes, example_sizes
-from meshwright.capture.shard.steps import Cut, ExtraMove, Product, Step, StepKind
+from meshwright.capture.shard.steps import ExtraMove, ParameterCut, Product, Step, StepKind
 from meshwright.capture.shard.walk import Findings, Task, Walk, locals_in, operation
 from meshwright.capture.trace.graph import Node, NodeKind, refs
-from meshwright.costs.declared import Collective, Phase, Transfer, transfer
+from meshwright.costs.declared import CollectiveKind, Phase, SentWords, transfer
 from meshwright.costs.scheme import Grid, Save, Scheme
 from meshwright.errors import MeshwrightError
 
 
 @dataclass(frozen=True)
-class Program:
+class LocalProgram:
     """What a rank runs for a range of operations: what it takes and gives, by the names of the flat graph."""
 
     steps: tuple[Step, ...]
@@ -46,30 +46,30 @@ class Settled:
     grid: Grid
     sizes: Sizes
     places: tuple[int, ...]
-    programs: tuple[Program, ...]
+    programs: tuple[LocalProgram, ...]
     layouts: dict[str, Layout]
-    cuts: dict[str, Cut]
+    cuts: dict[str, ParameterCut]
     products: tuple[Product, ...]
     extra: tuple[ExtraMove, ...]
     replicated: dict[str, str]
     """Parameters that stay whole on every rank because an operation has no rule, and that operation."""
 
-    def transfers(self, *, weights: bool = True) -> list[Transfer]:
+    def transfers(self, *, weights: bool = True) -> list[SentWords]:
         """All that a rank sends forward and backward; `weights=False` leaves out what a second half of a microbatch shares."""
-        found: list[Transfer] = []
+        found: list[SentWords] = []
         for program in self.programs:
             for step in program.steps:
                 if step.move is not None and (weights or not step.weight):
                     found += step.move.transfers(self.grid, learns=step.learns, again=self.scheme.save is Save.SHARDS)
         return found
 
-    def sums(self) -> list[Transfer]:
+    def sums(self) -> list[SentWords]:
         """What a rank sends when the gradients of parameters are added up."""
-        found: list[Transfer] = []
+        found: list[SentWords] = []
         for cut in self.cuts.values():
             if axes := self.grid.wide(cut.unsummed):
                 words = math.prod(local_shape(cut.layout, self.grid))
-                found.append(transfer(Phase.SYNC, Collective.TOTAL, axes, words, self.grid))
+                found.append(transfer(Phase.SYNC, CollectiveKind.TOTAL, axes, words, self.grid))
         return found
 
 
@@ -82,6 +82,7 @@ def settle(
     sizes: Sizes | None = None,
     places: Sequence[int] | None = None,
     replicate: Sequence[str] = (),
+    frozen: Collection[str] = (),
 ) -> Settled:
     """Settle the layouts of a model for batches of one shape.
 
@@ -93,6 +94,7 @@ def settle(
         sizes: The sizes for one batch; those of the example if not given.
         places: Where layers begin and end; one layer if not given.
         replicate: Modules that run whole on every rank.
+        frozen: Parameters that need no gradient, by their first names.
 
     Raises:
         MeshwrightError: A size does not divide, or an operation has no rule.
@@ -108,7 +110,8 @@ def settle(
             users.setdefault(name, []).append(node)
     light = _light(line, sizes, scheme, grid, values, places, replicate)
     kept = {name: tuple(nodes) for name, nodes in users.items()}
-    task = Task(line, sizes, scheme, grid, ties, tuple(replicate), RULES, PUSHES, light, kept, values)
+    learning = _learning(line, {name for name, first in ties.items() if first not in frozen})
+    task = Task(line, sizes, scheme, grid, ties, tuple(replicate), RULES, PUSHES, light, kept, learning, values)
     layouts: dict[str, Layout] = {}
     found, programs = Findings(), []
     for first, last in pairwise(places):
@@ -118,15 +121,25 @@ def settle(
             walk.node(node)
         programs.append(_program(line, walk, first, last))
     return Settled(
-        line, scheme, grid, sizes, places, tuple(programs), layouts, found.cuts, tuple(found.products), tuple(found.extra), found.replicated
+        line,
+        scheme,
+        grid,
+        sizes,
+        places,
+        tuple(programs),
+        layouts,
+        found.cuts,
+        tuple(found.products),
+        tuple(found.extra),
+        found.replicated,
     )
 
 
-def _program(line: Line, walk: Walk, first: int, last: int) -> Program:
+def _program(line: Line, walk: Walk, first: int, last: int) -> LocalProgram:
     names = [ref.name for ref in refs(line.flat.result)] if last == len(line.work) else list(line.crossings[last])
     results = tuple(walk.read(name).name for name in names)
     layouts = tuple(walk.layout(name) for name in names)
-    return Program(_needed(walk.program, results), line.crossings[first], results, layouts)
+    return LocalProgram(_needed(walk.program, results), line.crossings[first], results, layouts)
 
 
 def _needed(steps: list[Step], results: Sequence[str]) -> tuple[Step, ...]:
@@ -142,6 +155,27 @@ def _needed(steps: list[Step], results: Sequence[str]) -> tuple[Step, ...]:
             found.append(step)
             wanted |= {local.name for local in locals_in((step.args, step.kwargs))}
     return tuple(reversed(found))
+
+
+def _learning(line: Line, trained: Collection[str]) -> frozenset[str]:
+    """Values that a gradient comes back to: they depend on a parameter that needs one."""
+    found: set[str] = set()
+    for node in line.flat.nodes:
+        if node.kind is NodeKind.STATE and node.target in trained:
+            found.add(node.name)
+        elif node.kind is NodeKind.CALL and operation(node) not in _STOPS and any(name in found for name in node.reads):
+            found |= {node.name} if node.size is None or node.size.learns else set()
+    return frozenset(found)
+
+
+_STOPS = (
+    "aten.detach",
+    "aten.zeros_like",
+    "aten.ones_like",
+    "aten.full_like",
+    "aten.sym_size",
+    "higher_order.wrap_with_set_grad_enabled",
+)
 
 
 def _fitting(scheme: Scheme, grid: Grid, rows: int) -> Scheme:
@@ -162,7 +196,13 @@ def _known(line: Line, replicate: Sequence[str]) -> None:
 
 
 def _light(
-    line: Line, sizes: Sizes, scheme: Scheme, grid: Grid, values: frozenset[str], places: tuple[int, ...], replicate: Sequence[str]
+    line: Line,
+    sizes: Sizes,
+    scheme: Scheme,
+    grid: Grid,
+    values: frozenset[str],
+    places: tuple[int, ...],
+    replicate: Sequence[str],
 ) -> frozenset[str]:
     """Values that depend on parameters and on what is free alone, and that stay inside one layer."""
     crossing = {name for place in places[1:-1] for name in line.crossings[place]}

@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParameterCut:
     """How a parameter is stored, and the axes over which its gradient is a part until gradients are added up."""
 
     layout: Layout

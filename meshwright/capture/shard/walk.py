@@ -1,9 +1,9 @@
 """One pass over the operations of a flat graph: what is whole becomes local, and moves stand where layouts change.
 
 Values have layouts. Columns and values that depend on no parameter are whole and without a gradient: they are sliced where
-they are read. Values that depend on parameters and such values alone (position embeddings, relative biases) are *light*: they are made
-where they are read, in the layout that is wanted there, so that their parameters are cut instead. All else has the layout that
-its rule gave it, and is moved where a reader wants another.
+they are read. Values that depend on parameters and such values alone (position embeddings, relative biases) are *light*: they
+are made where they are read, in the layout that is wanted there, so that their parameters are cut instead. All else has the
+layout that its rule gave it, and is moved where a reader wants another.
 
 The gradient of what is whole over an axis is whole, on every rank the same. Work that is cut over an axis gives parts: a reader
 says over which axes its work is cut, and what it reads whole over one of them is copied in, with a sum on the way back. Only
@@ -21,7 +21,7 @@ from meshwright.capture.shard.layout import Layout, axes_of, bare, length, local
 from meshwright.capture.shard.refusals import indivisible, no_rule
 from meshwright.capture.shard.relay import relaid
 from meshwright.capture.shard.sizes import Sizes
-from meshwright.capture.shard.steps import Cut, ExtraMove, Local, Product, Step, StepKind
+from meshwright.capture.shard.steps import ExtraMove, Local, ParameterCut, Product, Step, StepKind
 from meshwright.capture.trace.graph import Node, NodeKind, Ref, mapped, refs
 from meshwright.capture.trace.operations import CHECKS, is_one_of
 from meshwright.costs.scheme import Grid, Scheme
@@ -44,7 +44,7 @@ class Made:
 class Findings:
     """What is found out about a model on the way."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, ParameterCut] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)
     extra: list[ExtraMove] = field(default_factory=list)
     replicated: dict[str, str] = field(default_factory=dict)
@@ -65,6 +65,8 @@ class Task:
     pushes: Mapping[str, Push]
     light: frozenset[str]
     users: Mapping[str, tuple[Node, ...]]
+    learning: frozenset[str]
+    """Values that a gradient comes back to."""
     values: frozenset[str]
     """Values that depend on what is in a batch, not only on its shape."""
 
@@ -119,8 +121,7 @@ class Walk:
 
     def learns(self, name: str) -> bool:
         """Does a gradient come back to it?"""
-        size = self.flat.by_name[name].size
-        return size is not None and size.learns and not self.is_free(name)
+        return name in self.task.learning
 
     def wide(self, axes: Iterable[str]) -> frozenset[str]:
         """Those of some axes that cut at all."""
@@ -200,7 +201,7 @@ class Walk:
             node = self.flat.by_name[name]
             return self.task.pushes[operation(node)](self, node, want, missing)
         source = self.here.get(name, name)
-        return self.moved(source, self.layout(name), want, missing=missing, learns=self.learns(name), path=name)
+        return self.moved(source, self.layout(name), want, missing=missing, path=name)
 
     def moved(
         self,
@@ -210,11 +211,11 @@ class Walk:
         *,
         missing: Iterable[str] = (),
         parts: Iterable[str] = (),
-        learns: bool = True,
         path: str = "",
         weight: bool = False,
     ) -> str:
         """A step's value in another layout; `parts` are axes over which it is still a part of a sum."""
+        learns = self.program_learns(source)
         moves = relaid(have, want, self.grid, missing=self.wide(missing), parts=self.wide(parts), name=path)
         for target, move, args in moves:
             if move is None:
@@ -227,7 +228,7 @@ class Walk:
 
     def own(self, name: str, layout: Layout, unsummed: Iterable[str]) -> None:
         """A parameter is stored in a layout, and its gradient is a part over some axes."""
-        first, cut = self.parameter(name), Cut(layout, self.wide(unsummed))
+        first, cut = self.parameter(name), ParameterCut(layout, self.wide(unsummed))
         self.divisible(layout, first)
         before = self.found.cuts.setdefault(first, cut)
         if bare(before.layout, self.grid) != bare(cut.layout, self.grid) or before.unsummed != cut.unsummed:
@@ -241,7 +242,7 @@ class Walk:
         first = self.parameter(name)
         if ("parameter", first) not in self._again:
             layout = self.found.cuts[first].layout
-            self._again["parameter", first] = self.step(StepKind.PARAMETER, first, layout=layout)
+            self._again["parameter", first] = self.step(StepKind.PARAMETER, first, layout=layout, learns=self.learns(name))
         return self._again["parameter", first]
 
     def divisible(self, layout: Layout, what: str) -> None:

@@ -22,7 +22,11 @@ def widened(flat: Flat) -> Flat:
 
 
 def _node(node: Node) -> Node:
-    size = replace(node.size, dtype="float64", bytes=2 * node.size.bytes) if node.size and node.size.dtype == "float32" else node.size
+    size = (
+        replace(node.size, dtype="float64", bytes=2 * node.size.bytes)
+        if node.size and node.size.dtype == "float32"
+        else node.size
+    )
     body = widened(node.body) if node.body is not None else None
     return replace(node, args=mapped(node.args, _wide), kwargs=mapped(node.kwargs, _wide), size=size, body=body)
 
@@ -31,7 +35,7 @@ def _wide(leaf: Any) -> Any:
     return torch.float64 if leaf is torch.float32 else leaf
 
 
-class wide_casts(TorchFunctionMode):  # noqa: N801, used like a function
+class wide_casts(TorchFunctionMode):
     """While it is entered, casts to float32 are casts to float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
