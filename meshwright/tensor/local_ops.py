@@ -75,3 +75,8 @@ def hidden(scores: Tensor, mask: Tensor) -> Tensor:
 def added(scores: Tensor, mask: Tensor) -> Tensor:
     """Scores of attention with a mask of numbers."""
     return scores + mask
+
+
+def loss_or_zero(sums: Tensor, mean: bool) -> Tensor:
+    """The loss from the sums over the rows of a half, 0 where none counts."""
+    return sums[0] / sums[1].detach().clamp(min=1) if mean else sums[0] + 0.0

@@ -40,6 +40,10 @@ class MoveKind(StrEnum):
     MAXIMUM = "maximum"
 
 
+_FORWARD = {MoveKind.GATHER: CollectiveKind.GATHER, MoveKind.SCATTER: CollectiveKind.SCATTER}
+_BACKWARD = {MoveKind.GATHER: CollectiveKind.SCATTER, MoveKind.COPY: CollectiveKind.TOTAL}
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One move. `sums` says of a gather that the gradient of its result is a part, which is scattered."""
@@ -96,17 +100,12 @@ class Move:
         """What it sends, forward and backward; `again`: a gather is repeated for the backward pass."""
         given, made, found = math.prod(self.given), math.prod(self.made), []
         if self.speaks:
-            kind = {MoveKind.GATHER: CollectiveKind.GATHER, MoveKind.SCATTER: CollectiveKind.SCATTER}.get(
-                self.kind, CollectiveKind.TOTAL
-            )
+            kind = _FORWARD.get(self.kind, CollectiveKind.TOTAL)
             found.append(transfer(Phase.FORWARD, kind, self.axes, given, grid))
             if again and self.kind is MoveKind.GATHER:
                 found.append(transfer(Phase.BACKWARD, kind, self.axes, given, grid))
         if learns and self.answers:
-            kind = {MoveKind.GATHER: CollectiveKind.SCATTER, MoveKind.COPY: CollectiveKind.TOTAL}.get(
-                self.kind, CollectiveKind.GATHER
-            )
-            found.append(transfer(Phase.BACKWARD, kind, self.axes, made, grid))
+            found.append(transfer(Phase.BACKWARD, _BACKWARD.get(self.kind, CollectiveKind.GATHER), self.axes, made, grid))
         return found
 
     def _wide(self, wires: Wires) -> tuple[int, ...]:

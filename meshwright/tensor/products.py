@@ -23,6 +23,13 @@ class JobSlot:
     """Where backward looks for the list that takes its weight gradients."""
 
     rest: list[Job] | None = None
+    spend: Callable[[int], None] | None = None
+    """On an emulated device: called with the multiply-adds of every product."""
+
+
+def _spend(slot: JobSlot, count: int) -> None:
+    if slot.spend is not None and count:
+        slot.spend(count)
 
 
 class _Product(Function):
@@ -33,6 +40,7 @@ class _Product(Function):
         """The product."""
         ctx.save_for_backward(x, weight)
         ctx.call = weight, transposed, slot
+        _spend(slot, x.numel() * weight.shape[1 if transposed else 0])
         return torch.matmul(x, weight if transposed else weight.t())
 
     @staticmethod
@@ -41,11 +49,13 @@ class _Product(Function):
         x, saved = ctx.saved_tensors
         weight, transposed, slot = ctx.call
         gx = torch.matmul(g, saved.t() if transposed else saved) if ctx.needs_input_grad[0] else None
+        _spend(slot, g.numel() * x.shape[-1] if gx is not None else 0)
         if not ctx.needs_input_grad[1]:
             return gx, None, None, None
         rows, grads = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
 
         def job() -> Tensor:
+            _spend(slot, grads.numel() * rows.shape[-1])
             return torch.mm(rows.t(), grads) if transposed else torch.mm(grads.t(), rows)
 
         if slot.rest is None:

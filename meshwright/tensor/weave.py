@@ -67,6 +67,7 @@ class _Half:
     owed: dict[str, Any] = field(default_factory=dict)
     trails: dict[int, _Trail] = field(default_factory=dict)
     again: dict[str, StartedCollective] = field(default_factory=dict)
+    needing: set[str] = field(default_factory=set)
     at: int = 0
 
     def owe(self, name: str, gradient: Any) -> None:
@@ -105,7 +106,8 @@ class Weave:
         """All pieces; what each half gives. Inputs are by name; those that need a gradient get one in backward."""
         self.wires.log.phase = Phase.FORWARD
         for half, values in zip(self.halves, given, strict=True):
-            half.values = dict(values)
+            half.needing = {name for name, value in values.items() if isinstance(value, Tensor) and value.requires_grad}
+            half.values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
             for border in half.pieces.early:
                 half.values[border.name] = border.route.start(half.values[border.source], self.wires)
         for turn in self.turns:
@@ -142,7 +144,8 @@ class Weave:
         for name in piece.reads:
             value = half.values[name] = _there(half.values[name])
             border = half.pieces.borders.get(name)
-            box: list[Tensor] | None = [] if learning and _learns(value) and (border is None or border.learns) else None
+            needs = name in half.needing if name in half.pieces.inputs else border is None or border.learns
+            box: list[Tensor] | None = [] if learning and _learns(value) and needs else None
             boxes.append(box)
             read.append(value if box is None else _enter(_ANCHOR, value, box))
         return read, boxes

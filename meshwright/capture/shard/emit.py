@@ -82,7 +82,8 @@ class LocalBuilder(_Builder):
         assert step.layout is not None
         factors = tuple((factor.size, factor.axes) for dim in step.layout for factor in dim)
         shape = tuple(length(dim) for dim in step.layout)
-        return GlobalDropout(dict(step.kwargs)["rate"], factors, shape, self.wires)
+        more = dict(step.kwargs)
+        return GlobalDropout(more["rate"], factors, shape, self.wires, rows_dim=more["rows_dim"])
 
     def _native(self, step: Step) -> None:
         assert step.node is not None

@@ -116,5 +116,5 @@ def _dropped(
         kind = "hidden" if size.dtype == "bool" else "added"
         found = walk.local(kind, (Local(found.step), mask), scores)
     found = walk.call("aten.softmax.int", (Local(found.step), -1), scores)
-    dropped = drop(walk, Local(found.step), float(walk.plain(more["dropout_p"])), scores)
+    dropped = drop(walk, Local(found.step), float(walk.plain(more["dropout_p"])), scores, walk.sizes.grows.get(names[0]))
     return walk.call("aten.matmul.default", (Local(dropped), v), (*batch, *whole(walk.shape(node.name)[2:])))

@@ -111,9 +111,10 @@ def dropout(walk: Walk, node: Node) -> Made | None:
     source, layout = node.args[0].name, walk.layout(node.args[0].name)
     if not node.random:
         return Made(walk.read(source, layout, axes_of(layout)).name, layout)
-    return Made(drop(walk, walk.read(source, layout, axes_of(layout)), float(node.args[1]), layout), layout)
+    given = walk.read(source, layout, axes_of(layout))
+    return Made(drop(walk, given, float(node.args[1]), layout, walk.sizes.grows.get(node.name)), layout)
 
 
-def drop(walk: Walk, x: Any, rate: float, layout: Layout) -> str:
-    """A step that drops elements of a tensor in this layout."""
-    return walk.step(StepKind.DROPOUT, "dropout", (x,), {"rate": rate}, layout=layout)
+def drop(walk: Walk, x: Any, rate: float, layout: Layout, rows_dim: int | None) -> str:
+    """A step that drops elements of a tensor in this layout, whose rows are in a dimension."""
+    return walk.step(StepKind.DROPOUT, "dropout", (x,), {"rate": rate, "rows_dim": rows_dim}, layout=layout)

@@ -180,7 +180,7 @@ def select(walk: Walk, node: Node) -> Made | None:
 
 
 def split(walk: Walk, node: Node) -> Made | None:
-    """PieceGraph of a dimension: `getitem` finds them."""
+    """Pieces of a dimension: `getitem` finds them."""
     source, name = node.args[0].name, operation(node)
     layout = walk.layout(source)
     args = walk.plain(node.args[1:])
