@@ -1,0 +1,120 @@
+"""Operations that work element by element: the operand that is cut most says how, all others follow it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from meshwright.capture.shard.layout import Dim, Layout, axes_of, bare, length, whole
+from meshwright.capture.shard.refusals import no_rule
+from meshwright.capture.shard.steps import StepKind
+from meshwright.capture.shard.walk import Made, Walk
+from meshwright.capture.trace.graph import Node, Ref, mapped
+from meshwright.capture.trace.operations import is_one_of
+
+_NAMES = (
+    *("abs", "add", "addcdiv", "addcmul", "alias", "atan", "bitwise_and", "bitwise_not", "bitwise_or", "ceil"),
+    *("celu", "clamp", "clamp_max", "clamp_min", "clone", "contiguous", "copy", "cos", "detach", "div", "elu", "eq"),
+    *("erf", "exp", "expm1", "float", "floor", "fmod", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh"),
+    *("isinf", "isnan", "le", "leaky_relu", "lerp", "lift_fresh", "lift_fresh_copy", "log", "log1p", "log_sigmoid"),
+    *("logical_and", "logical_not", "logical_or", "logit", "lt", "masked_fill", "maximum", "minimum", "mish", "mul"),
+    *("nan_to_num", "ne", "neg", "ones_like", "pow", "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt"),
+    *("rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "sub", "tanh", "threshold"),
+    *("to", "_to_copy", "tan", "trunc", "type_as", "where", "xlogy", "zeros_like", "full_like", "__and__", "__or__"),
+)
+ELEMENTS = tuple(f"aten.{name}" for name in _NAMES)
+
+
+def broadcast(walk: Walk, names: list[str], shape: tuple[int, ...]) -> Layout:
+    """The layout of the result: that of the operand that is cut most, and of others where it is not cut."""
+    cut = [name for name in names if not walk.is_soft(name) and axes_of(walk.layout(name))]
+    order = sorted(
+        cut, key=lambda name: (len(axes_of(bare(walk.layout(name), walk.grid))), math.prod(walk.shape(name))), reverse=True
+    )
+    found: list[Dim] = list(whole(shape))
+    taken: set[str] = set()
+    for name in order:
+        layout = walk.layout(name)
+        pad = len(shape) - len(layout)
+        for at, dim in enumerate(layout):
+            mine = axes_of((dim,))
+            if mine and not mine & taken and length(dim) == shape[at + pad] and not axes_of((found[at + pad],)):
+                found[at + pad] = dim
+                taken |= mine
+    return tuple(found)
+
+
+def operand(shape: tuple[int, ...], result: Layout) -> Layout:
+    """The layout in which an operand of this shape is read, so that the result has its layout."""
+    pad = len(result) - len(shape)
+    return tuple(
+        result[at + pad] if size == length(result[at + pad]) and size != 1 else whole((size,))[0] for at, size in enumerate(shape)
+    )
+
+
+def functional(walk: Walk, node: Node) -> str:
+    """The operation that gives a new tensor where the node works in place; refused where the old value is read again."""
+    if not node.writes:
+        return node.target
+    after = False
+    for other in walk.flat.nodes:
+        if after and other.name != node.name:
+            for name in other.reads:
+                source = walk.flat.by_name[name]
+                if name != node.name and not set(source.memory).isdisjoint(node.writes) and not _follows(walk, name, node.name):
+                    raise no_rule(node, "it works in place on a value that is read again")
+        after |= other.name == node.name
+    parts = node.target.split(".")
+    return ".".join((parts[0], parts[1].rstrip("_"), *parts[2:]))
+
+
+def _follows(walk: Walk, name: str, source: str) -> bool:
+    """Is a value made from another?"""
+    todo, seen = [name], set[str]()
+    while todo:
+        at = todo.pop()
+        if at == source:
+            return True
+        if at not in seen:
+            seen.add(at)
+            todo += walk.flat.by_name[at].reads
+    return False
+
+
+def element(walk: Walk, node: Node) -> Made | None:
+    """All operands in one layout, and the operation on the parts."""
+    names = walk.tensors((node.args, node.kwargs))
+    layout = broadcast(walk, names, walk.shape(node.name))
+    return Made(_emit(walk, node, layout, frozenset()), layout)
+
+
+def _emit(walk: Walk, node: Node, layout: Layout, missing: frozenset[str]) -> str:
+    work = axes_of(layout) | missing
+    given = {n: walk.read(n, operand(walk.shape(n), layout), work) for n in walk.tensors((node.args, node.kwargs))}
+
+    def leaf(x: Any) -> Any:
+        return (given[x.name] if x.name in given else walk.sizes.numbers[x.name]) if isinstance(x, Ref) else x
+
+    args, kwargs = mapped(node.args, leaf), mapped(dict(node.kwargs), leaf)
+    return walk.call(functional(walk, node), args, layout, kwargs).step
+
+
+def push_element(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -> str:
+    """A light value in a layout: its operands in that layout."""
+    return _emit(walk, node, want, missing)
+
+
+def dropout(walk: Walk, node: Node) -> Made | None:
+    """Drawn for the whole tensor, of which every rank takes its part."""
+    if not is_one_of(node.target, ("aten.dropout",)) or node.writes:
+        raise no_rule(node)
+    source, layout = node.args[0].name, walk.layout(node.args[0].name)
+    if not node.random:
+        return Made(walk.read(source, layout, axes_of(layout)).name, layout)
+    given = walk.read(source, layout, axes_of(layout))
+    return Made(drop(walk, given, float(node.args[1]), layout, walk.sizes.grows.get(node.name)), layout)
+
+
+def drop(walk: Walk, x: Any, rate: float, layout: Layout, rows_dim: int | None) -> str:
+    """A step that drops elements of a tensor in this layout, whose rows are in a dimension."""
+    return walk.step(StepKind.DROPOUT, "dropout", (x,), {"rate": rate, "rows_dim": rows_dim}, layout=layout)

@@ -1,0 +1,225 @@
+"""From a flat graph and a mode to local programs: layouts, cuts of parameters, divisors, and a report, the same on all ranks.
+
+settled = settle(line, ties, scheme, grid)       one program for the whole model
+settled = settle(..., places=places)             one per layer between these places
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshwright.capture.cut.liveness import Line
+from meshwright.capture.shard.layout import Layout, local_shape
+from meshwright.capture.shard.refusals import indivisible
+from meshwright.capture.shard.rule_tables import is_table, token_values
+from meshwright.capture.shard.rules import PUSHES, RULES
+from meshwright.capture.shard.sizes import Sizes, example_sizes
+from meshwright.capture.shard.steps import ExtraMove, ParameterCut, Product, Step, StepKind
+from meshwright.capture.shard.walk import Findings, Task, Walk, locals_in, operation
+from meshwright.capture.trace.graph import Node, NodeKind, refs
+from meshwright.costs.declared import CollectiveKind, Phase, SentWords, transfer
+from meshwright.costs.scheme import Grid, Save, Scheme
+from meshwright.errors import MeshwrightError
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """What a rank runs for a range of operations: what it takes and gives, by the names of the flat graph."""
+
+    steps: tuple[Step, ...]
+    given: tuple[str, ...]
+    results: tuple[str, ...]
+    """The steps with the values that it gives."""
+    layouts: tuple[Layout, ...]
+    """The layouts of what it gives."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A model under a mode. `cuts` are by the first name of a parameter."""
+
+    line: Line
+    scheme: Scheme
+    grid: Grid
+    sizes: Sizes
+    places: tuple[int, ...]
+    programs: tuple[LocalProgram, ...]
+    layouts: dict[str, Layout]
+    cuts: dict[str, ParameterCut]
+    products: tuple[Product, ...]
+    extra: tuple[ExtraMove, ...]
+    replicated: dict[str, str]
+    """Parameters that stay whole on every rank because an operation has no rule, and that operation."""
+
+    def transfers(self, *, weights: bool = True) -> list[SentWords]:
+        """All that a rank sends forward and backward; `weights=False` leaves out what a second half of a microbatch shares."""
+        found: list[SentWords] = []
+        for program in self.programs:
+            for step in program.steps:
+                if step.move is not None and (weights or not step.weight):
+                    found += step.move.transfers(self.grid, learns=step.learns, again=self.scheme.save is Save.SHARDS)
+        return found
+
+    def sums(self) -> list[SentWords]:
+        """What a rank sends when the gradients of parameters are added up."""
+        found: list[SentWords] = []
+        for cut in self.cuts.values():
+            if axes := self.grid.wide(cut.unsummed):
+                words = math.prod(local_shape(cut.layout, self.grid))
+                found.append(transfer(Phase.SYNC, CollectiveKind.TOTAL, axes, words, self.grid))
+        return found
+
+
+def settle(
+    line: Line,
+    ties: Mapping[str, str],
+    scheme: Scheme,
+    grid: Grid,
+    *,
+    sizes: Sizes | None = None,
+    places: Sequence[int] | None = None,
+    replicate: Sequence[str] = (),
+    frozen: Collection[str] = (),
+) -> Settled:
+    """Settle the layouts of a model for batches of one shape.
+
+    Args:
+        line: The flat graph of the model, with its parameters known.
+        ties: The first name of every parameter, by all of its names.
+        scheme: Which axes of the grid cut what.
+        grid: The ranks of the box.
+        sizes: The sizes for one batch; those of the example if not given.
+        places: Where layers begin and end; one layer if not given.
+        replicate: Modules that run whole on every rank.
+        frozen: Parameters that need no gradient, by their first names.
+
+    Raises:
+        MeshwrightError: A size does not divide, or an operation has no rule.
+    """
+    sizes = sizes or example_sizes(line.flat)
+    places = tuple(places) if places is not None else (0, len(line.work))
+    _known(line, replicate)
+    scheme = _fitting(scheme, grid, sizes.rows)
+    values = token_values(line.flat.nodes, line.needs)
+    users: dict[str, list[Node]] = {}
+    for node in line.work:
+        for name in node.reads:
+            users.setdefault(name, []).append(node)
+    light = _light(line, sizes, scheme, grid, values, places, replicate)
+    kept = {name: tuple(nodes) for name, nodes in users.items()}
+    learning = _learning(line, {name for name, first in ties.items() if first not in frozen})
+    task = Task(line, sizes, scheme, grid, ties, tuple(replicate), RULES, PUSHES, light, kept, learning, values)
+    layouts: dict[str, Layout] = {}
+    found, programs = Findings(), []
+    for first, last in pairwise(places):
+        walk = Walk(task, layouts)
+        walk.found = found
+        for node in line.work[first:last]:
+            walk.node(node)
+        programs.append(_program(line, walk, first, last))
+    return Settled(
+        line,
+        scheme,
+        grid,
+        sizes,
+        places,
+        tuple(programs),
+        layouts,
+        found.cuts,
+        tuple(found.products),
+        tuple(found.extra),
+        found.replicated,
+    )
+
+
+def _program(line: Line, walk: Walk, first: int, last: int) -> LocalProgram:
+    names = [ref.name for ref in refs(line.flat.result)] if last == len(line.work) else list(line.crossings[last])
+    results = tuple(walk.read(name).name for name in names)
+    layouts = tuple(walk.layout(name) for name in names)
+    return LocalProgram(_needed(walk.program, results), line.crossings[first], results, layouts)
+
+
+def _needed(steps: list[Step], results: Sequence[str]) -> tuple[Step, ...]:
+    """Steps that a result depends on."""
+    wanted, found = set(results), []
+    for step in reversed(steps):
+        if step.name in wanted or (step.kind is StepKind.NATIVE and step.node is not None and step.node.changes):
+            found.append(step)
+            wanted |= {local.name for local in locals_in((step.args, step.kwargs))}
+            if step.node is not None:
+                wanted |= {f"tuple {name}" for name in step.node.reads}
+        elif step.kind is StepKind.NATIVE and step.node is not None and f"tuple {step.node.name}" in wanted:
+            found.append(step)
+            wanted |= {local.name for local in locals_in((step.args, step.kwargs))}
+    return tuple(reversed(found))
+
+
+def _learning(line: Line, trained: Collection[str]) -> frozenset[str]:
+    """Values that a gradient comes back to: they depend on a parameter that needs one."""
+    found: set[str] = set()
+    for node in line.flat.nodes:
+        if node.kind is NodeKind.STATE and node.target in trained:
+            found.add(node.name)
+        elif node.kind is NodeKind.CALL and operation(node) not in _STOPS and any(name in found for name in node.reads):
+            found |= {node.name} if node.size is None or node.size.learns else set()
+    return frozenset(found)
+
+
+_STOPS = (
+    "aten.detach",
+    "aten.zeros_like",
+    "aten.ones_like",
+    "aten.full_like",
+    "aten.sym_size",
+    "higher_order.wrap_with_set_grad_enabled",
+)
+
+
+def _fitting(scheme: Scheme, grid: Grid, rows: int) -> Scheme:
+    """The scheme for so many rows: where they do not divide, an axis of the residual stream cuts the sequence."""
+    if rows % grid.size(scheme.residual.rows) and scheme.movable:
+        scheme = scheme.along_sequence()
+    for spread in (scheme.residual, scheme.inner):
+        if rows % grid.size(spread.rows):
+            raise indivisible("the rows of a microbatch", rows, spread.rows, grid)
+    return scheme
+
+
+def _known(line: Line, replicate: Sequence[str]) -> None:
+    paths = {node.path for node in line.flat.nodes}
+    for name in replicate:
+        if not any(path == name or path.startswith(f"{name}.") for path in paths):
+            raise MeshwrightError(f"replicate names {name!r}, which is no module of the captured model")
+
+
+def _light(
+    line: Line,
+    sizes: Sizes,
+    scheme: Scheme,
+    grid: Grid,
+    values: frozenset[str],
+    places: tuple[int, ...],
+    replicate: Sequence[str],
+) -> frozenset[str]:
+    """Values that depend on parameters and on what is free alone, and that stay inside one layer."""
+    crossing = {name for place in places[1:-1] for name in line.crossings[place]}
+    found: set[str] = set()
+    for node in line.work:
+        if node.random or node.writes or node.name not in sizes.shapes or operation(node) not in PUSHES or node.name in crossing:
+            continue
+        if any(node.path == part or node.path.startswith(f"{part}.") for part in replicate):
+            continue
+        names = [name for name in node.reads if name in sizes.shapes]
+        soft = [name in line.free or name in found or _is_parameter(line, name) for name in names]
+        if not all(soft) or not names or (operation(node) == "aten.embedding" and is_table(node, sizes, scheme, grid, values)):
+            continue
+        found.add(node.name)
+    return frozenset(found)
+
+
+def _is_parameter(line: Line, name: str) -> bool:
+    node = line.flat.by_name[name]
+    return node.kind is NodeKind.STATE and node.target in line.parameters

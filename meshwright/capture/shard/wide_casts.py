@@ -1,0 +1,45 @@
+"""Casts to float32 made casts to float64: in float64 a model's own casts would hide how exact a run is.
+
+Hugging Face models cast to float32 inside (norms, rotary tables, the loss), also where all weights are float64. `widened` changes
+a captured graph, `wide_casts` the operations of a plain model while it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshwright.capture.trace.graph import Flat, Node, mapped
+
+
+def widened(flat: Flat) -> Flat:
+    """The same graph with float64 for float32."""
+    return replace(flat, nodes=tuple(_node(node) for node in flat.nodes))
+
+
+def _node(node: Node) -> Node:
+    size = (
+        replace(node.size, dtype="float64", bytes=2 * node.size.bytes)
+        if node.size and node.size.dtype == "float32"
+        else node.size
+    )
+    body = widened(node.body) if node.body is not None else None
+    return replace(node, args=mapped(node.args, _wide), kwargs=mapped(node.kwargs, _wide), size=size, body=body)
+
+
+def _wide(leaf: Any) -> Any:
+    return torch.float64 if leaf is torch.float32 else leaf
+
+
+class wide_casts(TorchFunctionMode):
+    """While it is entered, casts to float32 are casts to float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operation of torch."""
+        if function is Tensor.float:
+            function = Tensor.double
+        return function(*mapped(tuple(args), _wide), **mapped(dict(kwargs or {}), _wide))

@@ -1,0 +1,82 @@
+"""What a rank computes on its own parts where torch's operation knows only wholes; collectives stand between these."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def product(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """x @ W^T for a weight as (out, in); `transposed` says that it is stored as (in, out)."""
+    return torch.matmul(x, weight) if transposed else functional.linear(x, weight)
+
+
+def lookup(table: Tensor, ids: Tensor, first: int, padding: int) -> Tensor:
+    """Rows of a table that begins with row `first`; zeros for the rows that others hold."""
+    rows = table.shape[0]
+    inside = (ids >= first) & (ids < first + rows)
+    own = (ids - first).clamp(0, rows - 1)
+    index = padding - first if first <= padding < first + rows else None
+    return functional.embedding(own, table, index) * inside.unsqueeze(-1).to(table.dtype)
+
+
+def known_scores(scores: Tensor, first: int, real: int) -> Tensor:
+    """Scores of this rank's classes without those that only fill up the last part."""
+    return scores.narrow(1, 0, max(0, min(scores.shape[1], real - first)))
+
+
+def largest(scores: Tensor) -> Tensor:
+    """The largest score of every row, detached; minus infinity where there is none."""
+    if not scores.shape[1]:
+        return scores.new_full((scores.shape[0],), float("-inf"))
+    return scores.detach().amax(1)
+
+
+def loss_parts(scores: Tensor, largest: Tensor, target: Tensor, first: int, ignored: int) -> Tensor:
+    """Per row: this rank's part of the sum of exponentials, and the target's score if it is here."""
+    shifted = scores - largest.unsqueeze(1)
+    here = (target >= first) & (target < first + scores.shape[1]) & (target != ignored)
+    if not scores.shape[1]:
+        picked = shifted.sum(1)
+    else:
+        own = (target - first).clamp(0, scores.shape[1] - 1)
+        picked = torch.where(here, shifted.gather(1, own.unsqueeze(1)).squeeze(1), 0.0)
+    return torch.stack((shifted.exp().sum(1), picked), 1)
+
+
+def loss_sum(parts: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """The sum of the losses of this rank's rows, and how many count."""
+    counts = target != ignored
+    losses = torch.where(counts, parts[:, 0].log() - parts[:, 1], 0.0)
+    return torch.stack((losses.sum(), counts.sum().to(losses.dtype)))
+
+
+def loss_of(sums: Tensor, mean: bool) -> Tensor:
+    """The loss from the sums over all rows."""
+    return sums[0] / sums[1].detach() if mean else sums[0] + 0.0
+
+
+def centred(x: Tensor, total: Tensor, width: int) -> Tensor:
+    """x minus the mean of its features."""
+    return x - total / width
+
+
+def normed(centred: Tensor, squares: Tensor, width: int, eps: float) -> Tensor:
+    """Centred features divided by their deviation."""
+    return centred * torch.rsqrt(squares / width + eps)
+
+
+def hidden(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores of attention where a mask allows them."""
+    return scores.masked_fill(~mask, float("-inf"))
+
+
+def added(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores of attention with a mask of numbers."""
+    return scores + mask
+
+
+def loss_or_zero(sums: Tensor, mean: bool) -> Tensor:
+    """The loss from the sums over the rows of a half, 0 where none counts."""
+    return sums[0] / sums[1].detach().clamp(min=1) if mean else sums[0] + 0.0

@@ -1,0 +1,227 @@
+"""Besides plain parity: large cubes, padded vocabularies, few rows, dropout, replicated modules, refusals, reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.errors import MeshwrightError
+from tests.support import captured_models as small
+from tests.support.sharded import (
+    Reference,
+    Request,
+    box,
+    declared_words,
+    family,
+    grid,
+    line,
+    on_threads,
+    parity,
+    plain_pass,
+    reference,
+    settled,
+    tesseract,
+    text,
+)
+
+BOUND = 1e-12
+
+
+@pytest.mark.parametrize(
+    ("asked", "share"),
+    [
+        (line(4), 4),
+        (line(2, sequence=True), 2),
+        (grid(2), 4),
+        (tesseract(2, 2), 4),
+        (box(2, 2, 2), 8),
+        (box(1, 2, 2), 4),
+        (box(2, 1, 1), 2),
+    ],
+    ids=str,
+)
+def test_a_rank_holds_its_share_of_every_matrix(asked: Request, share: int) -> None:
+    found = parity(family("llama"), asked)
+    assert set(found.matrices.values()) == {1 / share}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "asked", "sizes"),
+    [
+        ("gpt2", box(3, 3, 3), {"rows": 9, "n_embd": 36, "n_head": 3}),
+        (
+            "llama",
+            grid(3),
+            {"rows": 9, "hidden_size": 36, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3},
+        ),
+        ("llama", box(4, 4, 4), {"rows": 16, "num_attention_heads": 8, "num_key_value_heads": 4}),
+        ("bert", box(3, 3, 3), {"rows": 9, "hidden_size": 36, "intermediate_size": 72, "num_attention_heads": 3}),
+        ("t5", grid(3), {"rows": 9, "d_model": 36, "d_ff": 72, "num_heads": 3}),
+        ("vit", box(4, 4, 4), {"rows": 16, "num_attention_heads": 4}),
+    ],
+)
+def test_large_cubes(name: str, asked: Request, sizes: dict[str, int]) -> None:
+    found = parity(family(name, **sizes), asked)
+    assert found.loss <= BOUND and found.gradient <= BOUND, found
+    assert found.words == declared_words(found.settled)
+
+
+@pytest.mark.parametrize("asked", [line(4), box(2, 2, 1), grid(2), tesseract(2, 1)], ids=str)
+def test_a_vocabulary_that_does_not_divide_is_padded(asked: Request) -> None:
+    """Tied (GPT-2), as 50257 would be; the padding gets no gradient and no probability."""
+    found = parity(family("gpt2", vocab_size=49), asked)
+    assert found.loss <= BOUND and found.gradient <= BOUND, found
+    assert found.words == declared_words(found.settled)
+
+
+def test_a_last_part_that_is_padding_alone() -> None:
+    """49 classes in 8 parts of 7: the last rank has none."""
+    found = parity(family("llama", vocab_size=49), line(8))
+    assert found.loss <= BOUND and found.gradient <= BOUND, found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_few_rows_are_cut_along_the_sequence(name: str) -> None:
+    found = parity(family(name, rows=2), box(2, 2, 1), layers=True)
+    assert found.settled.scheme.residual.sequence == ("a",)
+    assert found.loss <= BOUND and found.gradient <= BOUND, found
+    assert found.words == declared_words(found.settled)
+
+
+@pytest.mark.parametrize("asked", [line(2), box(2, 2, 2), grid(2)], ids=str)
+def test_dropout_draws_what_one_process_draws(asked: Request) -> None:
+    """All masks of GPT-2, those inside attention included, are slices of the ones that the user's model draws."""
+    torch.manual_seed(0)
+    rates = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+    ref = reference(small.gpt2(n_embd=32, n_head=8, n_layer=1, **rates), text(), seed=5)
+    found = settled(ref, asked)
+    kept = torch.get_rng_state()
+    states: dict[int, Any] = {}
+
+    # threads share torch's generator: ranks run one after another with the same stream, by generators of their own
+    def work(model: nn.Module, wires: Any) -> Tensor:
+        from meshwright.capture.cut.stage_modules import States
+        from meshwright.capture.shard.emit import shard_layers
+        from meshwright.tensor.global_dropout import GlobalDropout
+
+        stream = torch.Generator().manual_seed(5)
+        [layer] = shard_layers(found, States(model), wires)
+        layer.train()
+        for part in layer.modules():
+            if isinstance(part, GlobalDropout):
+                part.generator = stream
+        (loss, *_) = layer(**{name: ref.batch[name] for name in layer.batch_columns})
+        loss.backward()
+        states[wires.rank] = stream.get_state()
+        return loss.detach()
+
+    outcome = on_threads(ref, found, work)
+    torch.set_rng_state(kept)
+    assert outcome.loss <= BOUND and outcome.gradient <= BOUND, outcome
+    assert all(torch.equal(state, states[0]) for state in states.values())
+
+
+class Odd(nn.Module):
+    """Has an operation without a rule, and branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(48, 16)
+        self.wide, self.gate, self.back = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.strange = Sorted()
+        self.head = nn.Linear(16, 48)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x = x + self.back(functional.silu(self.gate(x)) * self.wide(x))
+        x = x + self.strange(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Sorted(nn.Module):
+    """Sorts features, with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort(-1).values * self.scale
+
+
+def odd() -> Reference:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 48, (8, 6), generator=torch.Generator().manual_seed(0))
+    return reference(Odd(), {"tokens": tokens, "labels": tokens.roll(-1, 1)})
+
+
+def test_an_operation_without_a_rule_is_refused_by_name_and_module() -> None:
+    with pytest.raises(MeshwrightError, match=r"aten\.sort.* in strange") as caught:
+        settled(odd(), box(2, 1, 2))
+    assert caught.value.fix is not None and "replicate=['strange']" in caught.value.fix
+
+
+@pytest.mark.parametrize("asked", [box(2, 1, 2), grid(2), line(2, sequence=True)], ids=str)
+def test_replicated_modules_run_whole(asked: Request) -> None:
+    ref = odd()
+    found = settled(ref, asked, replicate=["strange"])
+    outcome = on_threads(ref, found, plain_pass(ref, found))
+    assert outcome.loss <= BOUND and outcome.gradient <= BOUND, outcome
+    assert outcome.words == declared_words(found)
+    assert found.replicated == {"strange.scale": "aten.mul.Tensor"}
+
+
+def test_a_replicated_module_must_exist() -> None:
+    with pytest.raises(MeshwrightError, match="replicate names 'strong'"):
+        settled(odd(), line(2), replicate=["strong"])
+
+
+def test_siblings_share_one_gather() -> None:
+    """q, k, v and gate, up read one gathered input: two gathers of inputs in a layer, and one for the head."""
+    found = settled(family("llama"), line(2, sequence=True))
+    gathers = [s for s in found.programs[0].steps if s.move is not None and s.move.kind == "gather" and not s.weight]
+    assert len(gathers) == 3
+
+
+def test_the_report_names_products_roles_and_extra_moves() -> None:
+    found = settled(family("bert"), box(2, 2, 1))
+    roles = {product.path.removeprefix("bert.encoder.layer.0."): product.role for product in found.products}
+    assert roles["attention.self.query"] == roles["intermediate.dense"] == "expand"
+    assert roles["attention.output.dense"] == roles["output.dense"] == "contract"
+    assert roles["bert.embeddings.word_embeddings"] == "table"
+    assert {move.path for move in found.extra} == {"cls.predictions.decoder"}, "its tied weight is cut for the residual stream"
+    assert not settled(family("llama"), box(2, 2, 2)).extra
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "message", "fix"),
+    [
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 2},
+            line(4),
+            r"self_attn.*: size 2 does not divide by 4 \(p=4\)",
+            "size 4",
+        ),
+        ({"num_key_value_heads": 2}, line(4), r"self_attn.*: size 2 does not divide by 4 \(p=4\)", "size 4"),
+        ({"intermediate_size": 66}, line(4), r"mlp.gate_proj.weight: size 66 does not divide by 4 \(p=4\)", "size 68"),
+        ({"intermediate_size": 68}, box(2, 4, 1), r"mlp.gate_proj.weight: size 68 does not divide by 8 \(w=2, a=4\)", "size 72"),
+        (
+            {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 6},
+            box(2, 1, 4),
+            r"o_proj.weight: size 36 does not divide by 8 \(w=2, b=4\)",
+            "size 40",
+        ),
+        ({"rows": 6}, box(2, 1, 2), r"rows of a microbatch: size 6 does not divide by 4 \(w=2, b=2\)", "size 8"),
+        ({"rows": 6}, grid(4), r"rows of a microbatch: size 6 does not divide by 4 \(i=4\)", "size 8"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], asked: Request, message: str, fix: str) -> None:
+    """Before anything is sent: settling needs no wires."""
+    with pytest.raises(MeshwrightError, match=message) as caught:
+        settled(family("llama", **sizes), asked)
+    assert caught.value.fix is not None and fix in caught.value.fix
