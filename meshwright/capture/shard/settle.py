@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from meshwright.capture.cut.liveness import Line
-from meshwright.capture.shard.layout import Layout, local_shape
+from meshwright.capture.shard.layout import Layout, local_shape, whole
 from meshwright.capture.shard.refusals import indivisible
 from meshwright.capture.shard.rule_tables import is_table, token_values
 from meshwright.capture.shard.rules import PUSHES, RULES
@@ -83,6 +83,7 @@ def settle(
     places: Sequence[int] | None = None,
     replicate: Sequence[str] = (),
     frozen: Collection[str] = (),
+    whole_outputs: bool = False,
 ) -> Settled:
     """Settle the layouts of a model for batches of one shape.
 
@@ -95,6 +96,7 @@ def settle(
         places: Where layers begin and end; one layer if not given.
         replicate: Modules that run whole on every rank.
         frozen: Parameters that need no gradient, by their first names.
+        whole_outputs: Join what the model returns, so that every rank has all of it.
 
     Raises:
         MeshwrightError: A size does not divide, or an operation has no rule.
@@ -119,7 +121,7 @@ def settle(
         walk.found = found
         for node in line.work[first:last]:
             walk.node(node)
-        programs.append(_program(line, walk, first, last))
+        programs.append(_program(line, walk, first, last, whole_outputs=whole_outputs))
     return Settled(
         line,
         scheme,
@@ -135,10 +137,15 @@ def settle(
     )
 
 
-def _program(line: Line, walk: Walk, first: int, last: int) -> LocalProgram:
-    names = [ref.name for ref in refs(line.flat.result)] if last == len(line.work) else list(line.crossings[last])
-    results = tuple(walk.read(name).name for name in names)
-    layouts = tuple(walk.layout(name) for name in names)
+def _program(line: Line, walk: Walk, first: int, last: int, *, whole_outputs: bool) -> LocalProgram:
+    ends = last == len(line.work)
+    names = [ref.name for ref in refs(line.flat.result)] if ends else list(line.crossings[last])
+    if ends and whole_outputs:
+        layouts = tuple(whole(walk.shape(name)) for name in names)
+        results = tuple(walk.read(name, want, planned=True).name for name, want in zip(names, layouts, strict=True))
+    else:
+        results = tuple(walk.read(name).name for name in names)
+        layouts = tuple(walk.layout(name) for name in names)
     return LocalProgram(_needed(walk.program, results), line.crossings[first], results, layouts)
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import refuse_unfit, shown
+from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
 from meshwright.ir.plan.plan_order import Follows, followed, order_of, refers
+from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS, checked_tensor
 from meshwright.ir.profile import StageCost, costs_from
 from meshwright.ir.reader import LARGEST
 from meshwright.ir.schedule import Schedule
@@ -43,14 +45,6 @@ def parse_name(name: str) -> TransportName:
         raise MeshwrightError(f"'{name}' is not a transport", fix=f"one of {', '.join(TransportName)}") from None
 
 
-class Unsaid(int):
-    """A default count that the user did not set; the plan's own schedule may replace it."""
-
-
-class UnsaidName(str):
-    """A default name that the user did not set."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     """A plan: how many workers, which schedule, and how it runs. All arguments are keywords.
@@ -70,6 +64,14 @@ class Parallel:
         stages: Where the stages after the first begin: modules by name, or numbers of layers. Empty: cut evenly.
         order: The lists themselves, instead of a schedule by name.
         costs: What each stage costs, so that the schedule is shaped by it.
+        tp: Ranks that share the tensors of one worker.
+        tensor: How they share them: `line` (1-D), `grid` (2-D), `tesseract` (2.5-D) or `box` (3-D).
+        box: The three sides (w, a, b) of a `box`; its product is `tp`.
+        depth: The depth of a `tesseract`.
+        sequence: With `line`: the residual stream is cut along the sequence between products.
+        save: What a product keeps for backward: its `shards`, or its `gathered` input and weight.
+        overlap: Run a microbatch as two halves, so that the collectives of one overlap the compute of the other.
+        replicate: Modules whose parameters stay whole on every rank of a box.
 
     Raises:
         MeshwrightError: A value is not possible, or two of them contradict each other.
@@ -96,6 +98,14 @@ class Parallel:
     """The schedule itself, if it is not built by name; `pp` and other fields are taken from it."""
     costs: tuple[StageCost, ...] = ()
     """Measured cost of each stage; builders and lowering use it to choose the order."""
+    tp: int = Unsaid(1)
+    tensor: str = UnsaidName("line")
+    box: tuple[int, ...] = ()
+    depth: int = 1
+    sequence: bool = False
+    save: str = "shards"
+    overlap: bool = False
+    replicate: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._take_own()
@@ -121,6 +131,7 @@ class Parallel:
             self._set(pp=int(self.pp), schedule=str(self.schedule), microbatches=int(self.microbatches) or int(self.pp))
         if self.width and len(self.width) != self.pp and not isinstance(self.pp, Unsaid):
             raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
+        self._set(**vars(checked_tensor({name: getattr(self, name) for name in TENSOR_FIELDS}, self.width)))
 
     def _take_own(self) -> None:
         """Turns a `Schedule` given as `schedule` into `order`, and a path into a file name."""
@@ -180,7 +191,7 @@ class Parallel:
     @property
     def processes(self) -> int:
         """The total number of processes."""
-        return self.workers * self.dp
+        return self.workers * self.dp * self.tp
 
 
 def refuse_crowd(ranks: int) -> None:

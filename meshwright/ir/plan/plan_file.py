@@ -24,6 +24,7 @@ from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.input_limits import file_text, shown, toml
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_order import order_of
+from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS
 from meshwright.ir.reader import Reader, parsed
 
 SCHEMA = 1
@@ -53,9 +54,11 @@ def plan_to_json(parallel: Parallel) -> str:
 
 
 def plan_table(given: Parallel | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a plan as JSON values; leaves out `order` and `costs` if they are empty."""
+    """Returns a plan as JSON values; leaves out `order`, `costs` and the tensor fields if they are not used."""
     found = given.given() if isinstance(given, Parallel) else dict(given)
     order, costs = found.pop("order", None), found.pop("costs", ())
+    if found.get("tp", 1) == 1 and not found.get("box"):
+        found = {name: value for name, value in found.items() if name not in TENSOR_FIELDS}
     if order is not None:
         found["order"] = order if isinstance(order, Mapping) else json.loads(schedule_to_json(order))
     if costs:

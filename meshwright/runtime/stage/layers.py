@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.profile import StageCost
+from meshwright.runtime.parameters.tensor_parameters import TensorParameters
 from meshwright.runtime.stage.objective import Weigh
 from meshwright.torch_internals import gradient_hooks
 
@@ -45,6 +46,8 @@ class Layers:
     """The relative costs of the stages, from the operations of a captured model; None if they are unknown."""
     graph: str = ""
     """The digest of a captured model's graph."""
+    tensor: TensorParameters | None = None
+    """How parameters are shared by the ranks of a box; None if every parameter is whole."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:

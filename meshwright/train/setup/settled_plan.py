@@ -14,7 +14,8 @@ from typing import Any
 
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
-from meshwright.ir.plan.plan import Parallel, Unsaid
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.plan.plan_names import Unsaid
 from meshwright.ir.plan.plan_order import refers
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.check import prove

@@ -1,0 +1,77 @@
+"""The tensor-parallel fields of a plan: types, and values that follow from each other. Modes themselves are in `costs/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.input_limits import shown
+from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
+from meshwright.ir.reader import LARGEST
+
+TENSOR_FIELDS = ("tp", "tensor", "box", "depth", "sequence", "save", "overlap", "replicate")
+SAVES = ("shards", "gathered")
+
+
+@dataclass
+class CheckedTensor:
+    """The fields, with those filled in that follow from others."""
+
+    tp: int
+    tensor: str
+    box: tuple[int, ...]
+    replicate: tuple[str, ...]
+
+
+def checked_tensor(given: Mapping[str, Any], width: tuple[int, ...]) -> CheckedTensor:
+    """Returns the tensor fields of a plan. `tp` alone means `line`; a `box` alone sets `tp`.
+
+    Raises:
+        MeshwrightError: A value has the wrong type, or two values contradict each other.
+    """
+    for name in ("tp", "depth"):
+        _refuse_count(name, given[name])
+    for name in ("sequence", "overlap"):
+        if not isinstance(given[name], bool):
+            raise MeshwrightError(f"{name} must be True or False, got {shown(given[name])}", fix=f"{name}=True")
+    if not isinstance(given["tensor"], str):
+        raise MeshwrightError(f"tensor must be the name of a mode, got {shown(given['tensor'])}", fix='tensor="line"')
+    if given["save"] not in SAVES:
+        raise MeshwrightError(f"save must be one of {', '.join(SAVES)}, got {shown(given['save'])}", fix='save="shards"')
+    box, mode = _box(given["box"]), str(given["tensor"])
+    if box and isinstance(given["tensor"], UnsaidName):
+        mode = "box"
+    tp = prod(box) if box and isinstance(given["tp"], Unsaid) else int(given["tp"])
+    if box and mode != "box":
+        raise MeshwrightError(f'box {box} is the shape of tensor="box", not of tensor={mode!r}', fix='tensor="box"')
+    if box and tp != prod(box):
+        raise MeshwrightError(f"box {box} has {prod(box)} ranks, tp is {tp}", fix=f"tp={prod(box)}, or leave tp out")
+    if tp > 1 and width:
+        raise MeshwrightError(f"width {width} and tp {tp} cannot be combined", fix="one worker for each stage, or tp=1")
+    return CheckedTensor(tp, mode, box, _names(given["replicate"]))
+
+
+def _refuse_count(name: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < LARGEST:
+        raise MeshwrightError(
+            f"{name} must be a whole number of at least 1 and below {LARGEST}, got {shown(count)}", fix=f"{name}=2"
+        )
+
+
+def _box(given: object) -> tuple[int, ...]:
+    if given is None or given == ():
+        return ()
+    if isinstance(given, list | tuple) and len(given) == 3 and all(type(n) is int and 1 <= n < LARGEST for n in given):
+        return tuple(given)
+    if given == []:
+        return ()
+    raise MeshwrightError(f"box must be three whole numbers (w, a, b), got {shown(given)}", fix="box=(2, 2, 1)")
+
+
+def _names(given: object) -> tuple[str, ...]:
+    if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
+        return tuple(given)
+    raise MeshwrightError(f"replicate must list modules by name, got {shown(given)}", fix='replicate=["lm_head"]')
