@@ -1,7 +1,8 @@
 """The layers of a user's model, cut into the stages of a plan. A list of layers is used as it is; a module is captured.
 
-layers = layers_for(model, batch, stages)         the layers that the engine runs
-layers_for(model, batch, stages, flat=flat)       the same, from a graph that was captured before
+graph = cut_graph(model, batch, flat, stages)     chooses the cuts of a captured graph, once
+layers = graph.open(model)                        on every rank: the layers that the engine runs
+layers = listed_layers(layers, stages)            the same for a list of layers
 """
 
 from __future__ import annotations
