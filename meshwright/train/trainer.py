@@ -114,7 +114,7 @@ class Trainer(TrainerJobs):
         self.check_capture = check_capture
         self.traced: Traced | None = None
         self.peak_bytes: tuple[int, ...] = ()
-        self.run: PreparedRun | None = None
+        self.prepared: PreparedRun | None = None
         self._columns: frozenset[str] = frozenset()
         self._board = default_logdir()
         self._given, self._pool = workers, cast(Workers | None, None)
@@ -208,7 +208,7 @@ class Trainer(TrainerJobs):
         """Prepares another `train()`. With `model_init` it starts from a new model, as in the Hugging Face Trainer."""
         if self.model_init is not None:
             self._set(self._sketched())
-            self.run = None
+            self.prepared = None
         elif self.skeleton is not None:
             raise MeshwrightError(
                 "this sketch was trained and its optimizer state was not kept: another train() would start with a new optimizer",

@@ -47,7 +47,7 @@ class TrainerJobs:
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     state: TrainerState
     check_capture: bool
-    run: PreparedRun | None
+    prepared: PreparedRun | None
     _columns: frozenset[str]
     _board: str
     _write_times: dict[str, int]
@@ -81,7 +81,7 @@ class TrainerJobs:
     @property
     def reader(self) -> RowReader:
         """The reader that converts rows of a data set to tensors."""
-        args, run = self.args, self.run
+        args, run = self.args, self.prepared
         columns = accepted(self.model, args.label_names) if args.remove_unused_columns else None
         seed = args.seed if args.data_seed is None else args.data_seed
         known = () if run is None else run.vocabularies
@@ -100,15 +100,17 @@ class TrainerJobs:
         source = self.reader.source(dataset)
         example = source.example(self.args.example_rows)
         columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
-        if self.run is None or self.run.parallel != plan or columns != self._columns:
+        if self.prepared is None or self.prepared.parallel != plan or columns != self._columns:
             self._columns = columns  # a data set without labels has another graph
             inputs = TrainerInputs(
                 self.args, self.skeleton or self.model, self.weights, self.compute_loss_func, self.check_capture
             )
-            self.run = prepare_for_trainer(inputs, source, example, trains=trains, phase=partial(phase, self._phase_listeners))
+            self.prepared = prepare_for_trainer(
+                inputs, source, example, trains=trains, phase=partial(phase, self._phase_listeners)
+            )
         elif trains:
-            refuse_rows(self.args, self.run.flat, source, example, own_loss=self.compute_loss_func is not None)
-        return self._job(self.run), example
+            refuse_rows(self.args, self.prepared.flat, source, example, own_loss=self.compute_loss_func is not None)
+        return self._job(self.prepared), example
 
     def _job(self, run: PreparedRun) -> RankJob:
         return RankJob(

@@ -270,7 +270,7 @@ def test_every_rank_of_torchrun_finds_the_same(kind: str, told: str) -> None:
 @pytest.mark.slow
 def test_the_check_costs_less_than_a_tenth_of_a_demo_run(tmp_path: Path, monkeypatch: Any) -> None:
     from meshwright.train import trainer as module
-    from meshwright.train.job import Job
+    from meshwright.train.job_file import Job
 
     spent, check = [], module.check
 

@@ -153,7 +153,7 @@ def test_a_tracker_that_is_not_installed_names_its_package(name: str, package: s
     trainer = ours(Plain(), tmp_path, vectors(), report_to=[name])
     with pytest.raises(MeshwrightError, match=f"needs the package {package}, which is not installed") as caught:
         trainer.train()
-    assert caught.value.fix == f"pip install {package}, or report_to='none'" and trainer.run is None
+    assert caught.value.fix == f"pip install {package}, or report_to='none'" and trainer.prepared is None
 
 
 def test_every_tracker_that_transformers_knows_has_a_package(tmp_path: Path) -> None:
