@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from meshwright import capture
     from meshwright.capture.weights.sketch import sketch
     from meshwright.ir.files.measurement import Measurement, measurement_from_json, measurement_to_json
-    from meshwright.ir.model import Cuts, ModelGraph, model_from_json, model_to_json
+    from meshwright.ir.files.model_json import model_from_json, model_to_json
+    from meshwright.ir.model import Cuts, ModelGraph
     from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.measure import measure
@@ -104,8 +105,8 @@ _LATER = {
     "measure": "meshwright.train.measure",
     "measurement_from_json": "meshwright.ir.files.measurement",
     "measurement_to_json": "meshwright.ir.files.measurement",
-    "model_from_json": "meshwright.ir.model",
-    "model_to_json": "meshwright.ir.model",
+    "model_from_json": "meshwright.ir.files.model_json",
+    "model_to_json": "meshwright.ir.files.model_json",
     "parallelize": "meshwright.train.parallelize",
     "plan_from_json": "meshwright.ir.plan.plan_file",
     "plan_to_json": "meshwright.ir.plan.plan_file",

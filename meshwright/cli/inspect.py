@@ -43,7 +43,7 @@ def inspect(
 
     Exit code 2: the model cannot be captured, or has fewer layers than stages. 3: --check found a difference to the model.
     """
-    from meshwright.ir.model import model_to_json  # imported here, so that the fast verbs do not load it
+    from meshwright.ir.files.model_json import model_to_json  # imported here, so that the fast verbs do not load it
 
     outputs.refuse_output(output)
     batch = inputs.batch_function(batch, old_batch)
@@ -99,7 +99,7 @@ def _print_check(verdict: Verdict) -> None:
 
 
 def _graph(model: str, rows: int | None, length: int | None, batch: str | None) -> ModelGraph:
-    from meshwright.ir.model import model_from_json
+    from meshwright.ir.files.model_json import model_from_json
 
     path = Path(model)
     if path.suffix == ".json" and os.path.exists(path) and '"kind": "model"' in (text := outputs.read(path)):

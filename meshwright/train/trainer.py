@@ -8,13 +8,12 @@ weights are written to files.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback, TrainerState, set_seed
 from transformers import trainer_pt_utils as reports
 from transformers.integrations.integration_utils import default_logdir
@@ -23,26 +22,22 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 from meshwright.capture.weights.sketch import Skeleton, sketch
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch.workers import Workers
-from meshwright.runtime.stage.batch import Given
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.data.collate import Collate, Collator, accepted, default_collator
-from meshwright.train.data.row_reader import RowReader
+from meshwright.train.data.collate import Collator, default_collator
 from meshwright.train.loop import between_trainings, on_rank
 from meshwright.train.loop.flops import speed_of
-from meshwright.train.loop.rank_job import RankJob, TrainJob, output_folder, trained_weights
+from meshwright.train.loop.rank_job import TrainJob, trained_weights
 from meshwright.train.loop.traced_steps import Traced
 from meshwright.train.loop.training_loop import EvaluationResult, TrainResult
-from meshwright.train.prepare_for_trainer import TrainerInputs, prepare_for_trainer, refuse_rows, refuse_unusable
+from meshwright.train.prepare_for_trainer import refuse_unusable
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.save_model import save_whole
 from meshwright.train.setup import trainer_inputs
-from meshwright.train.setup.gradient_hooks import refuse_lost_hooks
-from meshwright.train.setup.own_weights import refuse_changed_files, seeded, write_times
-from meshwright.train.setup.start_phases import phase
-from meshwright.train.setup.where import launched, refuse_world, run_on_ranks
+from meshwright.train.setup.own_weights import seeded, write_times
+from meshwright.train.trainer_jobs import TrainerJobs
 
 
-class Trainer:
+class Trainer(TrainerJobs):
     """Trains a model under a plan, with the names and habits of the Trainer of Hugging Face.
 
     The same script trains in one process, on local workers that the trainer starts, or under torchrun.
@@ -178,10 +173,6 @@ class Trainer:
         """Removes a callback, or all callbacks of a class."""
         self.callbacks = [c for c in self.callbacks if c is not callback and type(c) is not callback]
 
-    def is_world_process_zero(self) -> bool:
-        """Returns whether this process is rank 0, which logs and writes files for all ranks."""
-        return self.args.process_index == 0
-
     def save_model(self, output_dir: str | None = None) -> None:
         """Writes a folder that `from_pretrained` can read. Rank 0 writes it; of a sketch every rank writes its own part."""
         folder = Path(output_dir or self.folder)
@@ -199,37 +190,6 @@ class Trainer:
             on_rank.generate_on_rank, job, input_ids, {"max_new_tokens": max_new_tokens, **more}
         )
         return found[0]
-
-    # -- data for the ranks
-
-    @property
-    def folder(self) -> Path:
-        """The folder for checkpoints, the log and the model."""
-        return output_folder(self.args)
-
-    @property
-    def module(self) -> nn.Module:
-        """The model as one module; a list of layers is wrapped."""
-        return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
-
-    def job(self, dataset: Any, *, trains: bool = False) -> RankJob:
-        """Returns the data that ranks receive for this data set. Raises, before any worker starts, if the run is not possible."""
-        return self._job_and_example(dataset, trains=trains)[0]
-
-    def evaluation_job(self, dataset: Any) -> RankJob:
-        """Returns the same for evaluation. Raises if the captured model cannot be evaluated."""
-        job = self.job(dataset)
-        job.run.evaluation.refuse()
-        return job
-
-    @property
-    def reader(self) -> RowReader:
-        """The reader that converts rows of a data set to tensors."""
-        args, run = self.args, self.run
-        columns = accepted(self.model, args.label_names) if args.remove_unused_columns else None
-        seed = args.seed if args.data_seed is None else args.data_seed
-        known = () if run is None else run.vocabularies
-        return RowReader(Collate(self.data_collator, columns), seed, args.dataloader_num_workers, known)
 
     # -- private methods
 
@@ -254,71 +214,3 @@ class Trainer:
                 "this sketch was trained and its optimizer state was not kept: another train() would start with a new optimizer",
                 fix="train(resume_from_checkpoint=True), or a new Trainer of meshwright.sketch(build, weights=...)",
             )
-
-    def _job_and_example(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
-        """Returns a job, and the example that its run was prepared with."""
-        plan = self.args.plan
-        refuse_world(plan)
-        if plan.processes > 1 and not launched():
-            trainer_inputs.refuse_checkpointing(self.model)
-        if trains:
-            refuse_lost_hooks(self.module, plan.processes, sketched=self.skeleton is not None)
-        if self.weights is not None and not launched():
-            refuse_changed_files(self.weights, self._write_times)
-        source = self.reader.source(dataset)
-        example = source.example(self.args.example_rows)
-        columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
-        if self.run is None or self.run.parallel != plan or columns != self._columns:
-            self._columns = columns  # a data set without labels has another graph
-            inputs = TrainerInputs(
-                self.args, self.skeleton or self.model, self.weights, self.compute_loss_func, self.check_capture
-            )
-            self.run = prepare_for_trainer(inputs, source, example, trains=trains, phase=partial(phase, self._phase_listeners))
-        elif trains:
-            refuse_rows(self.args, self.run.flat, source, example, own_loss=self.compute_loss_func is not None)
-        return self._job(self.run), example
-
-    def _job(self, run: PreparedRun) -> RankJob:
-        return RankJob(
-            run=run,
-            args=self.args,
-            model=self.module,
-            skeleton=self.skeleton,
-            weights=self.weights,
-            reader=self.reader,
-            optimizers=self.optimizers,
-            optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs,
-            callbacks=self.callbacks,
-            processing_class=self.processing_class,
-            compute_metrics=self.compute_metrics,
-            preprocess_logits_for_metrics=self.preprocess_logits_for_metrics,
-            state=self.state,
-            board_folder=self.folder / self._board,
-        )
-
-    def _any_dataset(self) -> Any:
-        """Returns a data set to prepare a run with."""
-        first = self.eval_dataset if self.train_dataset is None else self.train_dataset
-        if first is None:
-            raise MeshwrightError("there is no data set to capture the model with", fix="Trainer(train_dataset=...)")
-        return next(iter(first.values())) if isinstance(first, dict) else first
-
-    @property
-    def _phase_listeners(self) -> list[TrainerCallback]:
-        """The callbacks that are notified of start-up phases. Empty on all ranks except rank 0."""
-        return self.callbacks if self.is_world_process_zero() else []
-
-    def run_on_ranks(self, work: Callable[..., Any], *more: Any) -> list[Any]:
-        """Calls `work(*more)` on every rank of the plan. Returns the results that this process can see, rank 0 first."""
-        return run_on_ranks(work, *more, parallel=self.args.plan, workers=self._workers)
-
-    def _workers(self) -> Workers:
-        """Returns the workers of this trainer. They start on first use and stop when the trainer is deleted."""
-        trainer_inputs.refuse_loaders(self.args.dataloader_num_workers, self.args.plan.processes)
-        if self._given is not None:
-            return self._given
-        if self._pool is None:
-            with phase(self._phase_listeners, "start workers"):
-                self._pool = Workers(self.args.plan.processes, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
-            weakref.finalize(self, self._pool.close)
-        return self._pool

@@ -370,7 +370,7 @@ NOWHERE = "/nonexistent/x.json"
         (["verify", "mlp", "-o", NOWHERE], "meshwright.train.verify.verify.verify"),
         (["inspect", "gpt-tiny", "-o", NOWHERE], "meshwright.cli.inspect._graph"),
         (["show", "onef1b", "-o", NOWHERE], "meshwright.cli._inputs.load"),
-        (["simulate", "onef1b", "--emulate", "wall", "--trace", NOWHERE], "meshwright.cli._emulate.Wish.run"),
+        (["simulate", "onef1b", "--emulate", "wall", "--trace", NOWHERE], "meshwright.cli._emulate.Emulation.run"),
     ],
     ids=lambda found: found[0] if isinstance(found, list) else "",
 )

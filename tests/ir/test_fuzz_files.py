@@ -21,7 +21,7 @@ READ_BY = {
     "ir/files/schedule_json.py": {"schedule", "lowered"},
     "ir/input_limits.py": {"plan.toml", "job.toml", "model.toml"},
     "ir/files/measurement.py": {"measurement"},
-    "ir/model.py": {"graph"},
+    "ir/files/model_json.py": {"graph"},
     "ir/plan/plan_file.py": {"plan.json", "plan text", "plan.toml", "order.json", "order text", "order.toml"},
     "ir/profile.py": {"costs"},
     "ir/reader.py": {"plan.json"},
@@ -36,8 +36,14 @@ READ_BY = {
     "train/checkpoint/folders.py": {"marker"},
 }
 """Every file that parses something, with the forms that go through it here."""
-WRITES = {"capture/trace/export.py", "capture/trace/size_conditions.py", "train/checkpoint/pretrained_weights.py"}
-"""Files with a parser of that name that read nothing of a user's: conditions of torch, and a file that was just written."""
+WRITES = {
+    "capture/trace/export.py",
+    "capture/trace/size_conditions.py",
+    "runtime/json_exchange.py",
+    "train/checkpoint/pretrained_weights.py",
+    "train/checkpoint/write.py",
+}
+"""Parsers that read no user file: conditions of torch, messages of ranks of one run, and files that were just written."""
 
 
 @pytest.fixture

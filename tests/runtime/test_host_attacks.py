@@ -181,7 +181,7 @@ def test_garbage_in_the_store_does_not_end_a_run(caplog: pytest.LogCaptureFixtur
         with stranger(lambda: garbled(port, state)):
             found = workers.run(slowly, torch.zeros(3))
         assert [part.tolist() for part in found] == [[1.0] * 3] * 2
-    assert "something strange under 'failure', which is ignored" in caplog.text
+    assert "ignored an unexpected entry under 'failure'" in caplog.text
 
 
 def test_a_board_takes_only_entries_of_its_own(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshwright import MeshwrightError, Parallel, cluster_from_json, costs_from_json, even_costs, from_csv, schedule_from_json
 from meshwright.capture.weights.safetensors_files import Weights
-from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight, model_from_json, model_to_json
+from meshwright.ir.files.model_json import model_from_json, model_to_json
+from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
 from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json, read_plan
 from meshwright.ir.timeline import Timeline
 from meshwright.runtime.watchdog.board import Board

@@ -1,11 +1,11 @@
 """The executor: one loop over a worker's lowered list.
 
-    receive    posted where it stands in the list, waited for at the first use of its value
+    receive    posted at its place in the list; the first use of its value waits for it
     compute    forwards, backwards, syncs and updates, compiled once by `Actions`
-    send       started where it stands, overlaps what follows
+    send       started at its place in the list; it overlaps the instructions after it
 
-It obeys the list and decides nothing. Values are numbered slots of a `Store`. A walk is the list with a function for each
-instruction. It is compiled once per form of the data (sizes and dtypes of the batches), because messages depend on it.
+The executor follows the list and makes no decisions. Values are numbered slots of a `Store`. A walk is the list with a function
+for each instruction. It is compiled once per form of the data (sizes and dtypes of the batches), because messages depend on it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from meshwright.runtime.transport.edges import Edges, Incoming, Outgoing
 from meshwright.runtime.watchdog.status import current
 
 WINDOW_BYTES = 1 << 16
-"""More than the checked number of receives may be posted on a channel where they are small: as many as fit in here ..."""
+"""A channel may have more posted receives than the checked number if they are small: as many as fit into this size ..."""
 
 LARGEST = 64
-"""... but not more than this."""
+"""... but at most this many."""
 
 FORMS = 256
-"""For how many forms of the data a compiled walk is kept; the one that was not used for the longest time is forgotten."""
+"""The number of forms of the data whose compiled walks are kept. The least recently used one is dropped."""
 
 
 class Walk(NamedTuple):
-    """Instructions with the functions that run them; `early`: receives of `lines`, which are all agreed, were moved up."""
+    """Instructions with their functions. If `early`, the receives were moved up; the headers of all `lines` are known then."""
 
     instructions: tuple[Instruction, ...]
     functions: list[Do]
@@ -44,7 +44,7 @@ class Walk(NamedTuple):
 
 
 class Executor:
-    """Walks through a program. `at` is the current instruction, for the watchdog, which reads it from another thread."""
+    """Runs a program. `at` is the current instruction; the watchdog reads it from another thread."""
 
     def __init__(self, program: Program, edges: Edges, actions: Actions, trace: Trace | None = None) -> None:
         self.program, self.edges, self.actions, self.trace = program, edges, actions, trace
@@ -54,7 +54,7 @@ class Executor:
         self._walks = Recent[Hashable, Walk](FORMS)
 
     def run(self, first_step: int, batches: Mapping[int, Any]) -> None:
-        """Walk through the list once; its first microbatch is the first of training step `first_step`."""
+        """Runs the list once. Its first microbatch is the first one of training step `first_step`."""
         status = current()
         seat = None if status is None else status.seated(self)
         self.actions.begin(first_step, batches)
@@ -74,7 +74,7 @@ class Executor:
         self.at = None
 
     def _walk(self) -> Walk:
-        """The walk for the coming data, compiled again when it has become possible, or impossible, to post receives early."""
+        """Returns the walk for the next data. It is compiled again if early receives became possible or impossible."""
         form = self.actions.form()
         walk = self._walks.get(form)
         if walk is None or walk.early != self._may_post_early(walk.lines):
@@ -82,7 +82,7 @@ class Executor:
         return walk
 
     def _compile(self) -> Walk:
-        """Receive, compute or send: a function for each instruction, with everything that stays the same looked up once."""
+        """Compiles a function for each instruction (receive, compute or send). Everything constant is looked up once, here."""
         lines = {id(i): self._line(i) for i in self.program.instructions if i.channel is not None}
         incoming = [line for line in lines.values() if isinstance(line, Incoming)]
         early = self._may_post_early(incoming)
@@ -94,7 +94,7 @@ class Executor:
         return Walk(instructions, functions, incoming, early)
 
     def _line(self, message: Instruction) -> Outgoing | Incoming | None:
-        """The end of the channel that a message of the coming walk is sent or received on; None if no row crosses."""
+        """Returns the channel end for a message of the next walk; None if the message has no rows."""
         shape, channel = self.actions.shape(message), message.channel
         assert channel is not None
         if shape is None:
@@ -102,7 +102,7 @@ class Executor:
         return self.edges.outgoing(channel, shape) if message.sends else self.edges.incoming(channel, shape)
 
     def _compute(self, instruction: Instruction) -> Do:
-        """An action, which may wait for turns before it, and signal turns after it."""
+        """Compiles an action, with the turns that it waits for and signals."""
         do, store, token = self.actions.compile(instruction, None), self.actions.store, self.actions.token
         if not instruction.waits and not instruction.signals:
             return do
@@ -117,11 +117,11 @@ class Executor:
         return act
 
     def _may_post_early(self, lines: Iterable[Incoming]) -> bool:
-        """May receives be moved up? Only where posting never blocks, so not before a header."""
+        """True if receives may be moved up. Posting must never block, so all headers must be known."""
         return self.edges.posts_early and all(line.agreed for line in lines)
 
     def _depths(self, lines: Mapping[int, Outgoing | Incoming | None]) -> dict[Channel, int]:
-        """How many receives of each channel may be posted at once, by the largest message of this walk."""
+        """Returns how many receives each channel may have posted, given the largest message of this walk."""
         found: dict[Channel, int] = {}
         for message in self.program.instructions:
             if message.channel is not None and not message.sends:
@@ -132,4 +132,4 @@ class Executor:
 
 
 def _nothing() -> None:
-    """No row crosses here."""
+    """Does nothing: the message has no rows."""

@@ -1,4 +1,4 @@
-"""The rows of a walk: which batch a microbatch belongs to, and which of its rows are in which message."""
+"""Follows the rows of a walk: the batch of each microbatch, and the rows in each message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.runtime.stage.stage import Bundle
 
 
 class RowFlow:
-    """Follows rows through the messages of a worker; `microbatches` is per step of data."""
+    """Follows rows through the messages of a worker. `microbatches` is per training step."""
 
     def __init__(self, program: Program, store: Store, microbatches: int) -> None:
         self.program, self.store, self.microbatches = program, store, microbatches
@@ -27,17 +27,17 @@ class RowFlow:
         self._ahead = sorted({mb // microbatches for mb in computed})
 
     def place(self, mb: int) -> tuple[int, Batch, int]:
-        """Where a microbatch of the schedule is in the data: its training step, the batch of that step, its number in there."""
+        """Returns the training step of a microbatch of the schedule, the batch of that step, and its number in the batch."""
         ahead, number = divmod(mb, self.microbatches)
         step = self.first_step + ahead
         return step, self.batches[step], number
 
     def form(self) -> Hashable:
-        """The forms of all batches of a walk."""
+        """Returns the forms of all batches of a walk."""
         return tuple([self.batches[self.first_step + ahead].form for ahead in self._ahead])
 
     def shape(self, instruction: Instruction) -> object:
-        """Boundary, piece, number of rows and shape of the batch; None where no row crosses."""
+        """Returns boundary, piece, number of rows and batch shape of a message; None if it has no rows."""
         value = instruction.value
         assert value is not None
         if self.loads[value.kind] is not Load.ROWS:
@@ -48,13 +48,13 @@ class RowFlow:
         return value.stage, value.part, value.piece, size, batch.form[1:]
 
     def received(self, instruction: Instruction, own: tuple[Rows, ...]) -> list[Bundle]:
-        """What a forward has received, for each of its ranges of rows; each piece brings its rows part by part."""
+        """Returns the received inputs of a forward, one bundle per range of rows."""
         values = self.program.values
         there = [(bundle, slot) for slot in instruction.reads[Kind.ACT] if (bundle := self.store.pop(slot)) is not None]
         return by_range([(bundle, self._crossing(values[slot])[1]) for bundle, slot in there], own)
 
     def scatter(self, slots: tuple[int, ...], bundle: Bundle, own: tuple[Rows, ...]) -> None:
-        """Put a bundle into its slots, cut into pieces where the next team is another."""
+        """Puts a bundle into its slots, cut into pieces if the next team has other workers."""
         if self.pieces.narrow:
             for slot in slots:
                 self.store.slots[slot] = bundle
@@ -65,6 +65,6 @@ class RowFlow:
                 self.store.slots[slot] = Bundle(tuple(t.contiguous() for t in piece.tensors), piece.flags)
 
     def _crossing(self, value: Value) -> tuple[Batch, tuple[Rows, ...]]:
-        """The batch that a message belongs to, and its rows that cross."""
+        """Returns the batch of a message, and the rows in the message."""
         _, batch, number = self.place(value.mb)
         return batch, self.pieces.crossing(value, batch.cuts[number])

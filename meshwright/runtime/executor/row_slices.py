@@ -1,4 +1,4 @@
-"""How the rows of a microbatch are cut for halves and teams, and which of them cross in which message."""
+"""How the rows of a microbatch are cut for halves and teams, and which rows are in each message."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright.runtime.stage.stage import Bundle
 
 
 class Pieces:
-    """The rows of one worker's actions and messages; `narrow`: every team is one worker, which has all of them."""
+    """The rows of one worker's actions and messages. If `narrow`, every team is one worker, which has all rows."""
 
     def __init__(self, schedule: Schedule, worker: int) -> None:
         self.schedule, self.placement, self.worker = schedule, schedule.placement, worker
         self.narrow = all(len(team) == 1 for copy in self.placement.teams for teams in copy for team in teams)
 
     def own(self, action: Action, rows: Rows) -> tuple[Rows, ...]:
-        """What this worker has of the rows of an action's microbatch, one after another where they come in parts."""
+        """Returns this worker's rows of an action's microbatch, one range per part."""
         parts = self._parts(action.part, rows)
         if self.narrow:
             return parts
@@ -29,15 +29,15 @@ class Pieces:
         return tuple(part.cut(team.index(self.worker), len(team)) for part in parts)
 
     def crossing(self, value: Value, rows: Rows) -> tuple[Rows, ...]:
-        """What of the rows of a value's microbatch crosses the boundary behind `value.stage` in this value."""
+        """Returns the rows of a value's microbatch that this value carries over the boundary after `value.stage`."""
         if value.piece == NONE:
             return (rows,) if value.part == NONE else self._parts(value.part, rows)
         before = self.placement.team(value.replica, value.stage, value.mb)
-        behind = self.placement.team(value.replica, value.stage + 1, value.mb)
-        return tuple(part.piece(value.piece, len(before), len(behind)) for part in self._parts(value.part, rows))
+        after = self.placement.team(value.replica, value.stage + 1, value.mb)
+        return tuple(part.piece(value.piece, len(before), len(after)) for part in self._parts(value.part, rows))
 
     def refuse_rows(self, cuts: Sequence[Rows]) -> None:
-        """Raise where teams share a given number of rows and a microbatch has another: pieces of it would not be sent."""
+        """Raises if a microbatch does not have the number of rows that the teams share: some pieces would not be sent."""
         wanted = 0 if self.narrow else self.placement.rows
         for mb, rows in enumerate(cuts if wanted else ()):
             if rows.size != wanted:
@@ -47,7 +47,7 @@ class Pieces:
                 )
 
     def _parts(self, part: int, rows: Rows) -> tuple[Rows, ...]:
-        """A part of rows, or all of them: a team shares a part, so that whole forwards and halved backwards agree."""
+        """Returns one part of the rows, or all parts. A team shares each part, so whole forwards and halved backwards agree."""
         count = self.schedule.parts
         if part != NONE:
             return (rows.cut(part, count),)
@@ -55,12 +55,12 @@ class Pieces:
 
 
 def size_of(ranges: Sequence[Rows]) -> int:
-    """How many rows these are."""
+    """Returns the number of rows."""
     return sum(rows.stop - rows.start for rows in ranges)
 
 
 def cut(bundle: Bundle, wanted: Sequence[Rows], own: Sequence[Rows]) -> Bundle | None:
-    """Some ranges of rows of a bundle that has those of `own`, one after another; None where no row is among them."""
+    """Returns the `wanted` rows of a bundle whose rows are `own`, one range after another; None if it has none of them."""
     if wanted == own:
         return bundle
     require_rows(bundle, size_of(own))
@@ -77,7 +77,7 @@ def cut(bundle: Bundle, wanted: Sequence[Rows], own: Sequence[Rows]) -> Bundle |
 
 
 def by_range(pieces: Sequence[tuple[Bundle, Sequence[Rows]]], own: Sequence[Rows]) -> list[Bundle]:
-    """Pieces with the rows that they bring, put together for each range of rows; for one without rows any of them."""
+    """Joins received pieces for each range of rows. A range without rows gets any piece."""
     if len(own) == 1:
         return [joined([bundle for bundle, _ in pieces])]
     found = [[cut(bundle, (part,), rows) for bundle, rows in pieces] for part in own]
@@ -85,14 +85,14 @@ def by_range(pieces: Sequence[tuple[Bundle, Sequence[Rows]]], own: Sequence[Rows
 
 
 def joined(pieces: Sequence[Bundle]) -> Bundle:
-    """Rows of several bundles, one after another."""
+    """Concatenates the rows of several bundles."""
     if len(pieces) == 1:
         return pieces[0]
     return Bundle(tuple(torch.cat(t) for t in zip(*(piece.tensors for piece in pieces), strict=True)), pieces[0].flags)
 
 
 def require_rows(bundle: Bundle, rows: int) -> None:
-    """Only what has a row per row of the batch can be cut by rows."""
+    """Raises if a tensor does not have one row per row of the microbatch, because it cannot be cut by rows then."""
     for tensor in bundle.tensors:
         if not tensor.dim() or tensor.shape[0] != rows:
             raise MeshwrightError(

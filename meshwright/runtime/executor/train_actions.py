@@ -1,4 +1,4 @@
-"""What the actions of a training worker do: stages compute on rows, parameters sync and update."""
+"""The actions of a training worker: stages compute on rows, parameters are synchronised and updated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshwright.runtime.transport.edges import Incoming, Outgoing, Pending
 
 
 class TrainActions:
-    """The actions of a worker that trains. `microbatches` is per step of data; the rounds of a schedule may be shorter."""
+    """Compiles the actions of a worker that trains. `microbatches` is per training step; a round of a schedule may be shorter."""
 
     def __init__(
         self, program: Program, stages: Mapping[int, Stage], parameters: Parameters, microbatches: int, graphs: Graphs
@@ -39,17 +39,17 @@ class TrainActions:
         self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
     def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
-        """A walk starts at a step of the data, with the batches of this step and those that follow."""
+        """Starts a walk at a training step, with the batches of this step and of the steps after it."""
         self.flow.first_step, self.flow.batches, self.tallies = first_step, batches, {}
         self.parameters.begin(first_step)
 
     def end(self) -> None:
-        """It is over."""
+        """Ends a walk."""
         self.parameters.end()
         self.flow.batches = {}
 
     def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
-        """The function that runs an instruction."""
+        """Compiles an instruction once; the returned function runs it on every walk."""
         if isinstance(line, Outgoing):
             return self._send(instruction, line)
         if isinstance(line, Incoming):
@@ -73,12 +73,12 @@ class TrainActions:
                 raise AssertionError("parameters are whole, nothing gathers them")
 
     def _stage(self, instruction: Instruction, cut: Cut) -> Stage:
-        """The stage of an instruction, in the graph of a captured model that is for these rows."""
+        """Returns the stage of an instruction, in the graph of the captured model that these rows use."""
         number = instruction.action.stage
         return self.graphs.stage(number, cut.graph) if cut.graph else self.stages[number]
 
     def _forward(self, instruction: Instruction) -> Do:
-        """Run a stage on its rows."""
+        """Runs a stage on its rows."""
         saved = instruction.writes.get(Kind.SAVED) or instruction.writes.get(Kind.KEPT) or ()
         if not self.flow.pieces.narrow or instruction.action.part != NONE or len(saved) > 1:
             return partial(self._forward_cut, instruction, saved)
@@ -108,7 +108,7 @@ class TrainActions:
         return forward
 
     def _run(self, instruction: Instruction, record: Record, batch: Batch, step: int) -> Bundle:
-        """Run a stage, with what it takes beside its inputs; the losses of the last one are added up by training step."""
+        """Runs a stage with its target, columns and weights. Losses of the last stage are summed per training step."""
         stage = self._stage(instruction, record.cut)
         if stage.is_last:
             record.target = batch.targets(record.cut.rows)
@@ -122,7 +122,7 @@ class TrainActions:
         return bundle
 
     def _forward_cut(self, instruction: Instruction, saved: tuple[int, ...]) -> None:
-        """Run a stage on what this worker has of the rows; where backwards come in halves, each half has a graph of its own."""
+        """Runs a stage on this worker's part of the rows. If backwards are halved, each half has its own autograd graph."""
         stage, (step, batch, local) = self.stages[instruction.action.stage], self.flow.place(instruction.action.mb)
         own = self.flow.pieces.own(instruction.action, batch.cuts[local])
         if not size_of(own):
@@ -130,7 +130,7 @@ class TrainActions:
         received = self.flow.received(instruction, own) if Kind.ACT in instruction.reads else None
         bundles: list[Bundle] = []
         for index, part in enumerate(own):
-            if part.start == part.stop:  # half of a single row: its gradient will not be sent either
+            if part.start == part.stop:  # half of a single row; its gradient is not sent either
                 continue
             mine = batch.cut(local, part, stage.objective, stream(stage.seed, step))
             record = Record(mine, *batch.inputs(mine.rows)) if received is None else Record(mine, leaves(*received[index]))
@@ -144,7 +144,7 @@ class TrainActions:
             self.flow.scatter(instruction.writes[Kind.ACT], joined(bundles), own)
 
     def _backward(self, instruction: Instruction, *, weights: bool) -> Do:
-        """The gradients of a stage's inputs, and of its weights unless they come later."""
+        """Computes the gradients of a stage's inputs, and of its weights unless `weights` is False."""
         slots, inline, op = self.store.slots, Kind.KEPT in instruction.reads, instruction.action.op
         kept, read = instruction.reads[Kind.KEPT if inline else Kind.SAVED][0], instruction.reads.get(Kind.GRAD, ())
         written, (rest,) = instruction.writes.get(Kind.GRAD, ()), instruction.writes.get(Kind.REST, (NONE,))
@@ -156,7 +156,7 @@ class TrainActions:
             slots[kept] = None
             if record is None:
                 if aim is not None:
-                    aim(instruction)  # without rows too this may be the last reader of a version
+                    aim(instruction)  # even without rows this may be the last reader of a version
                 return
             # pieces without rows were never sent
             gradients = joined([piece for slot in read if (piece := pop(slot)) is not None]).tensors if read else ()
@@ -177,7 +177,7 @@ class TrainActions:
         return backward
 
     def _finish(self, instruction: Instruction) -> Do:
-        """The gradients of the weights that were put off."""
+        """Computes the weight gradients that a split backward deferred."""
         slot, count = instruction.reads[Kind.REST][0], self.parameters.counter(instruction)
         aim = self.parameters.aim if self.parameters.aims else None
 
@@ -185,7 +185,7 @@ class TrainActions:
             record: Record | None = self.store.pop(slot)
             stage = None if record is None else self._stage(instruction, record.cut)
             first = None if stage is None or Op.W in stage.reached else self.parameters.leaves(instruction)
-            if aim is not None:  # another round may have had the leaves since I
+            if aim is not None:  # another round may have used the leaves since I
                 aim(instruction)
             if record is not None and stage is not None:
                 stage.finish(record, first)
@@ -194,7 +194,7 @@ class TrainActions:
         return finish
 
     def _recompute(self, instruction: Instruction) -> Do:
-        """Bring back what a forward did not keep."""
+        """Recomputes what a forward did not keep."""
         (kept,), (saved,) = instruction.reads[Kind.KEPT], instruction.writes[Kind.SAVED]
 
         def recompute() -> None:
@@ -206,12 +206,12 @@ class TrainActions:
         return recompute
 
     def _sync(self, instruction: Instruction) -> Do:
-        """Add up a unit's gradients, by a collective or along a ring."""
+        """Sums a unit's gradients with a collective or along a ring."""
         slots = instruction.reads.get(Kind.PARTIAL)
         return lambda: self.parameters.sync(instruction, self.store.pop(slots[0]).tensors if slots else ())
 
     def _with_sums(self, instruction: Instruction, do: Callable[[Instruction], None]) -> Do:
-        """What waits for the sums that an instruction reads, and does it."""
+        """Waits for the sums that an instruction reads, then runs it."""
         sums, store = instruction.reads.get(Kind.SUM, ()), self.store
 
         def act() -> None:
@@ -222,7 +222,7 @@ class TrainActions:
         return act
 
     def _send(self, instruction: Instruction, line: Outgoing) -> Do:
-        """Send a bundle from its slot, or the running sum of a unit as it is now."""
+        """Sends a bundle from its slot, or the current running sum of a unit."""
         value, slot = instruction.value, instruction.slot
         assert value is not None
         if self.flow.loads[value.kind] is not Load.BUFFER:
@@ -235,7 +235,7 @@ class TrainActions:
         return send_sum
 
     def _receive(self, instruction: Instruction, line: Incoming) -> Do:
-        """Post a receive: into the buffer of a sum, into a token, or into new tensors, which the message describes."""
+        """Posts a receive into the buffer of a sum, into a token, or into new tensors that the header describes."""
         assert instruction.value is not None
         slots, load = self.store.slots, self.flow.loads[instruction.value.kind]
         if load is Load.BUFFER:

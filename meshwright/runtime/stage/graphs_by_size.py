@@ -1,8 +1,8 @@
-"""The graphs of a captured model on one rank: the first, and others for sizes that it does not hold for.
+"""The graphs of a captured model on one rank: the first one, and others for sizes that the first one is not valid for.
 
-A trace unrolls loops and decides branches, so it is the model for some sizes only. A batch of another size is captured again
-when it comes; the new graph is cut at the same modules, so every stage keeps its parameters. Every rank does this for itself
-and finds the same, because shapes decide. At most eight graphs are held; the oldest is forgotten.
+A trace unrolls loops and decides branches, so a graph is valid for some sizes only. When a batch of another size arrives, the
+model is captured again. The new graph is cut at the same modules, so every stage keeps its parameters. Every rank does this on
+its own and gets the same result, because only shapes matter. At most eight graphs are kept; the oldest is dropped.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from meshwright.runtime.stage.stage import Stage
 log = logging.getLogger(__name__)
 
 MOST = 8
-"""So many graphs are held at once."""
+"""The number of graphs that are kept."""
 
 SIZES = 1024
-"""For so many sizes it is remembered which graph they have; for others it is asked again, with the same answer."""
+"""The number of sizes whose graph is remembered. For other sizes it is looked up again, with the same result."""
 
 _FIX = "batches of one size: padding to one length, drop_last"
 
 
 class Graphs:
-    """Chooses the graph of every microbatch by its shapes; `versioned` schedules have the first graph alone."""
+    """Chooses the graph of every microbatch by its shapes. A `versioned` schedule only has the first graph."""
 
     def __init__(self, layers: Layers, stages: Mapping[int, Stage], device: torch.device, *, versioned: bool = False) -> None:
         self.layers, self.first, self.device, self.versioned = layers, stages, device, versioned
@@ -43,16 +43,16 @@ class Graphs:
 
     @property
     def stages(self) -> list[tuple[int, Stage]]:
-        """This rank's stages in all graphs, each with its number."""
+        """The stages of this rank in all graphs, with their numbers."""
         return [found for stages in (self.first, *self._stages.values()) for found in stages.items()]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The layers of this rank's stages in all graphs."""
+        """The layers of the stages of this rank in all graphs."""
         return [layer for _, stage in self.stages for layer in stage.layers]
 
     def stage(self, number: int, graph: int) -> Stage:
-        """A stage as one of the other graphs has it; what was set on the first since holds for it too."""
+        """Returns a stage of another graph, with the current objective and mode of the first graph."""
         found, first = self._stages[graph][number], self.first[number]
         found.objective, found.keep = first.objective, first.keep
         if found.layers[0].training != first.layers[0].training:
@@ -61,7 +61,7 @@ class Graphs:
         return found
 
     def choose(self, batch: Batch) -> None:
-        """Let a batch know the graph of its microbatches; sizes that no graph can be made for are refused here."""
+        """Sets the graphs of the microbatches of a batch. Raises for sizes that cannot be captured."""
         if self.layers.refusal is None:
             return
         batch.graph_for = lambda rows: self._number(batch, rows)
@@ -76,7 +76,7 @@ class Graphs:
         return found
 
     def _find(self, columns: Mapping[str, Tensor], rows: int) -> int:
-        """The number of a graph that holds for these sizes; made where there is none."""
+        """Returns the number of a graph that is valid for these sizes, and captures one if there is none."""
         shapes = {name: (rows, *t.shape[1:]) for name, t in columns.items()}
         dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in columns.items()}
         reasons = {number: _refusal(layers, shapes, dtypes) for number, layers in {0: self.layers, **self._layers}.items()}

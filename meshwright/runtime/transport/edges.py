@@ -1,9 +1,9 @@
-"""Bundles over channels: a typed contract per edge, agreed once per shape, and receives that are waited for at first use.
+"""Send and receive bundles of tensors over channels. Each shape has a contract, which a header announces once.
 
-Sender and receiver both know from the batch when a shape is new on an edge; then a small header goes first. All later
-messages of that shape are bare data. A channel keeps the contracts of its latest `CONTRACTS` headers. Both ends see the same
-headers in the same order, so both forget the same contract at the same message, and the next message of its shape brings a
-header again.
+Both ends know from the batch when a shape is new on a channel. The sender then sends a small header first. Later messages of that
+shape are data only. A channel keeps the contracts of its last `CONTRACTS` headers. Both ends see the same headers in the same
+order, so both drop the same contract at the same message, and the next message of that shape has a header again. A receive is
+waited for at the first use of its value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.runtime.transport.base import Channel, Receipt, Transport
 from meshwright.runtime.transport.torch_distributed import TorchTransport
 
 HEADER = 128
-"""Numbers in a header: how many tensors, then for each dtype, flag, dimensions and sizes."""
+"""Numbers in a header: the number of tensors, then the dtype, flag, dimensions and sizes of each."""
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -35,53 +35,53 @@ DTYPES = (
 )  # fmt: skip
 
 CONTRACTS = 1024
-"""How many contracts a channel keeps."""
+"""The number of contracts that a channel keeps."""
 
 PATTERN_BYTES = 1 << 16
-"""Up to this size a tensor is kept as a pattern for those that are received."""
+"""Up to this size, a tensor is kept as a pattern for `empty_like`."""
 
 _form = attrgetter("shape", "dtype")
 
 
 class Contract(NamedTuple):
-    """Shape and dtype of each tensor of a bundle, and which of them take a gradient."""
+    """Shape and dtype of each tensor of a bundle, and which of them require a gradient."""
 
     forms: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     flags: tuple[bool, ...]
 
     @classmethod
     def of(cls, bundle: Bundle) -> Contract:
-        """What a bundle is like."""
+        """Returns the contract of a bundle."""
         return cls(tuple((tuple(t.shape), t.dtype) for t in bundle.tensors), bundle.flags)
 
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """The shape of a message that both ends know beforehand, whatever its kind: it needs no header."""
+    """The shape of a message that both ends know in advance, so it needs no header."""
 
     nbytes: int
 
 
 Arrived = Callable[[], None] | None
-"""What to call when a message has been waited for."""
+"""Called when the wait for a message has ended."""
 
 
 class Slotted(Protocol):
-    """An instruction that receives: which slot its message goes to."""
+    """A receiving instruction, with the slot of its message."""
 
     @property
     def slot(self) -> int:
-        """The number of the slot."""
+        """The slot number."""
         ...
 
 
 class Pending(tuple["Edges", Channel, Bundle, list[Receipt], Arrived]):
-    """A bundle on its way."""
+    """A bundle that is being received."""
 
     __slots__ = ()
 
     def wait(self) -> Bundle:
-        """The bundle, when all of it is here."""
+        """Waits until all tensors have arrived, and returns the bundle."""
         edges, channel, bundle, receipts, arrived = self
         edges.waiting = channel
         for receipt in receipts:
@@ -93,7 +93,7 @@ class Pending(tuple["Edges", Channel, Bundle, list[Receipt], Arrived]):
 
 
 class Outgoing:
-    """Sends messages of one shape on a channel; before the first goes a header that says what they are, unless both ends know."""
+    """Sends messages of one shape on a channel. A header describes them before the first one, unless both ends know the shape."""
 
     __slots__ = ("__weakref__", "_channel", "_contract", "_edges", "_told")
 
@@ -102,11 +102,11 @@ class Outgoing:
         self._contract: Contract | None = None
 
     def forget(self) -> None:
-        """Forget the contract; the next message brings a header again."""
+        """Drops the contract; the next message has a header again."""
         self._contract = None
 
     def send_from(self, slots: list[Any], slot: int) -> Callable[[], None]:
-        """What sends the bundle that is in a slot, if there is one, and empties the slot."""
+        """Returns a function that sends the bundle of a slot, if there is one, and empties the slot."""
         edges, channel = self._edges, self._channel
 
         def send() -> None:
@@ -123,11 +123,11 @@ class Outgoing:
         return send
 
     def send(self, bundle: Bundle) -> None:
-        """Start to send a bundle."""
+        """Starts to send a bundle."""
         self.send_from([bundle], 0)()
 
     def _agree(self, bundle: Bundle) -> None:
-        """Before the first message of a shape goes what it is like, unless both ends know; later ones must be like it."""
+        """Sends the header of a new shape, unless both ends know it. Raises if a later message has another form."""
         if self._contract is not None:
             raise _changed(self._channel, self._contract, Contract.of(bundle))
         if self._told:
@@ -146,17 +146,17 @@ class Incoming:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the contract; the next message brings a header again."""
+        """Drops the contract; the next message has a header again."""
         self._contract: Contract | None = None
         self._makers: list[Callable[[], Tensor]] = []
 
     @property
     def agreed(self) -> bool:
-        """Is it known what the next message is like? If not, posting its receive waits for a header."""
+        """True if the form of the next message is known. If not, posting its receive waits for a header."""
         return self._contract is not None or not self._told
 
     def post_into(self, slots: list[Any], instruction: Slotted) -> Callable[[], None]:
-        """What posts the receives of a bundle and puts it into an instruction's slot; the first of all waits for the header."""
+        """Returns a function that posts receives into an instruction's slot. The first call waits for the header."""
         edges, channel, slot, arrived = self._edges, self._channel, instruction.slot, self._edges.arrival(instruction)
 
         def post() -> None:
@@ -171,7 +171,7 @@ class Incoming:
         return post
 
     def fill_into(self, slots: list[Any], instruction: Slotted, room: Callable[[], Bundle]) -> Callable[[], None]:
-        """The same, with tensors whose shapes both ends know beforehand (gradient sums, turns)."""
+        """The same for tensors whose shapes both ends know in advance (gradient sums, turns)."""
         edges, channel, slot, arrived = self._edges, self._channel, instruction.slot, self._edges.arrival(instruction)
 
         def fill() -> None:
@@ -183,13 +183,13 @@ class Incoming:
 
     @property
     def nbytes(self) -> int:
-        """How large an `agreed` message is."""
+        """The size of a message whose form is known."""
         if self._contract is not None:
             return sum(prod(size) * dtype.itemsize for size, dtype in self._contract.forms)
         return self._shape.nbytes if isinstance(self._shape, Bare) else 1
 
     def _agree(self) -> Contract:
-        """Receive the header of a new shape."""
+        """Receives the header of a new shape."""
         edges, channel = self._edges, self._channel
         header = torch.empty(HEADER, dtype=torch.int64, device=edges.device)
         edges.waiting = channel
@@ -204,32 +204,32 @@ class Incoming:
 class Edges:
     """The sending and receiving ends of this rank's channels.
 
-    `waiting` is the channel that a receive is waited for on, and stays after one that failed: whoever watches reads it.
+    `waiting` is the channel of the current wait. It stays set after a failed wait, and the watchdog reads it.
     """
 
     def __init__(self, transport: Transport, device: torch.device, arrived: Callable[[Any], None] | None = None) -> None:
         self.transport, self.device, self.arrived = transport, device, arrived
         self.waiting: Channel | None = None
         self.posts_early = isinstance(transport, TorchTransport) and not transport.rendezvous
-        # One object per channel and shape, as long as a compiled walk or `_kept` holds it.
+        # One object per channel and shape, for as long as a compiled walk or `_kept` refers to it.
         self._out = WeakValueDictionary[tuple[Channel, object], Outgoing]()
         self._in = WeakValueDictionary[tuple[Channel, object], Incoming]()
         self._kept: dict[Channel, deque[Outgoing | Incoming]] = defaultdict(deque)
 
     def arrival(self, instruction: Slotted) -> Arrived:
-        """What notes that the message of an instruction has arrived; None where nothing is traced."""
+        """Returns a function that records the arrival of an instruction's message; None without a trace."""
         return None if self.arrived is None else partial(self.arrived, instruction)
 
     def outgoing(self, channel: Channel, shape: object) -> Outgoing:
-        """What sends messages of a shape."""
+        """Returns the sender for messages of a shape."""
         return self._out.setdefault((channel, shape), Outgoing(self, channel, shape))
 
     def incoming(self, channel: Channel, shape: object) -> Incoming:
-        """What receives messages of a shape."""
+        """Returns the receiver for messages of a shape."""
         return self._in.setdefault((channel, shape), Incoming(self, channel, shape))
 
     def keep(self, channel: Channel, line: Outgoing | Incoming) -> None:
-        """Keep the contract of a header that was just sent or received; the oldest of its channel is forgotten for it."""
+        """Keeps the contract of a header that was just sent or received, and drops the oldest one of a full channel."""
         kept = self._kept[channel]
         kept.append(line)
         if len(kept) > CONTRACTS:
@@ -237,18 +237,18 @@ class Edges:
 
 
 def _maker(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """What makes room for a tensor: after a pattern, which takes half the time, where the pattern is small."""
+    """Returns a function that allocates a tensor. For small tensors it uses `empty_like`, which takes half the time."""
     make = partial(torch.empty, size, dtype=dtype, device=device)
     return make if prod(size) * dtype.itemsize > PATTERN_BYTES else partial(torch.empty_like, make())
 
 
 def _told(channel: Channel, shape: object) -> bool:
-    """Does only the sender know what such messages are like?"""
+    """True if only the sender knows the form of such messages."""
     return channel.kind in ROWS and not isinstance(shape, Bare)
 
 
 def _changed(channel: Channel, before: Contract, now: Contract) -> MeshwrightError:
-    """What to say where a message breaks the contract of its edge."""
+    """Returns the error for a message that breaks the contract of its channel."""
     where = f"what rank {channel.source} sends to {channel.target} ({channel.kind.value})"
     if before.forms == now.forms:
         return MeshwrightError(

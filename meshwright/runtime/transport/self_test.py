@@ -1,6 +1,6 @@
-"""A self-test at start-up: one tiny message over every channel, and the name of the edge that is dead.
+"""Self-test at start: send one small message over every channel, and name the channel that fails.
 
-It also makes NCCL build its communicators, all in one order, before the first step.
+It also makes NCCL build its communicators in one order before the first step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.runtime.transport.faults import label
 def ping(
     transport: Transport, channels: Sequence[Channel], rank: int, timeout_s: float, *, device: torch.device | None = None
 ) -> None:
-    """Send a token over every channel, or raise an error that names one that is dead, within the timeout."""
+    """Sends a token over every channel. Raises an error that names a failed channel within the timeout."""
     before = transport.timeout_s
     try:
         (_in_one_order if transport.rendezvous else _all_at_once)(transport, channels, rank, timeout_s, device)
@@ -29,7 +29,7 @@ def ping(
 def _all_at_once(
     transport: Transport, channels: Sequence[Channel], rank: int, timeout_s: float, device: torch.device | None
 ) -> None:
-    """All sends, then all receives: what is missing at the end is the edge itself, not a rank that waits for another."""
+    """All sends, then all receives. A missing message means that the channel itself failed, not that a rank waits for another."""
     transport.timeout_s = timeout_s
     tokens = [(channel, _token(channel, device)) for channel in own_channels(channels, rank)]
     for channel, token in tokens:
@@ -44,10 +44,10 @@ def _all_at_once(
 def _in_one_order(
     transport: Transport, channels: Sequence[Channel], rank: int, timeout_s: float, device: torch.device | None
 ) -> None:
-    """Both ends come to a channel at its place in the list, so the first open one always has both ends there."""
+    """Both ends reach a channel at its place in the list, so both ends of the first open channel are always present."""
     place = {channel: i for i, channel in enumerate(channels)}
     for channel in own_channels(channels, rank):
-        # Earlier channels give up earlier: the dead edge is named before those who wait behind it lose patience.
+        # Earlier channels time out earlier, so the failed channel is named before the ranks that wait for it time out.
         transport.timeout_s = timeout_s * (1 + (place[channel] + 1) / len(channels)) / 2
         token = _token(channel, device)
         if channel.source == rank:

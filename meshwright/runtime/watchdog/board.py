@@ -1,8 +1,8 @@
-"""The board on which ranks write what they do and read who failed first: a few keys in the store of a job.
+"""The board: a few keys in the store of a job, where ranks write their status and read which rank failed first.
 
-Whoever reaches the port of a store can write to it. Entries of local workers carry an HMAC of a secret that their parent gave
-them; what has none, or is no entry at all, is named in the log and ignored. Under torchrun nobody gives ranks a secret: there
-entries are read strictly, and who reaches the store is trusted, as torch itself trusts it.
+Every process that can reach the port of the store can write to it. Entries of local workers carry an HMAC with a secret from
+their parent. Entries without it, or with a wrong format, are logged and ignored. Under torchrun ranks have no secret: entries are
+parsed strictly, and processes that can reach the store are trusted, as in torch itself.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ Entry = TypeVar("Entry", Doing, Failure)
 
 
 class Board:
-    """One job's board; a connection of its own, because others wait inside theirs. `secret` marks entries of this job."""
+    """The board of one job. It has its own connection, because other connections block during waits. `secret` signs entries."""
 
     def __init__(self, store: Store, world: int, *, secret: bytes = b"") -> None:
         self.store, self.world, self.secret = store, world, secret
         self._named: set[str] = set()
 
     def post(self, failure: Failure) -> Failure:
-        """Claim to be the first failure; the one that is."""
+        """Posts a failure, and returns the first failure of the job, which may be an earlier one."""
         entry, before = self._signed(_FAILURE, failure.to_json()), ""
         for _ in range(_TRIES):
             there = self.store.compare_set(_FAILURE, before, entry)
             if (found := self._failure(there)) is not None:
                 return found
-            before = there.decode(errors="replace")  # not ours: it makes room
+            before = there.decode(errors="replace")  # not an entry of this job: replace it
         self.store.set(_FAILURE, entry)
         return failure
 
     def failure(self) -> Failure | None:
-        """The first failure, if there is one."""
+        """Returns the first failure, or None."""
         return self._failure(self.store.get(_FAILURE)) if self.store.check([_FAILURE]) else None
 
     def await_failure(self, timeout_s: float) -> Failure | None:
-        """The first failure, if it comes in time."""
+        """Waits for the first failure; None after the timeout."""
         deadline = time.monotonic() + timeout_s
         while (found := self.failure()) is None and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         return found
 
     def say(self, doing: Doing) -> None:
-        """Write what a rank is doing."""
+        """Writes the status of a rank."""
         self.store.set(_key(doing.rank), self._signed(_key(doing.rank), doing.to_json()))
 
     def heard(self, rank: int) -> Doing | None:
-        """What a rank said last; None before its first word."""
+        """Returns the last status of a rank; None before the first one."""
         return self._doing(rank, self.store.get(_key(rank))) if self.store.check([_key(rank)]) else None
 
     def everyone(self) -> list[Doing | None]:
-        """What each rank said last."""
+        """Returns the last status of every rank."""
         keys = [_key(rank) for rank in range(self.world)]
         if self.store.check(keys):
             return [self._doing(rank, text) for rank, text in enumerate(self.store.multi_get(keys))]
         return [self.heard(rank) for rank in range(self.world)]
 
     def last_words(self, failure: Failure, timeout_s: float) -> list[Doing]:
-        """What everyone was doing when it learnt of a failure, as far as it is said in time."""
+        """Returns the status of each rank at the time it learnt of a failure, for ranks that report within the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
             found = [doing for doing in self.everyone() if doing is not None]
@@ -88,7 +88,7 @@ class Board:
         return self._read(_key(rank), entry, Doing, range(rank, rank + 1))
 
     def _read(self, key: str, entry: bytes, kind: type[Entry], ranks: range) -> Entry | None:
-        """An entry about one of these ranks; None for anything else."""
+        """Returns an entry about one of these ranks; None for anything else."""
         try:
             found = kind.from_json(self._opened(key, entry))
             if found.rank not in ranks:
@@ -99,7 +99,7 @@ class Board:
         return found
 
     def _signed(self, key: str, text: str) -> str:
-        """An entry: where there is a secret, with a mark that only who knows it can make for this key."""
+        """Returns an entry. If there is a secret, the entry starts with a signature for this key."""
         return f"{self._mark(key, text.encode())}{text}" if self.secret else text
 
     def _opened(self, key: str, entry: bytes) -> bytes:
@@ -116,7 +116,7 @@ class Board:
     def _name(self, key: str, error: ValueError) -> None:
         if key not in self._named:
             self._named.add(key)
-            _log.warning("the store of this run has something strange under '%s', which is ignored: %s", key, str(error)[:200])
+            _log.warning("ignored an unexpected entry under '%s' in the store of this run: %s", key, str(error)[:200])
 
 
 def _key(rank: int) -> str:
