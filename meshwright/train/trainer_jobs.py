@@ -18,6 +18,7 @@ from meshwright.runtime.stage.batch import Given
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.data.collate import Collate, Collator, accepted
 from meshwright.train.data.row_reader import RowReader
+from meshwright.train.loop import on_rank
 from meshwright.train.loop.rank_job import RankJob, output_folder
 from meshwright.train.prepare_for_trainer import TrainerInputs, prepare_for_trainer, refuse_rows
 from meshwright.train.prepared import PreparedRun
@@ -153,6 +154,8 @@ class TrainerJobs:
             return self._given
         if self._pool is None:
             with phase(self._phase_listeners, "start workers"):
-                self._pool = Workers(self.args.plan.processes, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
+                self._pool = Workers(
+                    self.args.plan.processes, preload=[on_rank.__name__, *{type(self.model).__module__} - {"__main__"}]
+                )
             weakref.finalize(self, self._pool.close)
         return self._pool

@@ -24,10 +24,10 @@ from meshwright.capture.check.check_result import Verdict
 from meshwright.capture.check.start_check import compare
 from meshwright.capture.trace.export import flatten
 from meshwright.runtime.stage.precision import Precision
-from meshwright.train.setup.captured_layers import layers_for
 from meshwright.train.setup.check_capture import Start, check_start, verdict_of
 from tests.conftest import Pool
 from tests.support import hard_models as hard
+from tests.support.layers_of_models import layers_for
 from tests.support.paths import ROOT
 
 STEPS, RATE = 3, 0.1
