@@ -33,7 +33,7 @@ from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.program import Instruction
 from meshwright.train.setup.build_schedule import lists_for
-from meshwright.train.setup.captured_layers import layers_for
+from tests.support.layers_of_models import layers_for
 
 LENGTHS = range(2, 202)
 WIDTH, BLOCKS, VOCABULARY, MICROBATCHES = 8, 2, 16, 8

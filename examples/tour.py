@@ -18,7 +18,7 @@ from meshwright import check, even_costs, lower, measure, schedules, simulate
 from meshwright.report.measured_text import measured_text, prediction
 from meshwright.report.perfetto import both_to_perfetto
 from meshwright.report.terminal import timeline_text
-from meshwright.train.job import Job, read_job
+from meshwright.train.job_file import Job, read_job
 
 FOLDER = Path("build/demo")
 TRACE = FOLDER / "trace.json"

@@ -26,7 +26,7 @@ _option = partial(typer.Option, rich_help_panel="Emulation")
 
 @dataclass(frozen=True)
 class Emulation:
-    """The flags of an emulation; those of one that is not asked for are refused."""
+    """The flags of an emulation. They raise if no emulation is requested."""
 
     emulate: Annotated[
         Timing | None, _option(help="Also run it, with timed waits as compute and real messages between processes.")
@@ -35,7 +35,7 @@ class Emulation:
     transport: Annotated[
         str | None, _option(metavar="auto|torch|shared|strict", show_default="auto", help="Transport of messages.")
     ] = None
-    limit: Annotated[float | None, _option(show_default="60", help="Refuse to run for more seconds than this.")] = None
+    limit: Annotated[float | None, _option(show_default="60", help="Longest time of all runs together, in seconds.")] = None
     trace: Annotated[Path | None, _option(help="Write prediction and measurement as one Perfetto file.")] = None
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Emulation:
             outputs.refuse_output(self.trace)
             return
         if self.trace is not None:
-            raise MeshwrightError("--trace writes the measurement of an emulation", fix="--emulate wall")
+            raise MeshwrightError("--trace needs an emulation, whose measurement it writes", fix="--emulate wall")
         for name in ("repeat", "transport", "limit"):
             if (given := getattr(self, name)) is not None:
                 raise MeshwrightError(f"--{name} {given} needs an emulation", fix="--emulate wall")

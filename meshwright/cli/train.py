@@ -23,7 +23,7 @@ from meshwright.train.setup.settled_plan import settled
 from meshwright.train.setup.usable_arguments import refuse_folder
 
 if TYPE_CHECKING:
-    from meshwright.train.job import Job
+    from meshwright.train.job_file import Job
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Flags of the training arguments are parsed separately, by their own names."""
@@ -89,7 +89,7 @@ def asked_job(model: str, flags: list[str], parallel: str | None, degrees: Mappi
 
 def _job(model: str, flags: list[str], given: dict[str, Any]) -> Job:
     """Returns a job from a file or from flags. A file is complete, so flags next to it raise."""
-    from meshwright.train.job import KEYS, Job, flags_to_arguments, read_job
+    from meshwright.train.job_file import KEYS, Job, flags_to_arguments, read_job
 
     path = Path(model)
     if path.suffix == ".toml" and os.path.exists(path) and _is_job(outputs.read(path)):

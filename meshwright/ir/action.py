@@ -45,7 +45,7 @@ class Op(StrEnum):
     R = "R"  # recompute what a forward did not save
     G = "G"  # gather the full parameters of a stage
     S = "S"  # sync: sum the gradient of a unit over all workers that hold it
-    N = "N"  # the one global scalar reduction of a step: gradient norm, finite check, token count
+    N = "N"  # the one global scalar reduction of a step: the gradient norm, and whether it is finite
     U = "U"  # update: turn parameter version k into k + 1
 
     __hash__ = str.__hash__  # the hash of Enum is slow Python code, and every look-up of an action or a value calls it

@@ -5,7 +5,7 @@ eager      a unit's sync as soon as the last of its holders has its last gradien
 eager-opt  eager only if each holder still has a bubble to hide it in (Chimera with one pair and whole backwards:
            exactly the stages above D/2; with more pairs or split backwards other stages, or none)
 ring       no collective: running sums go from worker to worker in microbatch order, then the total goes back around
-           (with a flush at the end of the step; without one as gradients come)
+           (with a flush at the end of the step; without one as soon as gradients exist)
 
 All holders of a unit get its sync at one point of a linear order of the schedule, so all workers issue collectives in the
 same order. A schedule with a flush then runs one global reduction (N) before its updates; one without a flush has none.

@@ -62,7 +62,7 @@ class Versus:
 
 
 _UNTIMED = {Op.U.value, Op.S.value}
-"""Kinds that take no time in the model. There they wait for all workers at once, which real runs need not do."""
+"""Kinds that take no time in the prediction. There they wait for all workers at once; a real run does not have to."""
 
 
 def versus(predicted: Timeline, measured: Timeline, *, largest: int = 5) -> Versus:

@@ -66,7 +66,7 @@ def _prefix(rows: Sequence[Sequence[Bar]]) -> int:
 
 
 def scaled(rows: Sequence[Sequence[Bar]], makespan_s: float, slot_s: float | None, *, width: int) -> Scale:
-    """Returns the fewest bands in which short spans have a column; one more if they then have two, enough for a label.
+    """Returns the fewest bands in which short spans fill a column, or one band more if spans are then wide enough for a label.
 
     If times have a common slot, it is a whole number of columns wide.
     """

@@ -37,9 +37,9 @@ _WORD = (1 << 63) - 1
 
 
 def stream(start: int, *parts: int) -> int:
-    """Returns the seed of a random stream inside another one: that of a step from a seed, that of a microbatch from its step.
+    """Derives a seed from another seed: that of a step from the seed of the run, that of a microbatch from that of its step.
 
-    It is the same under every plan and in one process. A layer draws with the seed of its microbatch xor its `salt`.
+    It is the same under every plan and in one process. A layer uses the seed of its microbatch XOR its `salt`.
     """
     for part in parts:
         start = ((start ^ (part + 1)) * _MIX) & _WORD

@@ -1,12 +1,12 @@
 """A lower bound on the makespan of any order on this placement, reported next to the makespan.
 
-Every worker (and every half-duplex link) is treated as one machine with heads and tails: an operation cannot start before
-the longest chain of inputs before it has run, and the longest chain after it still follows. The preemptive schedule that
-always runs the released operation with the longest tail is optimal on that machine, so no order can be shorter. On a chain
-of stages this is the head, round-trip, tail bound of pipeline planning.
+Every worker (and every link) is treated as one machine. Each operation has a head, the longest chain of inputs that must run
+before it, and a tail, the longest chain that must run after it. The preemptive schedule that always runs the released operation
+with the longest tail is optimal on that machine, so no order can be shorter. On a chain of stages this is the head, round-trip,
+tail bound of pipeline planning.
 
-A schedule chooses which actions it pairs in cells, so cells are opened first. Overlap in a cell makes no chain shorter,
-because the cell ends with its longer action. But it reduces the work of a worker, by at most half of `overlap`.
+A schedule chooses which actions it pairs in cells, so cells are first split into their actions. Overlap in a cell makes no chain
+shorter, because the cell ends with its longer action. But it reduces the work of a worker, by at most half of `overlap`.
 """
 
 from __future__ import annotations

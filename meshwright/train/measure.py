@@ -33,7 +33,8 @@ def measure(trainer: Trainer, *, steps: int = 3) -> Measurement:
 
     Args:
         trainer: A trainer that could train now. It is not changed, and nothing is written.
-        steps: How many steps the costs are the mean of. Two steps before them warm up, one after them is compared with.
+        steps: The number of steps that the costs are averaged over. Two warm-up steps run before them, and one step after them
+            gives the timeline.
 
     Returns:
         The schedule, the costs of its stages in seconds and bytes, and the timeline of the last step.

@@ -60,28 +60,28 @@ def parallelize(
 ) -> Session:
     """Cut a model into the stages of a plan and join the other ranks, for your own training loop.
 
-    Submodules that are in evaluation while the model is in training stay there until the session is closed.
+    Submodules that are in evaluation mode stay in it until the session is closed, also while the model is trained.
 
     Args:
         model: A module, a list of layers, or a sketch (`meshwright.sketch`), of which each rank fills its own stages.
         example_batch: A batch like those that `step` will get.
         plan: A `Parallel`, a mapping, or a plan file; None is one process.
-        optimizer: An optimizer of the model's parameters, or a function that makes one.
-        scheduler: A learning-rate schedule of that optimizer, or a function that makes one.
-        loss: A loss of your own, `f(output, target)`; None uses the model's.
-        clip: The largest norm of a gradient; None does not clip.
-        seed: Where dropout starts.
-        precision: `fp32`, `bf16` or `fp16`: what layers compute in.
-        weights: A safetensors file or folder that a sketch is filled from.
-        device: `cpu` to train without the GPU; None takes what is there.
+        optimizer: An optimizer for the model's parameters, or a function that makes one.
+        scheduler: A learning-rate schedule for that optimizer, or a function that makes one.
+        loss: Your own loss, `f(output, target)`; None uses the model's loss.
+        clip: The norm that gradients are clipped to; None does not clip.
+        seed: The seed of dropout.
+        precision: The format that layers compute in: `fp32`, `bf16` or `fp16`.
+        weights: A safetensors file or folder with the weights for a sketch.
+        device: `cpu` trains on the CPU; None uses a GPU if there is one.
         loss_kind: `mean` if the loss is a mean over rows or labels, `sum` if it is a sum.
-        check_capture: False leaves out the comparison of the captured layers with the model.
+        check_capture: False skips the comparison of the captured layers with the model.
 
     Returns:
         The session of this rank. Close it when done, or use it in a `with` block.
 
     Raises:
-        MeshwrightError: The plan needs other ranks than there are, or the model cannot be captured.
+        MeshwrightError: The plan does not fit the number of ranks, or the model cannot be captured.
 
     Examples:
         >>> import torch

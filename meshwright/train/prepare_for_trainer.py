@@ -21,12 +21,12 @@ from meshwright.train.data.batches import Source
 from meshwright.train.data.step_rows import refuse_small_cuts
 from meshwright.train.loop.rank_job import output_folder
 from meshwright.train.loop.report_to import refuse_reporters
+from meshwright.train.loss.loss_additivity import ROWS
+from meshwright.train.loss.loss_functions import OwnLoss, count_for, label_count, output_name
 from meshwright.train.optimizer.make_optimizer import rates_for
 from meshwright.train.prepared import Phase, PreparedRun, RunRequest, captured, prepare
-from meshwright.train.setup.build_schedule import refuse_early
+from meshwright.train.setup.build_schedule import stages_to_train
 from meshwright.train.setup.captured_layers import refuse_lossless
-from meshwright.train.setup.loss_additivity import ROWS
-from meshwright.train.setup.loss_functions import OwnLoss, count_for, label_count, output_name
 from meshwright.train.setup.usable_arguments import refuse_folder
 from meshwright.train.setup.where import launched
 
@@ -63,8 +63,8 @@ def prepare_for_trainer(
         weights=inputs.weights,
         one_microbatch=True,
         check_capture=inputs.check_capture,
+        stages=stages_to_train(args.plan),
     )
-    refuse_early(args.plan)
     flat = captured(request, phase=phase)
     if trains:
         refuse_rows(args, flat, source, example, own_loss=own is not None)

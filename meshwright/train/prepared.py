@@ -32,7 +32,7 @@ from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.data.vocabulary import Vocabulary, refuse_ids, vocabularies
-from meshwright.train.setup.build_schedule import lists_for, refuse_early, refuse_without_flush, stages_of
+from meshwright.train.setup.build_schedule import lists_for, refuse_without_flush, stages_of, stages_to_train
 from meshwright.train.setup.captured_layers import CutGraph, cut_graph, is_captured, listed_layers
 from meshwright.train.setup.check_capture import Evaluation, Start, check_start
 from meshwright.train.setup.own_weights import fill_small_buffers
@@ -64,6 +64,8 @@ class RunRequest:
     more_rows: Given | None = None
     """An example with more rows, to check the loss with."""
     check_capture: bool = True
+    stages: int | None = None
+    """The number of stages, if it is known already: schedules whose order is searched take time to build."""
 
     @property
     def module(self) -> Any:
@@ -150,31 +152,30 @@ def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | Non
         phase: Called with the name of each phase; the phase runs in the context that it returns.
     """
     phase, plan = phase or _silent, request.parallel
-    if request.steps is None:
-        refuse_early(plan)
+    stages = request.stages or (stages_to_train(plan) if request.steps is None else stages_of(plan))
     if isinstance(request.model, Skeleton):
         fill_small_buffers(request.model, request.weights)
     flat = flat or captured(request, phase=phase)
     graph, evaluation = None, Evaluation()
     if flat is not None:
         with phase("cut"):
-            graph = _cut(request, flat)
+            graph = _cut(request, flat, stages)
         if request.check_capture:
             with phase("check"):
                 evaluation = check_start(_start(request, graph))
                 graph = graph.with_evaluation(request.module, evaluation.graph)
     with phase("schedule"):
         cuts = plan.stages or None
-        layers = graph.open(request.module) if graph else listed_layers(request.module, stages_of(plan), cuts)
+        layers = graph.open(request.module) if graph else listed_layers(request.module, stages, cuts)
         schedule, kept = _lists(request, layers)
         forwards = forward_schedule(schedule) if schedule.flush else None
     how = (request.loss, request.count, request.loss_kind, request.precision)
     return PreparedRun(plan, schedule, forwards, graph, kept, evaluation, *how)
 
 
-def _cut(request: RunRequest, flat: Flat) -> CutGraph:
+def _cut(request: RunRequest, flat: Flat, stages: int) -> CutGraph:
     plan, own_loss = request.parallel, request.loss is not None
-    return cut_graph(request.module, request.example, flat, stages_of(plan), at=plan.stages or None, own_loss=own_loss)
+    return cut_graph(request.module, request.example, flat, stages, at=plan.stages or None, own_loss=own_loss)
 
 
 def _start(request: RunRequest, graph: CutGraph) -> Start:

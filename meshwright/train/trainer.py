@@ -38,26 +38,26 @@ from meshwright.train.trainer_jobs import TrainerJobs
 
 
 class Trainer(TrainerJobs):
-    """Trains a model under a plan, with the names and habits of the Trainer of Hugging Face.
+    """Trains a model under a plan, with the interface and the behaviour of the Hugging Face Trainer.
 
     The same script trains in one process, on local workers that the trainer starts, or under torchrun.
 
     Args:
         model: A module, a list of layers, or a sketch (`meshwright.sketch`).
         args: The training arguments; `args.parallel` is the plan.
-        data_collator: Makes a batch of rows.
+        data_collator: Makes a batch from a list of rows.
         train_dataset: The rows to train on.
         eval_dataset: The rows to evaluate on, or a mapping of several sets by name.
         processing_class: A tokenizer or processor, saved with the model.
         model_init: Builds the model, instead of `model`. Each rank then fills only its own stages.
-        compute_loss_func: A loss of your own, `f(outputs, labels, num_items_in_batch)`.
-        compute_metrics: Metrics of an evaluation.
+        compute_loss_func: Your own loss, `f(outputs, labels, num_items_in_batch)`.
+        compute_metrics: Computes the metrics of an evaluation.
         callbacks: Callbacks of Hugging Face.
         optimizers: An optimizer and a learning-rate schedule, instead of those that `args` name.
         optimizer_cls_and_kwargs: An optimizer class and its arguments.
         preprocess_logits_for_metrics: Applied to predictions before they are kept.
-        workers: A pool of workers that is running already.
-        check_capture: False leaves out the comparison of the captured layers with the model before the first step.
+        workers: A pool of workers that is already running; None starts one.
+        check_capture: False skips the comparison of the captured layers with the model before the first step.
 
     Raises:
         MeshwrightError: The model cannot be captured, differs from its captured layers, or cannot train under this plan.
@@ -114,7 +114,7 @@ class Trainer(TrainerJobs):
         self.check_capture = check_capture
         self.traced: Traced | None = None
         self.peak_bytes: tuple[int, ...] = ()
-        self.run: PreparedRun | None = None
+        self.prepared: PreparedRun | None = None
         self._columns: frozenset[str] = frozenset()
         self._board = default_logdir()
         self._given, self._pool = workers, cast(Workers | None, None)
@@ -208,7 +208,7 @@ class Trainer(TrainerJobs):
         """Prepares another `train()`. With `model_init` it starts from a new model, as in the Hugging Face Trainer."""
         if self.model_init is not None:
             self._set(self._sketched())
-            self.run = None
+            self.prepared = None
         elif self.skeleton is not None:
             raise MeshwrightError(
                 "this sketch was trained and its optimizer state was not kept: another train() would start with a new optimizer",

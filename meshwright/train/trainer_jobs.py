@@ -18,6 +18,7 @@ from meshwright.runtime.stage.batch import Given
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.data.collate import Collate, Collator, accepted
 from meshwright.train.data.row_reader import RowReader
+from meshwright.train.loop import on_rank
 from meshwright.train.loop.rank_job import RankJob, output_folder
 from meshwright.train.prepare_for_trainer import TrainerInputs, prepare_for_trainer, refuse_rows
 from meshwright.train.prepared import PreparedRun
@@ -47,7 +48,7 @@ class TrainerJobs:
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     state: TrainerState
     check_capture: bool
-    run: PreparedRun | None
+    prepared: PreparedRun | None
     _columns: frozenset[str]
     _board: str
     _write_times: dict[str, int]
@@ -81,7 +82,7 @@ class TrainerJobs:
     @property
     def reader(self) -> RowReader:
         """The reader that converts rows of a data set to tensors."""
-        args, run = self.args, self.run
+        args, run = self.args, self.prepared
         columns = accepted(self.model, args.label_names) if args.remove_unused_columns else None
         seed = args.seed if args.data_seed is None else args.data_seed
         known = () if run is None else run.vocabularies
@@ -100,15 +101,17 @@ class TrainerJobs:
         source = self.reader.source(dataset)
         example = source.example(self.args.example_rows)
         columns = frozenset(map(str, example)) if isinstance(example, Mapping) else frozenset()
-        if self.run is None or self.run.parallel != plan or columns != self._columns:
+        if self.prepared is None or self.prepared.parallel != plan or columns != self._columns:
             self._columns = columns  # a data set without labels has another graph
             inputs = TrainerInputs(
                 self.args, self.skeleton or self.model, self.weights, self.compute_loss_func, self.check_capture
             )
-            self.run = prepare_for_trainer(inputs, source, example, trains=trains, phase=partial(phase, self._phase_listeners))
+            self.prepared = prepare_for_trainer(
+                inputs, source, example, trains=trains, phase=partial(phase, self._phase_listeners)
+            )
         elif trains:
-            refuse_rows(self.args, self.run.flat, source, example, own_loss=self.compute_loss_func is not None)
-        return self._job(self.run), example
+            refuse_rows(self.args, self.prepared.flat, source, example, own_loss=self.compute_loss_func is not None)
+        return self._job(self.prepared), example
 
     def _job(self, run: PreparedRun) -> RankJob:
         return RankJob(
@@ -151,6 +154,8 @@ class TrainerJobs:
             return self._given
         if self._pool is None:
             with phase(self._phase_listeners, "start workers"):
-                self._pool = Workers(self.args.plan.processes, preload=[__name__, *{type(self.model).__module__} - {"__main__"}])
+                self._pool = Workers(
+                    self.args.plan.processes, preload=[on_rank.__name__, *{type(self.model).__module__} - {"__main__"}]
+                )
             weakref.finalize(self, self._pool.close)
         return self._pool

@@ -16,8 +16,9 @@ import meshwright
 from meshwright import MeshwrightError, ModelGraph
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat
-from meshwright.train.setup.captured_layers import Uncut, layers_for, through
+from meshwright.train.setup.captured_layers import Uncut, through
 from tests.support import captured_models as c
+from tests.support.layers_of_models import layers_for
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 Build = Callable[[], nn.Module]

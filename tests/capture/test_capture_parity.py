@@ -101,8 +101,8 @@ def cut_differently() -> None:
     from meshwright import Parallel
     from meshwright.runtime.engine.engine import Engine, Settings
     from meshwright.train.setup.build_schedule import lists_for
-    from meshwright.train.setup.captured_layers import layers_for
     from meshwright.train.verify.verify import momentum
+    from tests.support.layers_of_models import layers_for
 
     layers = layers_for(c.LongSkip(), c.tokens(0), 2, cuts=[4 + dist.get_rank()])
     schedule = lists_for(Parallel(pp=2, microbatches=2), ties=layers.ties)

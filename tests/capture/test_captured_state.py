@@ -21,8 +21,8 @@ from meshwright.train.checkpoint.save_pretrained import export
 from meshwright.train.checkpoint.write import Checkpoints
 from meshwright.train.session.generate import generate
 from meshwright.train.setup.build_schedule import lists_for, stages_of
-from meshwright.train.setup.captured_layers import layers_for
 from tests.conftest import Pool
+from tests.support.layers_of_models import layers_for
 from tests.support.saving import adamw
 
 VOCABULARY, LENGTH, ROWS = 48, 10, 8

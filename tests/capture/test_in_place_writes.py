@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from meshwright import MeshwrightError
 from meshwright.capture.trace.export import flatten
-from meshwright.train.setup.captured_layers import layers_for, through
+from meshwright.train.setup.captured_layers import through
+from tests.support.layers_of_models import layers_for
 from tests.support.writing_models import made
 
 Found = dict[str, Tensor]

@@ -18,8 +18,8 @@ import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.capture.trace.export import flatten
 from meshwright.train.session.model_changes import ModelChanges
-from meshwright.train.setup.captured_layers import layers_for
 from tests.support import hard_models as hard
+from tests.support.layers_of_models import layers_for
 
 RATE = 0.1
 

@@ -19,10 +19,10 @@ from meshwright import MeshwrightError, Parallel
 from meshwright.capture.weights.sketch import sketch
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.train.setup.build_schedule import lists_for, stages_of
-from meshwright.train.setup.captured_layers import layers_for
 from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 from tests.support import tiny_models as tiny
+from tests.support.layers_of_models import layers_for
 from tests.support.thin import thinned
 
 

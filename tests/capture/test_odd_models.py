@@ -14,8 +14,8 @@ from meshwright.ir.placement import Rows
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.stage.objective import Objective
 from meshwright.train.setup.build_schedule import lists_for
-from meshwright.train.setup.captured_layers import layers_for
 from tests.conftest import Pool
+from tests.support.layers_of_models import layers_for
 from tests.support.training import Recipe, agree
 
 VOCABULARY = 11

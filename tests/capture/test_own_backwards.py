@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import MeshwrightError, verify
 from meshwright.capture.trace.export import flatten
-from meshwright.train.setup.captured_layers import is_captured, layers_for, through
+from meshwright.train.setup.captured_layers import is_captured, through
 from meshwright.train.setup.check_capture import Start, check_start
 from tests.support import hard_models as hard
+from tests.support.layers_of_models import layers_for
 
 
 class Straight(torch.autograd.Function):

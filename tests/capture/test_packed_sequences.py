@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.capture.trace.export import flatten
-from meshwright.train.setup.captured_layers import layers_for, through
+from meshwright.train.setup.captured_layers import through
 from tests.conftest import Pool
 from tests.support.captured_models import VOCABULARY, llama
+from tests.support.layers_of_models import layers_for
 
 LENGTH = 16
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from meshwright import MeshwrightError
 from meshwright.capture.trace.export import flatten
 from meshwright.runtime.stage.layers import Layers
-from meshwright.train.setup.captured_layers import layers_for, through
+from meshwright.train.setup.captured_layers import through
 from tests.support.checked_asserts import answers, checked
+from tests.support.layers_of_models import layers_for
 from tests.support.tiny_models import SIZES, library
 
 Inside = Callable[[Any, Tensor, Tensor], Tensor]

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from meshwright import MeshwrightError, verify
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.size_conditions import about_rows, broken, parsed
-from meshwright.train.setup.captured_layers import layers_for, through
+from meshwright.train.setup.captured_layers import through
+from tests.support.layers_of_models import layers_for
 
 EXAMPLE = {"ids": (4, 12), "labels": (4, 12)}
 

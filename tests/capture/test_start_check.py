@@ -24,10 +24,10 @@ from meshwright.capture.check.check_result import Verdict
 from meshwright.capture.check.start_check import compare
 from meshwright.capture.trace.export import flatten
 from meshwright.runtime.stage.precision import Precision
-from meshwright.train.setup.captured_layers import layers_for
 from meshwright.train.setup.check_capture import Start, check_start, verdict_of
 from tests.conftest import Pool
 from tests.support import hard_models as hard
+from tests.support.layers_of_models import layers_for
 from tests.support.paths import ROOT
 
 STEPS, RATE = 3, 0.1
@@ -270,7 +270,7 @@ def test_every_rank_of_torchrun_finds_the_same(kind: str, told: str) -> None:
 @pytest.mark.slow
 def test_the_check_costs_less_than_a_tenth_of_a_demo_run(tmp_path: Path, monkeypatch: Any) -> None:
     from meshwright.train import trainer as module
-    from meshwright.train.job import Job
+    from meshwright.train.job_file import Job
 
     spent, check = [], module.check
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.capture.trace.patches.random_rates import Never
-from meshwright.train.setup.captured_layers import layers_for, through
+from meshwright.train.setup.captured_layers import through
+from tests.support.layers_of_models import layers_for
 from tests.support.tiny_models import SIZES, library
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
 from meshwright.cli.main import app
-from meshwright.train.job import Job
+from meshwright.train.job_file import Job
 
 FLAGS = ["train", "gpt-tiny", "--per-device-train-batch-size", "4", "--length", "16", "--logging-steps", "1"]
 FLAGS += ["--disable-tqdm", "true", "--report-to", "none"]

@@ -31,7 +31,7 @@ READ_BY = {
     "train/data/named_datasets.py": {"texts", "tokens", "text"},
     "train/checkpoint/checkpoint_facts.py": {"facts"},
     "train/checkpoint/folder_lock.py": {"lock"},
-    "train/job.py": {"job.toml"},
+    "train/job_file.py": {"job.toml"},
     "train/models/model_names.py": {"model.toml", "config.json"},
     "train/checkpoint/folders.py": {"marker"},
 }

@@ -18,7 +18,7 @@ from meshwright.capture.weights.safetensors_files import Weights
 from meshwright.ir.imported_function import function
 from meshwright.ir.plan.plan_file import asked, read_plan
 from meshwright.train.checkpoint.checkpoint_facts import read_facts
-from meshwright.train.job import read_job
+from meshwright.train.job_file import read_job
 from meshwright.train.models.model_names import model_file
 from tests.support.fuzzing import FACTS
 

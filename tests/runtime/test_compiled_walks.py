@@ -23,10 +23,10 @@ from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Objective
 from meshwright.train.models import small_models as models
 from meshwright.train.setup.build_schedule import lists_for
-from meshwright.train.setup.captured_layers import layers_for
 from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
 from tests.runtime.test_parity_edges import few
+from tests.support.layers_of_models import layers_for
 from tests.support.parity import model
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ from meshwright.train.checkpoint import folder_lock
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.checkpoint.checkpoint_facts import read_facts
 from meshwright.train.data import named_datasets as datasets
-from meshwright.train.job import read_job
+from meshwright.train.job_file import read_job
 from meshwright.train.models.model_names import model_file
 from tests.support.file_forms import READERS, plain
 

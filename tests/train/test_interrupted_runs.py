@@ -118,7 +118,7 @@ def test_losses_that_are_no_numbers_are_counted(filtered: bool) -> None:
     logs = losses.drain(4)
     assert logs["nan_losses"] == 2 and (not filtered or logs["loss"] > 0)
     losses.add(result(4, 2.0), 4, filtered=filtered)
-    assert "nan_losses" not in losses.drain(5) and losses.odd_total == 2
+    assert "nan_losses" not in losses.drain(5) and losses.nonfinite_total == 2
 
 
 def test_a_trainer_counts_them_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

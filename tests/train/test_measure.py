@@ -51,8 +51,8 @@ def test_bytes_of_a_captured_model_are_what_its_graph_holds(tmp_path: Path) -> N
     """Against a walk through the autograd graph, which knows nothing of hooks."""
     trainer = ours(gpt2(), tmp_path, text(), parallel={"microbatches": 2})
     [cost] = measure(trainer, steps=1).costs
-    assert trainer.run is not None
-    layers, example = trainer.run.open(trainer.module), trainer.reader.source(trainer.train_dataset).example(4)
+    assert trainer.prepared is not None
+    layers, example = trainer.prepared.open(trainer.module), trainer.reader.source(trainer.train_dataset).example(4)
     assert isinstance(example, dict)
     loss, *_ = through(layers, example)
     weights = [*trainer.module.parameters(), *trainer.module.buffers(), *example.values()]

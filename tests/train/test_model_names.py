@@ -199,7 +199,7 @@ def test_verify_refuses(folder: Path, arguments: Any, text: str) -> None:
 
 
 def test_a_small_model_trains_by_name(folder: Path) -> None:
-    from meshwright.train.job import Job
+    from meshwright.train.job_file import Job
 
     trainer = Job(model="mlp", arguments={"max_steps": 2, "report_to": "none", "disable_tqdm": True}).trainer()
     assert len(trainer.train_dataset) == 512 and trainer.train().global_step == 2

@@ -153,7 +153,7 @@ def test_a_tracker_that_is_not_installed_names_its_package(name: str, package: s
     trainer = ours(Plain(), tmp_path, vectors(), report_to=[name])
     with pytest.raises(MeshwrightError, match=f"needs the package {package}, which is not installed") as caught:
         trainer.train()
-    assert caught.value.fix == f"pip install {package}, or report_to='none'" and trainer.run is None
+    assert caught.value.fix == f"pip install {package}, or report_to='none'" and trainer.prepared is None
 
 
 def test_every_tracker_that_transformers_knows_has_a_package(tmp_path: Path) -> None:
@@ -163,10 +163,10 @@ def test_every_tracker_that_transformers_knows_has_a_package(tmp_path: Path) -> 
 
     assert set(INTEGRATION_TO_CALLBACK) - {"kubeflow"} <= set(reporting._PACKAGES)  # kubeflow is an environment
     for name in reporting._PACKAGES:
-        assert hasattr(reporting.theirs, f"is_{reporting._ASKED.get(name, name)}_available"), name
+        assert hasattr(reporting.integration_utils, f"is_{reporting._AVAILABLE_AS.get(name, name)}_available"), name
     with pytest.raises(MeshwrightError, match="zz is not supported"):
         refuse_reporters(["zz"])
-    for word, wanted in (("none", []), ("all", reporting.theirs.get_available_reporting_integrations())):
+    for word, wanted in (("none", []), ("all", reporting.integration_utils.get_available_reporting_integrations())):
         trainer = ours(Plain(), tmp_path, vectors(), report_to=word, max_steps=1)
         assert trainer.args.report_to == wanted and trainer.train().global_step == 1
 

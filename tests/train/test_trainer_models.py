@@ -137,7 +137,7 @@ def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(MeshwrightError, match="the data set has words"):
         ours(gpt2(), tmp_path, [{"words": [1, 2]}] * 8).train()
     for more in ({}, {"compute_loss_func": summed_loss}):
-        with pytest.raises(MeshwrightError, match="no loss to train on: from 'input_ids' the model gives 'logits'"):
+        with pytest.raises(MeshwrightError, match="no loss to train on: from 'input_ids' the model returns 'logits'"):
             ours(gpt2(), tmp_path, [{"input_ids": [1, 2, 3]}] * 8, parallel={"pp": 2}, **more).train()
     with pytest.raises(MeshwrightError, match="all parameters of the model are frozen"):
         ours(gpt2().requires_grad_(False), tmp_path, text(), parallel={"pp": 2}).train()

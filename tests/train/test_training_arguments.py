@@ -14,7 +14,7 @@ from transformers import HfArgumentParser
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel, TrainingArguments
 from meshwright.ir.plan.plan_file import asked, plan_from_json, plan_to_json, read_plan
-from meshwright.train.job import flags_to_arguments, read_job
+from meshwright.train.job_file import flags_to_arguments, read_job
 
 
 def made(tmp_path: Path, **more: Any) -> TrainingArguments:

@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"pp": 3, "schedule": "chimera"}, {}, "chimera needs an even number"),
     ({"pp": 4, "microbatches": 2, "schedule": "cyclic"}, {}, "one microbatch per worker"),
     ({"microbatches": 9}, {}, "a batch of 8 rows cannot be cut into 9 microbatches"),
-    ({"microbatches": 5, "dp": 2}, {}, "cut into 5 microbatches on each of 2 copies"),
+    ({"microbatches": 5, "dp": 2}, {}, "cut into 5 microbatches on each of 2 data-parallel copies"),
     ({"schedule": "chimera", "width": (2, 1)}, {}, "chimera cannot be widened"),
     ({"width": (2, 1, 1)}, {}, "width has 3 stages, pp is 2"),
     ({"width": (2, 0)}, {}, "width must list the workers of each stage"),

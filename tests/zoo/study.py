@@ -16,8 +16,8 @@ from torch import nn
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat
 from meshwright.errors import MeshwrightError
-from meshwright.train.setup.captured_layers import layers_for
 from meshwright.train.setup.check_capture import Evaluation, Start, check_start
+from tests.support.layers_of_models import layers_for
 from tests.zoo.compare import BARS, Graphs, compared, mode, plain, run
 from tests.zoo.family import Batch, Family, built, cast
 

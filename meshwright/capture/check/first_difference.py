@@ -1,8 +1,8 @@
-"""Finds the first layer that differs: searches the outputs of the model's modules among the values of the captured graph.
+"""Finds the first module that differs: looks up the output of each module among the values of the captured graph.
 
-A module of the model has no counterpart in the graph, but every value that it returns does: an operation of the graph computed
-it. The first module whose output no operation computed is where captured layers differ. If all outputs are found, gradients are
-searched in the same way, from the end.
+A module has no counterpart in the graph, but its output does: an operation of the graph computes the same value. The first module
+whose output is not found is where the captured layers differ from the model. If all outputs are found, gradients are looked up in
+the same way, starting at the end.
 """
 
 from __future__ import annotations

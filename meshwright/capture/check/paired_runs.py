@@ -22,7 +22,7 @@ from meshwright.capture.trace.batch_columns import Columns
 from meshwright.capture.trace.export import results
 
 FLOOR = 1e-3
-"""A gradient is compared relative to its own norm, but at least to this fraction of the largest norm."""
+"""The error of a gradient is relative to its own norm, or to this fraction of the largest norm if that is larger."""
 
 
 class Ran(NamedTuple):

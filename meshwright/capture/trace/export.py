@@ -136,7 +136,7 @@ def refuse_uneven(given: Mapping[str, Tensor]) -> None:
 
 
 def _refuse_rows(flat: Flat, given: Mapping[str, Tensor]) -> None:
-    """Raise if the forward depends on the number of rows: microbatches would compute something else than the whole batch."""
+    """Raise if the forward depends on the number of rows: microbatches would compute something other than the whole batch."""
     if found := about_rows(flat.conditions, {name: tuple(t.shape) for name, t in given.items()}):
         raise MeshwrightError(
             "the forward depends on the number of rows (it branches on it, loops over it, divides by it, or compares rows with "

@@ -1,4 +1,4 @@
-"""Tracks random generators while a model is recorded: no values are drawn, but each draw advances the generator by one mark.
+"""Tracks random generators while a model is recorded. Tensors get no values, but each draw advances its generator by one number.
 
 This detects a generator that was seeded again, and one that was reset to an earlier state.
 """

@@ -5,7 +5,7 @@
     skeleton.fill(skeleton.names_in(layers))  those of some layers, after the model is cut
     pickle.dumps(skeleton)                    contains how to make the values, not the values: workers fill their own
 
-Every rank draws all random numbers of the initialisation and keeps only its own part. It uses the memory of its part and the time
+Every rank draws all random numbers of the initialization and keeps only its own part. It uses the memory of its part and the time
 of the whole model. If building cannot be recorded, the model is built completely and unwanted values are dropped; `skeleton.note`
 says why.
 """
@@ -120,8 +120,8 @@ class Skeleton:
 def sketch(build: Callable[[], Any], *, seed: int = 0, weights: str | Path | None = None) -> Skeleton:
     """Build a model, or a list of modules, without memory for its weights.
 
-    What the initialization would have drawn is recorded, so that each rank can fill the tensors of its own stages with the
-    values that one process would have given them.
+    The operations of the initialization are recorded, so that each rank can fill the tensors of its own stages with the
+    values that they would have in one process.
 
     Args:
         build: A function that builds the model.
@@ -129,10 +129,10 @@ def sketch(build: Callable[[], Any], *, seed: int = 0, weights: str | Path | Non
         weights: A safetensors file or folder that trainers and sessions read the values from instead.
 
     Returns:
-        The model on `meta`, as `.model`, and what it takes to fill it.
+        A skeleton: `.model` is the model on the meta device, and `fill` gives it its values.
 
     Raises:
-        MeshwrightError: `build` returned something else than a module or a list of modules.
+        MeshwrightError: `build` returned something other than a module or a list of modules.
 
     Examples:
         >>> import torch

@@ -1,9 +1,9 @@
 """Which values travel between workers. The proof and the runtime both read this one table.
 
     act, grad   rows of a bundle, from the worker that makes them to the one that reads them
-    turn        a byte
+    turn        one byte that carries no data
     partial     a unit's gradient buffer, passed along a ring of contributors
-    sum         ... when complete, passed on from holder to holder
+    sum         the complete buffer, passed on from holder to holder
 
 All other kinds stay on the worker that makes them. The table depends on the schedule.
 """

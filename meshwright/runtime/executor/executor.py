@@ -25,10 +25,10 @@ from meshwright.runtime.transport.edges import Edges, Incoming, Outgoing
 from meshwright.runtime.watchdog.status import current
 
 WINDOW_BYTES = 1 << 16
-"""A channel may have more posted receives than the checked number if they are small: as many as fit into this size ..."""
+"""Small receives may be posted beyond the number that the proof has checked, up to this total size per channel."""
 
 LARGEST = 64
-"""... but at most this many."""
+"""The maximum number of posted receives per channel."""
 
 FORMS = 256
 """The number of forms of the data whose compiled walks are kept. The least recently used one is dropped."""

@@ -1,4 +1,4 @@
-"""The actions of a training worker: stages compute on rows, parameters are synchronised and updated."""
+"""The actions of a training worker: stages compute on rows, parameters are synchronized and updated."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A transport with the strictest rules of NCCL, to test every schedule under them on a laptop.
 
-There are no tags: all kinds from one rank to another match strictly in the order of issue. A send returns after the receiver has
-received the data. A receive returns with the tensor filled. A schedule that runs here runs wherever every send and receive blocks
-in list order.
+There are no tags: messages from one rank to another match in the order in which they are issued, whatever their kind. A send
+returns after the receiver has received the data. A receive returns with the tensor filled. A schedule that runs here also runs on
+any transport whose sends and receives all block in list order.
 
     sender:    header(kind, bytes)  payload             wait for the answer
     receiver:  header               payload -> tensor   answer(kind, bytes that it expected)
@@ -67,7 +67,7 @@ class StrictTransport:
         sent = torch.empty_like(expected)
         self._receive(channel, sent, _MESSAGE)
         matches = torch.equal(sent, expected)
-        # The payload is received even if it is the wrong one, because the sender must get to read the answer.
+        # The payload is received even if it is the wrong one, because the sender waits for the answer.
         into = tensor if matches else torch.empty(int(sent[1]), dtype=torch.uint8)
         if into.numel():
             self._receive(channel, into, _MESSAGE)

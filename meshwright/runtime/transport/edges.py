@@ -253,12 +253,12 @@ def _changed(channel: Channel, before: Contract, now: Contract) -> MeshwrightErr
     if before.forms == now.forms:
         return MeshwrightError(
             f"{where} takes a gradient in one microbatch and none in another",
-            fix="let it follow from the shapes of the batch alone which layers run",
+            fix="make the choice of layers depend only on the shapes of the batch",
         )
     return MeshwrightError(
         f"{where} has other shapes than before, for a batch of the same shape: "
         f"{[size for size, _ in now.forms]} after {[size for size, _ in before.forms]}",
-        fix="let shapes follow from the shapes of the batch alone",
+        fix="make these shapes depend only on the shapes of the batch",
     )
 
 
@@ -266,12 +266,12 @@ def _header(contract: Contract, channel: Channel) -> Tensor:
     words = [len(contract.forms)]
     for (size, dtype), flag in zip(contract.forms, contract.flags, strict=True):
         if dtype not in DTYPES:
-            raise MeshwrightError(f"{dtype} cannot cross from rank {channel.source} to {channel.target}")
+            raise MeshwrightError(f"{dtype} cannot be sent from rank {channel.source} to {channel.target}")
         words += [DTYPES.index(dtype), int(flag), len(size), *size]
     if len(words) > HEADER:
         raise MeshwrightError(
-            f"rank {channel.source} sends {len(contract.forms)} tensors to {channel.target}, more than a header describes",
-            fix="pack what crosses stages into fewer tensors",
+            f"rank {channel.source} sends {len(contract.forms)} tensors to {channel.target}, more than fit into a header",
+            fix="pass fewer tensors between stages",
         )
     return torch.tensor(words + [0] * (HEADER - len(words)))
 

@@ -17,7 +17,7 @@ def other(channel: Channel, rank: int) -> int:
 
 
 class PeerLost(MeshwrightError):
-    """The process at the other end of a channel is gone. It is rarely the cause, so look at that rank's own error first."""
+    """The process at the other end of a channel is gone. This is rarely the cause: look at that rank's own error first."""
 
     def __init__(self, channel: Channel, rank: int) -> None:
         self.channel, self.rank, self.peer = channel, rank, other(channel, rank)

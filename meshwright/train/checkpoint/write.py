@@ -9,7 +9,7 @@ Tensors are written as safetensors, each by one of the ranks that hold it. Weigh
 model's configuration, so that `from_pretrained` reads the folder. torch.distributed.checkpoint writes the other tensors. Numbers
 are JSON.
 
-All ranks make all calls together, between two passes of the schedule. For schedules without a flush this is after a drain: only
+All ranks must make each call together, between two walks of the schedule. Without a flush, this is after a drain: only
 the newest version of each parameter exists then, and it is saved. An error in the thread is raised by the next call.
 """
 
@@ -129,7 +129,7 @@ class Checkpoints:
         return restore(self.engine, self.root, None if which is None else Path(which), self._group)
 
     def settle(self) -> None:
-        """Wait a short time after a failure: the checkpoint that is being written is good. Nothing waits for it later."""
+        """Wait a short time after a failure, so that the checkpoint that is being written can be completed."""
         if self._thread is not None:
             self._thread.join(SETTLE_S)
 
@@ -155,7 +155,7 @@ class Checkpoints:
         group, lead = self._group, dist.get_rank() == 0
         try:
             agree(lambda: job.folder.mkdir() if lead else None, group=group)
-            parts = agree(lambda: json.loads(json.dumps(job.facts)), group=group)  # keys and tuples as in the file
+            parts = agree(lambda: json.loads(json.dumps(job.facts)), group=group)  # converts keys and tuples as the file does
             unread = write_weights(job.folder, job.weights, self.model, self.processing, group)
             agree(lambda: _facts_file(job, self.engine, {**merged(parts), "unread": unread}) if lead else None, group=group)
             agree(lambda: write_tensors(job.folder, job.tensors, dist.get_rank()), group=group)
@@ -192,7 +192,7 @@ def _facts_file(job: _Job, engine: Engine, known: dict[str, Any]) -> None:
 
 
 def _plan(engine: Engine) -> dict[str, Any]:
-    """Return the plan of this run. It is for people; nothing depends on it."""
+    """Return the plan of this run. It is only for human readers; no code reads it."""
     schedule = engine.schedule
     return {"schedule": schedule.name, "workers": schedule.workers, "stages": schedule.stages, "dp": engine.settings.copies}
 

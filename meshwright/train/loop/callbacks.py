@@ -66,9 +66,7 @@ class ProgressBar(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         """Shows the last loss and the speed next to the bar."""
         if self.bar is not None and logs:
-            self.bar.say(
-                {key: logs[key] for key in ("loss", "eval_loss", "tokens_per_second", "samples_per_second") if key in logs}
-            )
+            self.bar.say({key: logs[key] for key in _BESIDE if key in logs})
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Closes the bar."""

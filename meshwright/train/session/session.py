@@ -61,14 +61,14 @@ class StepResult:
 
 
 class Session:
-    """One rank of a training run with your own loop. `meshwright.parallelize` makes one.
+    """One rank of a training run with your own loop. `meshwright.parallelize` creates it.
 
-    All ranks call the methods together, with the same batch.
+    All ranks must call the methods together, with the same batch.
 
     Attributes:
         model: The model that is trained.
         parallel: The plan.
-        steps: How many steps were made.
+        steps: The number of training steps so far.
         rank: The rank of this process.
 
     Examples:

@@ -129,10 +129,10 @@ def _within_budget(
     return (schedule, list(shares)) if schedule.recompute is None else (with_recompute(schedule, shares), None)
 
 
-def refuse_early(parallel: Parallel) -> None:
-    """Refuses schedules that cannot train any model."""
+def stages_to_train(parallel: Parallel) -> int:
+    """Returns the number of stages in the schedule of a plan. Refuses schedules that cannot train any model."""
     refuse_without_flush(parallel, flush=parallel.order is None or parallel.order.flush)
-    stages_of(parallel)
+    return stages_of(parallel)
 
 
 def refuse_without_flush(parallel: Parallel, *, flush: bool) -> None:

@@ -1,7 +1,8 @@
 """The layers of a user's model, cut into the stages of a plan. A list of layers is used as it is; a module is captured.
 
-layers = layers_for(model, batch, stages)         the layers that the engine runs
-layers_for(model, batch, stages, flat=flat)       the same, from a graph that was captured before
+graph = cut_graph(model, batch, flat, stages)     chooses the cuts of a captured graph, once
+layers = graph.open(model)                        on every rank: the layers that the engine runs
+layers = listed_layers(layers, stages)            the same for a list of layers
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.func import functional_call
 
 from meshwright.capture.split import ChosenCuts, Split, choose_cuts, cuts_like, open_cuts, open_like, split_like
 from meshwright.capture.trace.batch_columns import Columns, columns_of
-from meshwright.capture.trace.export import flatten, results, trace
+from meshwright.capture.trace.export import results, trace
 from meshwright.capture.trace.graph import Flat, refs
 from meshwright.capture.trace.unsupported_modules import require_ready
 from meshwright.errors import MeshwrightError
@@ -37,27 +38,6 @@ def is_captured(built: Any) -> bool:
         own = type(built).forward is not nn.Sequential.forward or "forward" in vars(built)
         return own or forward_hooks(built)
     return isinstance(built, nn.Module) and not isinstance(built, LISTS)
-
-
-def layers_for(
-    built: Any,
-    example_batch: Any,
-    stages: int,
-    *,
-    cuts: Sequence[str | int] | None = None,
-    flat: Flat | None = None,
-    device: torch.device | None = None,
-    own_loss: bool = False,
-    evaluated: Flat | None = None,
-) -> Layers:
-    """Returns the layers of a model, cut into stages. With a loss function of the user it is captured without labels.
-
-    `evaluated` is the graph of the model in evaluation mode, if it differs from the graph in training mode.
-    """
-    if not is_captured(built):
-        return listed_layers(built, stages, cuts)
-    flat = flat or flatten(built, example_batch, own_loss=own_loss)
-    return cut_graph(built, example_batch, flat, stages, at=cuts, own_loss=own_loss, evaluated=evaluated).open(built, device)
 
 
 def listed_layers(built: Any, stages: int, cuts: Sequence[str | int] | None = None) -> Layers:

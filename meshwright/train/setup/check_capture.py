@@ -29,8 +29,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.stage.batch import Given
 from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective
 from meshwright.runtime.stage.precision import Precision
+from meshwright.train.loss.loss_additivity import batch_norms, whole_loss
 from meshwright.train.setup.captured_layers import CutGraph, cut_graph
-from meshwright.train.setup.loss_additivity import batch_norms, whole_loss
 
 log = logging.getLogger(__name__)
 

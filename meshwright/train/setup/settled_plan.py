@@ -38,7 +38,7 @@ def settled(parallel: Parallel, *, accumulation: int = 1) -> Parallel:
     if isinstance(parallel.recompute, str):
         named(Mode, parallel.recompute)
     if parallel.order is not None:
-        _refuse_order(parallel, parallel.order)
+        parallel = replace(parallel, order=_proved_order(parallel, parallel.order))
     else:
         schedules.converted(parallel.schedule, parallel.options)
     return parallel
@@ -76,8 +76,8 @@ def _with_order(parallel: Parallel, order: Schedule, options: Any) -> Parallel:
     return Parallel.of({**given, "order": order, "options": dict(options)})
 
 
-def _refuse_order(parallel: Parallel, order: Schedule) -> None:
-    """Proves an order before anything runs, and refuses orders that cannot train."""
+def _proved_order(parallel: Parallel, order: Schedule) -> Schedule:
+    """Returns an order with its proof, so that it is proved once. Refuses orders that cannot train."""
     schedules.refuse_malformed(order, order.name)
     once = order.repeated(1) if order.flush else order
     if once.forward_only:
@@ -94,4 +94,4 @@ def _refuse_order(parallel: Parallel, order: Schedule) -> None:
                     f"{order.name} is already lowered: {what}={getattr(parallel, what)!r} would have no effect",
                     fix=f"the schedule before lowering, or no {what}",
                 )
-    prove(once)
+    return replace(order, proof=prove(once).proof)

@@ -61,13 +61,13 @@ def verify(
         parallel: The plan: a `Parallel` or a mapping.
         steps: How many steps to train.
         dtype: `float64` or `float32`; both runs compute in it.
-        seed: Where weights and dropout start.
-        loss: A loss of your own, `f(output, target)`; None uses the model's.
+        seed: The seed of the weights and of dropout.
+        loss: Your own loss, `f(output, target)`; None uses the model's loss.
         optimizer: A function that makes an optimizer for a list of parameters.
         scheduler: A function that makes a learning-rate schedule for an optimizer.
-        clip: The largest norm of a gradient: of all of it, or of each unit's where the schedule has no flush.
-        precision: `fp32`, `bf16` or `fp16`: what layers compute in.
-        workers: A pool of workers that is running already; None starts one.
+        clip: The norm that gradients are clipped to: all gradients together, or each unit if the schedule has no flush.
+        precision: The format that layers compute in: `fp32`, `bf16` or `fp16`.
+        workers: A pool of workers that is already running; None starts one.
         loss_kind: `mean` if the loss is a mean over rows or labels, `sum` if it is a sum.
 
     Returns:

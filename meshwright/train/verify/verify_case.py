@@ -135,10 +135,11 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
     case = replace(case, parallel=settled(case.parallel))
     refuse_crowd(case.parallel.processes)
     _refuse_local(case)
-    stages_of(case.parallel)
+    stages = stages_of(case.parallel)
     built = case.model()
     kind, precision = case.loss_kind, case.precision
     request = RunRequest(built, case.data(0), case.parallel, case.loss, loss_kind=kind, precision=precision, steps=case.steps)
+    request = replace(request, stages=stages)
     case = replace(case, flat=captured(request))
     _refuse_frozen(case, built)
     _refuse_rows(case)
