@@ -36,8 +36,13 @@ def make_groups(grid: Grid, boxes: Sequence[Sequence[int]], rank: int) -> Groups
 class GroupWires(Wires):
     """One rank of a grid on process groups."""
 
-    def __init__(self, grid: Grid, rank: int, groups: Groups) -> None:
+    def __init__(self, grid: Grid, rank: int, groups: Groups | None = None) -> None:
+        """`groups` may be given later (`connect`): layers are made before ranks have compared what they were given."""
         super().__init__(grid, rank)
+        self._groups = groups or {}
+
+    def connect(self, groups: Groups) -> None:
+        """Sets the process groups."""
         self._groups = groups
 
     def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:

@@ -62,6 +62,7 @@ def prepare_for_trainer(
         precision=args.precision,
         weights=inputs.weights,
         one_microbatch=True,
+        step_rows=args.rows.step,
         check_capture=inputs.check_capture,
         stages=stages_to_train(args.plan),
     )

@@ -10,21 +10,24 @@ of the schedule, the graph and the cuts before the first message.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat
 from meshwright.capture.weights.sketch import Skeleton
+from meshwright.ir.placement import Rows
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.engine.engine import Settings
 from meshwright.runtime.engine.evaluate import forward_schedule
+from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.parameters.unit import Optimizer, Scheduler
 from meshwright.runtime.stage.batch import Batch, Given
@@ -37,6 +40,7 @@ from meshwright.train.setup.captured_layers import CutGraph, cut_graph, is_captu
 from meshwright.train.setup.check_capture import Evaluation, Start, check_start
 from meshwright.train.setup.own_weights import fill_small_buffers
 from meshwright.train.setup.saved_bytes import KeptBytes, saved_bytes
+from meshwright.train.setup.sharded_layers import ShardedGraph, refuse_listed, shard_graph, tensor_cut
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Returns a context for a phase of the preparation: capture, cut, check or schedule."""
@@ -61,6 +65,8 @@ class RunRequest:
     """The number of steps in the schedule. None means one step that is repeated, which needs a flush."""
     one_microbatch: bool = False
     """Whether the example is one microbatch instead of a whole batch."""
+    step_rows: int | None = None
+    """The rows of one step, over all data-parallel copies; those of the example if not given."""
     more_rows: Given | None = None
     """An example with more rows, to check the loss with."""
     check_capture: bool = True
@@ -87,6 +93,8 @@ class PreparedRun:
     kept: tuple[KeptBytes, ...] | None = None
     """The bytes that each stage keeps for a microbatch, if recompute is chosen from a memory budget."""
     evaluation: Evaluation = field(default_factory=Evaluation)
+    sharded: ShardedGraph | None = None
+    """The graph under a tensor mode; None if every parameter is whole."""
     loss: Loss | None = None
     count: Count | None = None
     loss_kind: LossKind = LossKind.MEAN
@@ -102,9 +110,31 @@ class PreparedRun:
         """The ids that the embeddings of a captured model accept."""
         return vocabularies(self.flat)
 
-    def open(self, model: Any) -> Layers:
-        """Returns the stages of a rank's copy of the model. Nothing is decided here, so all ranks get equal stages."""
-        return listed_layers(model, self.schedule.stages) if self.graph is None else self.graph.open(model)
+    def open(self, model: Any, mesh: Mesh | None = None) -> Layers:
+        """Returns the stages of this rank's own copy of the model. Nothing is chosen here, so all ranks get the same.
+
+        With a mesh, parameters are cut to the parts of this rank's tensor coordinate by `cut`; without one they stay whole.
+        """
+        if self.graph is None:
+            return listed_layers(model, self.schedule.stages)
+        if self.sharded is None or mesh is None:
+            return self.graph.open(model)
+        own_loss = self.loss is not None
+        return self.sharded.open(model, self.graph.cuts, self.graph.columns, mesh.coordinate, own_loss=own_loss)
+
+    def held(self, layers: Layers, mesh: Mesh) -> list[nn.Module]:
+        """Returns the layers of the stages that this rank holds."""
+        stages = sorted({stage for _, stage in self.schedule.placement.held[mesh.worker]})
+        return [layer for stage in stages for layer in layers.of_stage(stage)]
+
+    def cut(self, layers: Layers, mesh: Mesh) -> None:
+        """Replaces the whole parameters of this rank's stages by its parts, under a tensor mode."""
+        if self.sharded is not None:
+            self.sharded.cut_held(layers, self.held(layers, mesh), mesh.coordinate)
+
+    def mesh(self, rank: int) -> Mesh:
+        """Returns the place of a rank in this run."""
+        return Mesh(self.schedule.workers, self.parallel.dp, rank, self.parallel.tp)
 
     def settings(
         self,
@@ -121,6 +151,7 @@ class PreparedRun:
             optimizer=optimizer,
             microbatches=plan.microbatches,
             copies=plan.dp,
+            box=plan.tp,
             scheduler=scheduler,
             loss=self.loss,
             count=self.count,
@@ -164,18 +195,34 @@ def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | Non
             with phase("check"):
                 evaluation = check_start(_start(request, graph))
                 graph = graph.with_evaluation(request.module, evaluation.graph)
+    sharded = None
+    if (tensor := tensor_cut(plan)) is not None:
+        if graph is None:
+            refuse_listed(plan)
+        else:
+            with phase("shard"):
+                sharded = shard_graph(request.module, graph.flat, graph.cuts, tensor, _microbatch_rows(request))
     with phase("schedule"):
         cuts = plan.stages or None
         layers = graph.open(request.module) if graph else listed_layers(request.module, stages, cuts)
         schedule, kept = _lists(request, layers)
         forwards = forward_schedule(schedule) if schedule.flush else None
     how = (request.loss, request.count, request.loss_kind, request.precision)
-    return PreparedRun(plan, schedule, forwards, graph, kept, evaluation, *how)
+    return PreparedRun(plan, schedule, forwards, graph, kept, evaluation, sharded, *how)
 
 
 def _cut(request: RunRequest, flat: Flat, stages: int) -> CutGraph:
     plan, own_loss = request.parallel, request.loss is not None
     return cut_graph(request.module, request.example, flat, stages, at=plan.stages or None, own_loss=own_loss)
+
+
+def _microbatch_rows(request: RunRequest) -> list[int]:
+    """Returns the numbers of rows that microbatches have."""
+    plan, example = request.parallel, request.example
+    rows = request.step_rows or len(next(iter(example.values())) if isinstance(example, Mapping) else example[0])
+    copies = [Rows(0, rows).cut(copy, plan.dp) for copy in range(plan.dp)]
+    cuts = [copy.cut(number, plan.microbatches) for copy in copies for number in range(plan.microbatches)]
+    return sorted({cut.size for cut in cuts} - {0}) or [1]
 
 
 def _start(request: RunRequest, graph: CutGraph) -> Start:

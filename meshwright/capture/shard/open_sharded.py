@@ -65,9 +65,7 @@ def settled_for(
     )
 
 
-def open_settled(
-    model: nn.Module, settled: Settled, cuts: ChosenCuts, wires: Wires, device: torch.device | None = None
-) -> Split:
+def open_settled(model: nn.Module, settled: Settled, cuts: ChosenCuts, wires: Wires, device: torch.device | None = None) -> Split:
     """Makes the modules of a settled model on one rank, stage by stage."""
     states, modules = States(model), list[Captured]()
     for first, last in pairwise(cuts.starts):

@@ -39,6 +39,8 @@ class Settings:
     optimizer: Optimizer
     microbatches: int
     copies: int = 1
+    box: int = 1
+    """Ranks that share the tensors of a worker."""
     scheduler: Scheduler | None = None
     loss: Loss | None = None
     count: Count | None = None
@@ -50,7 +52,7 @@ class Settings:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-EQUAL = ("microbatches", "copies", "loss_kind", "rules", "transport", "seed", "precision")
+EQUAL = ("microbatches", "copies", "box", "loss_kind", "rules", "transport", "seed", "precision")
 """The settings that must be the same on all ranks."""
 
 
@@ -65,7 +67,11 @@ class Engine:
         self.schedule, self.layers, self.settings = schedule, layers, settings
         self.objective = Objective(settings.loss, weigh=layers.weigh, count=settings.count, kind=settings.loss_kind)
         self.scaler = settings.precision.scaler()
-        self.runtime = RankRuntime(schedule, copies=settings.copies, transport=settings.transport, device=settings.device)
+        self.runtime = RankRuntime(
+            schedule, copies=settings.copies, box=settings.box, transport=settings.transport, device=settings.device
+        )
+        if layers.tensor is not None:
+            self.runtime.connect(layers.tensor.wires)
         self.mesh, self.groups, self.transport = self.runtime.mesh, self.runtime.groups, self.runtime.transport
         self.program = self.runtime.program(schedule)
         self.stages = {stage: self._stage(stage) for stage in self.program.stages}
@@ -93,7 +99,7 @@ class Engine:
         self.executor.run(first_step, batches)
         if self.executor.walks == 1:
             refuse_stray(self.layers, self._others)
-        return self.actions.tallies
+        return self.actions.tallies if self.mesh.coordinate == 0 else {}  # all ranks of a box have the same losses
 
     def _cut(self, given: Given | Own) -> Batch:
         """Returns the batch of a step, cut for this data-parallel copy."""
@@ -149,6 +155,7 @@ class Engine:
             adder=partial(self._adder, unit, ranks) if ranks in self.groups else None,
             versioned=not self.schedule.flush,
             rounds=self.schedule.steps,
+            tensor=self.layers.tensor,
         )
 
     def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
@@ -174,7 +181,7 @@ class Engine:
 def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
     """Raises if the run is not possible: before the first collective, and on all ranks alike."""
     world = dist.get_world_size()
-    needed = schedule.workers * settings.copies
+    needed = schedule.workers * settings.copies * settings.box
     if world != needed:
         raise MeshwrightError(
             f"{schedule.name} needs {schedule.workers} workers x {settings.copies} copies = {needed} ranks, got {world}",

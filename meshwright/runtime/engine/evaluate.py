@@ -110,7 +110,7 @@ class Forward:
         cut = self._cut(batch)
         with torch.no_grad(), evaluating(self.graphs.modules):
             self.executor.run(0, {0: cut})
-        tally = self.actions.tallies.get(0, Tally())
+        tally = self.actions.tallies.get(0, Tally()) if self.engine.mesh.coordinate == 0 else Tally()
         sums = torch.tensor([float(tally.loss), tally.weight], dtype=torch.float64, device=self.engine.settings.device)
         dist.all_reduce(sums)
         total, weight = sums.tolist()
@@ -137,7 +137,7 @@ class Forward:
         mesh, device = self.engine.mesh, self.engine.settings.device
         mine = {
             _Piece(mesh.rank, mesh.copy, rows.start, tuple((tuple(t.shape), t.dtype) for t in tensors)): tensors
-            for rows, tensors in self._found
+            for rows, tensors in (self._found if mesh.coordinate == 0 else ())  # all ranks of a box have the same outputs
         }
         announced = enumerate(all_gather_json([piece.to_json() for piece in mine]))
         self._found = []

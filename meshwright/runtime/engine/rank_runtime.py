@@ -20,6 +20,8 @@ from meshwright.runtime.tracing.trace import Trace
 from meshwright.runtime.transport.base import Transport
 from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.transport.edges import Edges
+from meshwright.tensor.group_wires import Groups, GroupWires, make_groups
+from meshwright.tensor.wires import Wires
 
 CPU = torch.device("cpu")
 
@@ -45,6 +47,7 @@ class RankRuntime:
         self.channels = channels(self.mesh, schedule)
         self._opened = open_transport(transport, self.channels, self.mesh.rank, device=device)
         self._opened.timeout_s = timeout_s
+        self._box_groups: Groups = {}
         self.transport = self._opened if wrap is None else wrap(self._opened)
 
     def program(self, schedule: Schedule) -> Program:
@@ -62,8 +65,16 @@ class RankRuntime:
         mesh = self.mesh
         return Batch(given, microbatches=microbatches, copy=mesh.copy, copies=mesh.copies, device=self.device, names=names)
 
+    def connect(self, wires: Wires) -> None:
+        """Makes the process groups of all boxes, in one order on all ranks, and gives this rank's groups to its wires."""
+        assert isinstance(wires, GroupWires), "ranks of a run talk over process groups"
+        box = self.mesh.box
+        boxes = [range(seat * box, (seat + 1) * box) for seat in range(self.mesh.processes // box)]
+        self._box_groups = make_groups(wires.grid, boxes, self.mesh.rank)
+        wires.connect(self._box_groups)
+
     def close(self) -> None:
         """Releases channels and process groups."""
         self._opened.close()
-        for group in self.groups.values():
+        for group in (*self.groups.values(), *self._box_groups.values()):
             dist.destroy_process_group(group)

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.runtime.parameters.tensor_parameters import TensorParameters
+
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Creates an optimizer for some parameters."""
 
@@ -117,11 +119,20 @@ class Buffer:
         self.sealed = True
         return self.flats
 
-    def finish(self, factor: float = 1.0) -> None:
-        """Waits for the sum. Divides it once by its weight and by `factor`, the loss scale."""
+    def wait(self) -> None:
+        """Waits for the sum over all holders."""
         for one in self.sums:
             one.wait()
         self.sums.clear()
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the sum was divided already, here or by the rank that sent it."""
+        return bool(self.flats[-1][-1].item()) if self.sealed else self.divided
+
+    def finish(self, factor: float = 1.0) -> None:
+        """Waits for the sum. Divides it once by its weight and by `factor`, the loss scale."""
+        self.wait()
         weight, divided = self.flats[-1][-2:].tolist() if self.sealed else (self.weight, self.divided)
         if divided:
             return
@@ -161,9 +172,11 @@ class Unit:
         adder: Callable[[Sequence[Tensor]], Adder] | None = None,
         versioned: bool = False,
         rounds: int = 1,
+        tensor: TensorParameters | None = None,
     ) -> None:
         """`rounds` is the number of rounds of a walk. A unit with one version and one round has one buffer."""
         self.params = [p for p in params if p.requires_grad]
+        self.tensor = tensor
         self.versioned, self.rounds = versioned, rounds
         self.optimizer = optimizer(self.params) if self.params else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -205,9 +218,10 @@ class Unit:
             self.buffer(round_).start(self.adder)
 
     def square(self, round_: int, factor: float = 1.0) -> float:
-        """Returns the sum of squares of the mean gradient."""
+        """Returns the sum of squares of the mean gradient. Of equal parts in a box, one rank counts."""
         buffer = self._finished(round_, factor)
-        return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in buffer.views))
+        views = [v for p, v in zip(self.params, buffer.views, strict=True) if self.tensor is None or self.tensor.counted[p]]
+        return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in views))
 
     def update(
         self, round_: int, *, in_place: bool = True, scale: float | None = 1.0, factor: float = 1.0, keep: bool = False
@@ -243,6 +257,9 @@ class Unit:
     def _finished(self, round_: int, factor: float) -> Buffer:
         """Waits for the mean gradient of a round and returns its buffer."""
         buffer = self.buffer(round_)
+        buffer.wait()
+        if self.tensor is not None and not buffer.is_divided:
+            self.tensor.sum_parts(self.params, buffer.views)
         buffer.finish(factor)
         if self.landed is not None:
             self.landed(round_)

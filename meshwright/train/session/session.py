@@ -22,7 +22,6 @@ from meshwright.ir.column_names import TARGETS
 from meshwright.runtime.engine.engine import Engine, Settings
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
 from meshwright.runtime.json_exchange import all_gather_state
-from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import LossKind, Tally
@@ -92,12 +91,12 @@ class Session:
         fill: Callable[[Layers, Iterable[nn.Module]], None] | None = None,
     ) -> None:
         """Opens a prepared run on this rank. `fill(layers, mine)` initializes this rank's layers if they have no values yet."""
-        schedule, layers = run.schedule, run.open(model)
+        mesh = run.mesh(dist.get_rank())
+        schedule, layers = run.schedule, run.open(model, mesh)
         refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
         if fill is not None:
-            worker = Mesh(schedule.workers, run.parallel.dp, dist.get_rank()).worker
-            held = sorted({stage for _, stage in schedule.placement.held[worker]})
-            fill(layers, [layer for stage in held for layer in layers.of_stage(stage)])
+            fill(layers, run.held(layers, mesh))
+        run.cut(layers, mesh)
         if layers.moved and (copies := run.parallel.dp * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
             log.warning(
                 "forward changes the buffer %s, and each of the %d copies of the model updates its own buffer from its own rows: "

@@ -21,6 +21,8 @@ from meshwright.ir.schedule import Schedule
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.precision import written
+from meshwright.train.setup.sharded_layers import ShardedGraph
+from meshwright.train.verify.expected_parts import Expected
 from meshwright.train.verify.serial_reference import SerialTrace
 from meshwright.train.verify.verify_case import Case
 
@@ -107,19 +109,32 @@ class RankTrace:
     skipped: list[int] = field(default_factory=list)
 
 
-def certify(case: Case, layers: Layers, schedule: Schedule, reference: SerialTrace, traces: list[RankTrace]) -> Certificate:
-    """Compares the records of all ranks with that of one process."""
-    held = _expected_names(layers, schedule, case.parallel.dp)
+def certify(
+    case: Case,
+    layers: Layers,
+    schedule: Schedule,
+    reference: SerialTrace,
+    traces: list[RankTrace],
+    sharded: ShardedGraph | None = None,
+) -> Certificate:
+    """Compares the records of all ranks with that of one process. If `sharded`, a rank has parts of its parameters."""
+    mesh = Mesh(schedule.workers, case.parallel.dp, 0, case.parallel.tp)
+    held = _expected_names(layers, schedule, mesh)
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
-    unequal = list(_unequal(traces))
-    problems = [*_missing(held, trainable, traces, len(reference.gradients)), *unequal, *_different_starts(layers, traces)]
+    expected = Expected(reference, mesh, sharded)
+    unequal = list(_unequal(traces, expected))
+    problems = [
+        *_missing(held, trainable, traces, len(reference.gradients)),
+        *unequal,
+        *_different_starts(layers, traces, expected),
+    ]
     problems += [
         f"rank {rank} skipped the updates {trace.skipped}, one process skipped {reference.skipped}"
         for rank, trace in enumerate(traces)
         if trace.skipped != reference.skipped
     ]
-    gradients = [(0.0, "nothing"), *_gradient_errors(reference, traces)]
-    weights = [(0.0, "nothing"), *_weight_errors(reference, traces)]
+    gradients = [(0.0, "nothing"), *_gradient_errors(expected, traces)]
+    weights = [(0.0, "nothing"), *_weight_errors(expected, traces)]
     losses = _losses(traces, case.steps)
     loss_error = max(_relative(a, b) for a, b in zip(losses, reference.losses, strict=True))
     gradient, weight, tolerance = max(gradients), max(weights), case.tolerance
@@ -164,13 +179,13 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
-def _expected_names(layers: Layers, schedule: Schedule, copies: int) -> list[set[str]]:
+def _expected_names(layers: Layers, schedule: Schedule, mesh: Mesh) -> list[set[str]]:
     """Returns the names of the parameters that each rank must hold."""
-    mesh = Mesh(schedule.workers, copies, 0)
     held: list[set[str]] = [set() for _ in range(mesh.processes)]
     for unit in range(schedule.units):
-        for rank in mesh.holders(schedule, unit):
-            held[rank] |= {layers.names[p] for p in layers.unit(unit)}
+        for at in mesh.every_coordinate():
+            for rank in at.holders(schedule, unit):
+                held[rank] |= {layers.names[p] for p in layers.unit(unit)}
     return held
 
 
@@ -197,48 +212,51 @@ def _name_differences(where: str, names: set[str], found: Mapping[str, object]) 
         yield f"{where}: {more[0]} should not be there"
 
 
-def _different_starts(layers: Layers, traces: list[RankTrace]) -> Iterator[str]:
+def _different_starts(layers: Layers, traces: list[RankTrace], expected: Expected) -> Iterator[str]:
     """Finds weights that differ between workers and this process before the first step. The plan is not the cause of these."""
-    built = {name: digest(p) for p, name in layers.names.items() if p.requires_grad}
+    built = {name: p.detach() for p, name in layers.names.items() if p.requires_grad}
     for rank, trace in enumerate(traces):
-        if other := [name for name, found in trace.digests.get(0, {}).items() if found != built[name]]:
+        first = trace.digests.get(0, {})
+        if other := [name for name, found in first.items() if found != digest(expected.part(name, built[name], rank))]:
             yield (
                 f"rank {rank} starts with other values of {other[0]} than build() returns here: does build() use only torch's "
                 "generator?"
             )
 
 
-def _unequal(traces: list[RankTrace]) -> Iterator[str]:
+def _unequal(traces: list[RankTrace], expected: Expected) -> Iterator[str]:
     """Compares the copies of each parameter on all ranks: digests for every version, all bits at the end."""
-    first: dict[tuple[int, str], tuple[int, int]] = {}
+    first: dict[tuple[int, object], tuple[int, int]] = {}
     for rank, trace in enumerate(traces):
         for version, digests in sorted(trace.digests.items()):
             for name, found in digests.items():
-                other, wanted = first.setdefault((version, name), (rank, found))
+                other, wanted = first.setdefault((version, expected.same_part(name, rank)), (rank, found))
                 if found != wanted:
                     yield f"version {version} of {name} differs between ranks {other} and {rank}"
-    last: dict[str, tuple[int, Tensor]] = {}
+    last: dict[object, tuple[int, Tensor]] = {}
     for rank, trace in enumerate(traces):
         for name, tensor in trace.weights.items():
-            other, same = last.setdefault(name, (rank, tensor))
+            other, same = last.setdefault(expected.same_part(name, rank), (rank, tensor))
             if tensor.shape != same.shape or not torch.equal(_bits(tensor), _bits(same)):
                 yield f"{name} differs between ranks {other} and {rank} at the end"
 
 
-def _gradient_errors(reference: SerialTrace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
-    for update, expected in enumerate(reference.gradients):
-        largest = _largest(expected)
-        for trace in traces if update not in reference.skipped else ():
+def _gradient_errors(expected: Expected, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
+    for update, gradients in enumerate(expected.reference.gradients):
+        largest = _largest(gradients)
+        for rank, trace in enumerate(traces) if update not in expected.reference.skipped else ():
             for name, found in trace.gradients.get(update, {}).items():
-                if name in expected:
-                    yield tensor_error(found, expected[name], largest), f"gradient of {name} at update {update}"
+                if name in gradients:
+                    wanted = expected.part(name, gradients[name], rank)
+                    yield tensor_error(found, wanted, largest), f"gradient of {name} at update {update}"
 
 
-def _weight_errors(reference: SerialTrace, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
-    largest = _largest(reference.weights)
-    for trace in traces:
+def _weight_errors(expected: Expected, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:
+    weights = expected.reference.weights
+    largest = _largest(weights)
+    for rank, trace in enumerate(traces):
         for name, found in trace.weights.items():
-            yield tensor_error(found, reference.weights[name], largest), f"weight {name}"
+            yield tensor_error(found, expected.part(name, weights[name], rank), largest), f"weight {name}"
 
 
 def _largest(tensors: Mapping[str, Tensor]) -> float:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
@@ -109,7 +110,7 @@ def verify(
     finally:
         if workers is None:
             pool.close()
-    return certify(case, layers, run.schedule, reference, traces)
+    return certify(case, layers, run.schedule, reference, traces, run.sharded)
 
 
 def serial_trace(case: Case, run: PreparedRun) -> SerialTrace:
@@ -133,12 +134,15 @@ def serial_trace(case: Case, run: PreparedRun) -> SerialTrace:
         # The model has no random numbers and no rounding to another format, so the user's model can be the reference.
         # Errors of the capture are then found too.
         one.whole = Uncut.of(built, case.data(0), own_loss=case.loss is not None)
-    return one.run(case.data, case.steps)
+    with case.wide_casts():
+        return one.run(case.data, case.steps)
 
 
 def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
     """Runs this rank of the parallel run. A collective call: all ranks must call it."""
-    layers, schedule = run.open(case.model()), run.schedule
+    mesh = run.mesh(dist.get_rank())
+    layers, schedule = run.open(case.model(), mesh), run.schedule
+    run.cut(layers, mesh)
     how = run.settings(optimizer=case.optimizer, scheduler=case.scheduler, rules=case.rules, seed=case.seed)
     engine = Engine(schedule, layers, how)
     trace, tallies = RankTrace(), dict[int, Tally]()

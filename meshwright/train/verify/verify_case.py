@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.capture.shard.wide_casts import wide_casts, widened
 from meshwright.capture.trace.graph import Flat
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel, refuse_crowd
@@ -58,6 +60,18 @@ class Case:
         """The largest relative error that passes, for the dtype that layers compute in."""
         dtype = self.precision.dtype
         return TOLERANCE[self.dtype if dtype is None else str(dtype).removeprefix("torch.")]
+
+    @property
+    def widens(self) -> bool:
+        """Whether casts to float32 inside the model become casts to float64, in the run and in the reference alike.
+
+        Under tensor parallelism sums have another order, and float32 inside a float64 model would round it differently.
+        """
+        return self.parallel.tp > 1 and self.dtype == "float64" and self.precision.dtype is None
+
+    def wide_casts(self) -> AbstractContextManager[object]:
+        """Returns a context in which the user's model casts to float64 instead of float32, if `widens`."""
+        return wide_casts() if self.widens else nullcontext()
 
     def model(self) -> Any:
         """Builds the user's model from the seed, in the dtype."""
@@ -140,11 +154,13 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
     kind, precision = case.loss_kind, case.precision
     request = RunRequest(built, case.data(0), case.parallel, case.loss, loss_kind=kind, precision=precision, steps=case.steps)
     request = replace(request, stages=stages)
-    case = replace(case, flat=captured(request))
+    flat = captured(request)
+    case = replace(case, flat=widened(flat) if flat is not None and case.widens else flat)
     _refuse_frozen(case, built)
     _refuse_rows(case)
-    _refuse_dtype(case, built)
-    run = prepare(request, case.flat)
+    with case.wide_casts():
+        _refuse_dtype(case, built)
+        run = prepare(request, case.flat)
     layers, schedule = run.open(built), run.schedule
     refuse_coupled(lambda pair, _: case.optimizer(pair), [layers.unit(u) for u in range(schedule.units)])
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)

@@ -1,0 +1,32 @@
+"""What a rank should have found, from what one process found: whole tensors, or the parts of its tensor coordinate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshwright.capture.shard.layout import axes_of
+from meshwright.runtime.mesh import Mesh
+from meshwright.train.setup.sharded_layers import ShardedGraph
+from meshwright.train.verify.serial_reference import SerialTrace
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one process found, as a rank should have found it: whole, or the part of its tensor coordinate."""
+
+    reference: SerialTrace
+    mesh: Mesh
+    sharded: ShardedGraph | None
+
+    def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        """Returns the part of a parameter or gradient that a rank has."""
+        return whole if self.sharded is None else self.sharded.part(name, whole, rank % self.mesh.box)
+
+    def same_part(self, name: str, rank: int) -> object:
+        """Returns a key that is equal for ranks whose parts of a parameter must be equal."""
+        if self.sharded is None:
+            return name
+        axes, at = axes_of(self.sharded.cut(name).layout), self.sharded.grid.at(rank % self.mesh.box)
+        return name, tuple((axis, place) for axis, place in at.items() if axis in axes)
