@@ -128,7 +128,7 @@ class Trainer(TrainerJobs):
         refuse_unusable(self.args, self.module, self.optimizers, self.optimizer_cls_and_kwargs)
         if self._trained and not resume_from_checkpoint:
             self._start_again()
-        job, example = self._job_and_example(self.train_dataset, trains=True)
+        job, example = self.job_and_example(self.train_dataset, trains=True)
         if self.args.eval_strategy != "no":
             job.run.evaluation.refuse()
         speed = speed_of(self.module, job.run.flat, example)
@@ -177,7 +177,7 @@ class Trainer(TrainerJobs):
         """Writes a folder that `from_pretrained` can read. Rank 0 writes it; of a sketch every rank writes its own part."""
         folder = Path(output_dir or self.folder)
         if self.skeleton is not None:
-            self.run_on_ranks(on_rank.save_on_rank, self.job(self._any_dataset()), folder)
+            self.run_on_ranks(on_rank.save_on_rank, self.job(self.any_dataset()), folder)
         elif self.is_world_process_zero():
             save_whole(self.module, folder)
         if self.is_world_process_zero() and hasattr(self.processing_class, "save_pretrained"):
@@ -185,7 +185,7 @@ class Trainer(TrainerJobs):
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
         """Continues every row with its most likely tokens, under the plan; see `Session.generate`."""
-        job = self.evaluation_job(self._any_dataset())
+        job = self.evaluation_job(self.any_dataset())
         found: list[Tensor] = self.run_on_ranks(
             on_rank.generate_on_rank, job, input_ids, {"max_new_tokens": max_new_tokens, **more}
         )

@@ -71,7 +71,7 @@ class TrainerJobs:
 
     def job(self, dataset: Any, *, trains: bool = False) -> RankJob:
         """Returns the data that ranks receive for this data set. Raises, before any worker starts, if the run is not possible."""
-        return self._job_and_example(dataset, trains=trains)[0]
+        return self.job_and_example(dataset, trains=trains)[0]
 
     def evaluation_job(self, dataset: Any) -> RankJob:
         """Returns the same for evaluation. Raises if the captured model cannot be evaluated."""
@@ -88,7 +88,7 @@ class TrainerJobs:
         known = () if run is None else run.vocabularies
         return RowReader(Collate(self.data_collator, columns), seed, args.dataloader_num_workers, known)
 
-    def _job_and_example(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
+    def job_and_example(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
         """Returns a job, and the example that its run was prepared with."""
         plan = self.args.plan
         refuse_world(plan)
@@ -131,7 +131,7 @@ class TrainerJobs:
             board_folder=self.folder / self._board,
         )
 
-    def _any_dataset(self) -> Any:
+    def any_dataset(self) -> Any:
         """Returns a data set to prepare a run with."""
         first = self.eval_dataset if self.train_dataset is None else self.train_dataset
         if first is None:

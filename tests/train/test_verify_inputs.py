@@ -209,7 +209,7 @@ def test_a_certificate_is_strict_json() -> None:
 def test_flags_of_an_emulation_that_is_not_asked_for(flag: dict[str, Any]) -> None:
     (name,) = flag
     with pytest.raises(MeshwrightError, match=f"--{name}(.|\\n)*--emulate wall"):
-        simulate("onef1b", **flag)
+        simulate(name="onef1b", **flag)
 
 
 @pytest.mark.parametrize("plan", [{"pp": 2, "dp": 9999}, {"pp": 1, "dp": 257}, {"pp": 2, "width": (250, 7)}], ids=str)
@@ -222,7 +222,7 @@ def test_the_verbs_count_workers_first() -> None:
     with pytest.raises(MeshwrightError, match="19998 workers exceed the limit of 256"):
         verb.verify("mlp", dp=9999)
     with pytest.raises(MeshwrightError, match="300 workers exceed the limit of 256"):
-        simulate("onef1b", workers=300, microbatches=4, emulate=Timing.WALL)
+        simulate(name="onef1b", workers=300, microbatches=4, emulate=Timing.WALL)
 
 
 def unseeded(step: int) -> tuple[Tensor, Tensor]:
