@@ -86,9 +86,7 @@ def test_layers_in_pieces_everywhere(name: str, asked: Request, save: Save) -> N
     assert outcome.words == declared_words(found)
 
 
-def halved_pass(
-    ref: Reference, asked: Request, rows: tuple[int, int], save: Save, seed: int | None = None
-) -> tuple[Settled, Pass]:
+def halved_pass(ref: Reference, asked: Request, rows: tuple[int, int], save: Save) -> tuple[Settled, Pass]:
     whole = settled(ref, asked, save=save)
     starts = (0, rows[0])
     batches = [{n: t[a : a + r] for n, t in ref.batch.items()} for a, r in zip(starts, rows, strict=True)]
