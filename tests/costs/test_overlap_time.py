@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costs.overlap_time import HalfTime, PieceTime, SendTime, turns_of, weave_time
@@ -38,6 +38,7 @@ def halves(draw: st.DrawFn) -> HalfTime:
     return HalfTime(pieces, tuple(dict.fromkeys(sends)))
 
 
+@settings(deadline=None)
 @given(halves(), halves())
 def test_bounds(a: HalfTime, b: HalfTime) -> None:
     """All turns are taken; never faster than all compute or one half alone, never slower than one after the other."""

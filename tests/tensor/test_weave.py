@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 from meshwright.capture.cut.loss_weight import weigher
 from meshwright.capture.cut.stage_modules import States
+from meshwright.capture.shard.parts import cut_parameters
 from meshwright.capture.shard.settle import Settled
 from meshwright.capture.shard.woven_layer import halved_layer, woven_layers
 from meshwright.costs.scheme import Save
+from meshwright.tensor.thread_wires import run
 from meshwright.tensor.wires import Wires
 from tests.support import captured_models as small
 from tests.support.sharded import (
@@ -133,3 +136,36 @@ def test_halves_share_whole_weights_and_send_no_more() -> None:
     declared = declared_words(whole)
     extra = {phase: outcome.words[phase] - declared[phase] for phase in declared}
     assert list(extra.values()) == [2, 0, 0]
+
+
+@pytest.mark.parametrize("asked", [line(2), box(2, 2, 1)], ids=str)
+def test_halves_drop_what_a_whole_microbatch_drops(asked: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are drawn for all rows by both halves, and are those of the user's model."""
+    torch.manual_seed(0)
+    rates = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+    ref = reference(small.gpt2(n_embd=32, n_head=8, n_layer=1, **rates), text(), seed=5)
+    whole, work = halved_pass(ref, asked, (4, 4), Save.SHARDS)
+    monkeypatch.setattr(torch, "get_rng_state", lambda: torch.Generator().manual_seed(5).get_state())  # threads share torch's
+    check(on_threads(ref, whole, work))
+
+
+def test_depths_hold_the_same_bits_after_a_step() -> None:
+    """Different samples on different depths; the summed gradients, and so the weights, are equal to the bit."""
+    ref = family("llama")
+    found = settled(ref, tesseract(2, 2))
+    models = [copy.deepcopy(ref.model) for _ in range(8)]
+    work = woven_pass(ref, found)
+
+    def rank(wires: Wires) -> dict[str, Tensor]:
+        model = models[wires.rank]
+        cut_parameters(dict(model.named_parameters()), found.cuts, found.grid, wires.rank)
+        work(model, wires)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * wires.total(parameter.grad, tuple(found.cuts[name].unsummed))
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    results = run(found.grid, rank)
+    for number in range(4):
+        assert all(torch.equal(t, results[number + 4][name]) for name, t in results[number].items())
