@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from meshwright.capture.shard.parts import cut_parameters
 from meshwright.capture.shard.settle import Settled
 from meshwright.capture.shard.woven_layer import halved_layer, woven_layers
 from meshwright.costs.scheme import Save
+from meshwright.tensor.lone_wires import DryWires
 from meshwright.tensor.thread_wires import run
 from meshwright.tensor.wires import Wires
 from tests.support import captured_models as small
@@ -169,3 +171,31 @@ def test_depths_hold_the_same_bits_after_a_step() -> None:
     results = run(found.grid, rank)
     for number in range(4):
         assert all(torch.equal(t, results[number + 4][name]) for name, t in results[number].items())
+
+
+@pytest.mark.parametrize("save", Save)
+def test_what_is_gathered_is_kept_or_dropped(save: Save) -> None:
+    """Saved for backward of gathered inputs and weights: their declared bytes, or none where shards are kept."""
+    ref = family("llama", intermediate_size=96)
+    found = settled(ref, box(2, 2, 1), save=save)
+    model = copy.deepcopy(ref.model)
+    wires = DryWires(found.grid, 0)
+    cut_parameters(dict(model.named_parameters()), found.cuts, found.grid, 0)
+    [layer] = woven_layers(found, States(model), wires)
+    tensors: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        tensors[t.untyped_storage()._cdata] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss, *_ = layer(**{name: ref.batch[name] for name in layer.batch_columns})
+    steps = [step for step in found.programs[0].steps if step.move is not None and step.move.kind == "gather"]
+    made = [step.move.made for step in steps if step.move is not None and "embed_tokens" not in step.path]
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    held = [t for key, t in tensors.items() if tuple(t.shape) in made and key not in own]
+    assert len(held) == len(made), "every gathered value is saved by the product that reads it"
+    declared = sum(math.prod(shape) for shape in made) * 8
+    assert sum(t.untyped_storage().nbytes() for t in held) == (declared if save is Save.GATHERED else 0)
+    loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
