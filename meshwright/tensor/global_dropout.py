@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from meshwright.costs.scheme import Axes
 from meshwright.tensor.wires import Wires
 
+Factors = tuple[tuple[int, Axes], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class RowWindow:

@@ -2,7 +2,8 @@
 
 A move is started after the piece that makes its argument and awaited before the first piece that reads its result. Moves that
 follow each other without a reader between them are one route. Moves of weights depend on no activation: they stand apart, so that
-they can be started ahead and shared by the halves of a microbatch.
+they can be started ahead and shared by the halves of a microbatch. Products with gathered weights are in pieces of their own,
+with their siblings.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class _Cutter:
         self.launch: dict[fx.Node, int] = {}
         self.routes: dict[fx.Node, tuple[fx.Node, tuple[Move, ...], bool]] = {}
         self.weights: dict[fx.Node, tuple[nn.Parameter, Route]] = {}
+        self.reader: dict[int, fx.Node | None] = {}
         current = 0
         for node in list(self.graph.nodes):
             if node.op in ("placeholder", "get_attr", "output"):
@@ -164,6 +166,11 @@ class _Cutter:
             return current
         found = max([current, *(self.launch[source] + 1 for source in sources if source in self.routes)])
         found = max([found, *(self.at[source] for source in sources if source in self.at)])
+        if any(source in self.weights for source in sources):  # siblings share a piece; others get theirs, to gather ahead
+            other = next((source for source in sources if source not in self.weights), None)
+            if found in self.reader and self.reader[found] is not other:
+                found += 1
+            self.reader[found] = other
         self.at[node] = found
         return found
 

@@ -177,6 +177,10 @@ class Weave:
             for name, gradient in zip(half.pieces.outputs, given, strict=True):
                 if gradient is not None:
                     half.owe(name, gradient)
+            for name in [name for name in half.pieces.outputs if name in half.owed]:
+                border = half.pieces.borders.get(name)
+                if border is not None and name not in half.pieces.first:  # no piece reads it, so none sends it back
+                    half.owed[name] = border.route.start_back(half.owed[name], self.wires)
         for turn in reversed(self.turns):
             self._back(turn, rest)
         found = []

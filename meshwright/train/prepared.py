@@ -40,7 +40,7 @@ from meshwright.train.setup.captured_layers import CutGraph, cut_graph, is_captu
 from meshwright.train.setup.check_capture import Evaluation, Start, check_start
 from meshwright.train.setup.own_weights import fill_small_buffers
 from meshwright.train.setup.saved_bytes import KeptBytes, saved_bytes
-from meshwright.train.setup.sharded_layers import ShardedGraph, refuse_listed, shard_graph, tensor_cut
+from meshwright.train.setup.sharded_layers import ShardedGraph, refuse_unsharded, refuse_versions, shard_graph, tensor_cut
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Returns a context for a phase of the preparation: capture, cut, check or schedule."""
@@ -197,16 +197,17 @@ def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | Non
                 graph = graph.with_evaluation(request.module, evaluation.graph)
     sharded = None
     if (tensor := tensor_cut(plan)) is not None:
-        if graph is None:
-            refuse_listed(plan)
-        else:
-            with phase("shard"):
-                sharded = shard_graph(request.module, graph.flat, graph.cuts, tensor, _microbatch_rows(request))
+        refuse_unsharded(plan, request.precision, captured=graph is not None)
+        with phase("shard"):
+            assert graph is not None
+            sharded = shard_graph(request.module, graph.flat, graph.cuts, tensor, _microbatch_rows(request))
     with phase("schedule"):
         cuts = plan.stages or None
         layers = graph.open(request.module) if graph else listed_layers(request.module, stages, cuts)
         schedule, kept = _lists(request, layers)
         forwards = forward_schedule(schedule) if schedule.flush else None
+        if sharded is not None:
+            refuse_versions(plan, flush=schedule.flush)
     how = (request.loss, request.count, request.loss_kind, request.precision)
     return PreparedRun(plan, schedule, forwards, graph, kept, evaluation, sharded, *how)
 

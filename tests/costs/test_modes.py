@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costs import modes
@@ -28,6 +28,7 @@ def test_modes_are_the_files_of_the_folder() -> None:
     assert modes.names() == ("box", "grid", "line", "tesseract")
 
 
+@settings(deadline=None)
 @given(requests(), st.sampled_from(Save), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
 def test_closed_form_equals_declared(asked: tuple[str, TensorRequest], save: Save, b: int, s: int, h: int) -> None:
     mode = modes.mode(asked[0])
@@ -36,6 +37,7 @@ def test_closed_form_equals_declared(asked: tuple[str, TensorRequest], save: Sav
     assert total.total == mode.layer_words(grid, batch=b, sequence=s, hidden=h, save=save)
 
 
+@settings(deadline=None)
 @given(requests(), st.sampled_from(Save), st.integers(1, 9), st.integers(1, 9))
 def test_weights_and_saved_words(asked: tuple[str, TensorRequest], save: Save, rows: int, h: int) -> None:
     """A rank holds 1/P of every matrix, 1/q^2 where there is a depth; kept as shards, 1/P of every input too."""
@@ -50,6 +52,7 @@ def test_weights_and_saved_words(asked: tuple[str, TensorRequest], save: Save, r
         assert total.saved_words == 2 * rows * h + Fraction(5 * rows * h, grid.ranks)
 
 
+@settings(deadline=None)
 @given(SIDES, st.integers(1, 9), st.integers(1, 9), st.sampled_from(Save))
 def test_the_line_with_a_cut_sequence_is_a_box(p: int, rows: int, h: int, save: Save) -> None:
     line, box = modes.mode("line"), modes.mode("box")
@@ -81,6 +84,7 @@ def test_known_numbers(mode: str, request_: TensorRequest, words: float) -> None
     assert float(total.forward + total.backward) / 1e6 == pytest.approx(words, abs=0.06)
 
 
+@settings(deadline=None)
 @given(requests())
 def test_coordinates_and_groups(asked: tuple[str, TensorRequest]) -> None:
     grid = modes.mode(asked[0]).grid(asked[1])

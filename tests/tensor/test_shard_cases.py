@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwright.capture.shard.shard_report import shard_report
+from meshwright.costs.scheme import Save
 from meshwright.errors import MeshwrightError
 from tests.support import captured_models as small
 from tests.support.sharded import (
@@ -196,6 +198,15 @@ def test_the_report_names_products_roles_and_extra_moves() -> None:
     assert roles["bert.embeddings.word_embeddings"] == "table"
     assert {move.path for move in found.extra} == {"cls.predictions.decoder"}, "its tied weight is cut for the residual stream"
     assert not settled(family("llama"), box(2, 2, 2)).extra
+
+
+def test_the_report_in_lines() -> None:
+    lines = shard_report(settled(family("bert"), box(2, 2, 1), save=Save.SHARDS))
+    assert lines[0] == "box w=2 x a=2 x b=1, save=shards"
+    assert any(line.startswith("bert.encoder.layer.0.attention.self.query") and "expand" in line for line in lines)
+    assert any(line.startswith("extra move: cls.predictions.decoder (aten.linear.default): gather") for line in lines)
+    assert "whole on every rank: bert.embeddings.token_type_embeddings.weight" in lines
+    assert lines[-1].startswith("words per rank: forward ")
 
 
 @pytest.mark.parametrize(

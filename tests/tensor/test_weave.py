@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ from torch import Tensor, nn
 
 from meshwright.capture.cut.loss_weight import weigher
 from meshwright.capture.cut.stage_modules import States
+from meshwright.capture.shard.parts import cut_parameters
 from meshwright.capture.shard.settle import Settled
 from meshwright.capture.shard.woven_layer import halved_layer, woven_layers
 from meshwright.costs.scheme import Save
+from meshwright.tensor.lone_wires import DryWires
+from meshwright.tensor.thread_wires import run
 from meshwright.tensor.wires import Wires
 from tests.support import captured_models as small
 from tests.support.sharded import (
@@ -86,9 +91,7 @@ def test_layers_in_pieces_everywhere(name: str, asked: Request, save: Save) -> N
     assert outcome.words == declared_words(found)
 
 
-def halved_pass(
-    ref: Reference, asked: Request, rows: tuple[int, int], save: Save, seed: int | None = None
-) -> tuple[Settled, Pass]:
+def halved_pass(ref: Reference, asked: Request, rows: tuple[int, int], save: Save) -> tuple[Settled, Pass]:
     whole = settled(ref, asked, save=save)
     starts = (0, rows[0])
     batches = [{n: t[a : a + r] for n, t in ref.batch.items()} for a, r in zip(starts, rows, strict=True)]
@@ -135,3 +138,64 @@ def test_halves_share_whole_weights_and_send_no_more() -> None:
     declared = declared_words(whole)
     extra = {phase: outcome.words[phase] - declared[phase] for phase in declared}
     assert list(extra.values()) == [2, 0, 0]
+
+
+@pytest.mark.parametrize("asked", [line(2), box(2, 2, 1)], ids=str)
+def test_halves_drop_what_a_whole_microbatch_drops(asked: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are drawn for all rows by both halves, and are those of the user's model."""
+    torch.manual_seed(0)
+    rates = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+    ref = reference(small.gpt2(n_embd=32, n_head=8, n_layer=1, **rates), text(), seed=5)
+    whole, work = halved_pass(ref, asked, (4, 4), Save.SHARDS)
+    monkeypatch.setattr(torch, "get_rng_state", lambda: torch.Generator().manual_seed(5).get_state())  # threads share torch's
+    check(on_threads(ref, whole, work))
+
+
+def test_depths_hold_the_same_bits_after_a_step() -> None:
+    """Different samples on different depths; the summed gradients, and so the weights, are equal to the bit."""
+    ref = family("llama")
+    found = settled(ref, tesseract(2, 2))
+    models = [copy.deepcopy(ref.model) for _ in range(8)]
+    work = woven_pass(ref, found)
+
+    def rank(wires: Wires) -> dict[str, Tensor]:
+        model = models[wires.rank]
+        cut_parameters(dict(model.named_parameters()), found.cuts, found.grid, wires.rank)
+        work(model, wires)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * wires.total(parameter.grad, tuple(found.cuts[name].unsummed))
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    results = run(found.grid, rank)
+    for number in range(4):
+        assert all(torch.equal(t, results[number + 4][name]) for name, t in results[number].items())
+
+
+@pytest.mark.parametrize("save", Save)
+def test_what_is_gathered_is_kept_or_dropped(save: Save) -> None:
+    """Saved for backward of gathered inputs and weights: their declared bytes, or none where shards are kept."""
+    ref = family("llama", intermediate_size=96)
+    found = settled(ref, box(2, 2, 1), save=save)
+    model = copy.deepcopy(ref.model)
+    wires = DryWires(found.grid, 0)
+    cut_parameters(dict(model.named_parameters()), found.cuts, found.grid, 0)
+    [layer] = woven_layers(found, States(model), wires)
+    tensors: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        tensors[t.untyped_storage()._cdata] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss, *_ = layer(**{name: ref.batch[name] for name in layer.batch_columns})
+    steps = [step for step in found.programs[0].steps if step.move is not None and step.move.kind == "gather"]
+    made = [step.move.made for step in steps if step.move is not None and "embed_tokens" not in step.path]
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    held = [t for key, t in tensors.items() if tuple(t.shape) in made and key not in own]
+    assert len(held) == len(made), "every gathered value is saved by the product that reads it"
+    declared = sum(math.prod(shape) for shape in made) * 8
+    assert sum(t.untyped_storage().nbytes() for t in held) == (declared if save is Save.GATHERED else 0)
+    loss.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())

@@ -46,17 +46,23 @@ class SplitSlot:
             weave.finish(rest)
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What every half takes by name, and the names of what came from other layers."""
+
+    values: list[dict[str, Any]]
+    names: list[list[str]]
+
+
 class _Run(Function):
     """A pass over pieces as one node."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weave: Weave, given: list[dict[str, Any]], names: list[list[str]], slot: SplitSlot, *values: Tensor
-    ) -> Any:
+    def forward(ctx: Any, weave: Weave, given: _Given, slot: SplitSlot, *values: Tensor) -> Any:
         """The outputs of all halves, one after another."""
         with torch.enable_grad():
-            results = weave.forward(given)
-        ctx.call = weave, names, slot, [len(each) for each in results]
+            results = weave.forward(given.values)
+        ctx.call = weave, given.names, slot, [len(each) for each in results]
         ctx.set_materialize_grads(False)
         found = [out.view_as(out) for each in results for out in each]
         ctx.mark_non_differentiable(*(out for out in found if not out.is_floating_point()))
@@ -75,7 +81,7 @@ class _Run(Function):
         if slot.rests is not None and rest is not None:
             slot.rests.append((weave, rest))
         values = [half.get(name) for half, own in zip(found, names, strict=True) for name in own]
-        return None, None, None, None, *values, None
+        return None, None, None, *values, None
 
 
 _run: Callable[..., tuple[Tensor, ...]] = _Run.apply
@@ -105,13 +111,11 @@ class _Part:
 class WovenLayer(Captured):
     """A sharded layer in pieces, of a whole microbatch or of its two halves."""
 
-    def __init__(
-        self, whole: Captured, parts: list[_Part], *, keep: bool, weigh: Weights | None = None, last: bool = False
-    ) -> None:
+    def __init__(self, whole: Captured, parts: list[_Part], *, keep: bool, weigh: Weights | None = None) -> None:
         super().__init__(whole.body, whole.direct, whole.original, inplace=False)
         if whole.prelude is not None:
             self.after(whole.prelude, whole.free, {})
-        self.parts, self.keep, self.weigh, self.last = parts, keep, weigh, last
+        self.parts, self.keep, self.weigh = parts, keep, weigh
         self.slot = SplitSlot()
         for number, part in enumerate(parts):
             for k, piece in enumerate(part.pieces.pieces):
@@ -127,7 +131,7 @@ class WovenLayer(Captured):
         weave = Weave([part.pieces for part in self.parts], keep=self.keep)
         with self._streams():
             if torch.is_grad_enabled():
-                flat = _run(weave, given, names, self.slot, *(value for half in cuts for value in half), _ANCHOR)
+                flat = _run(weave, _Given(given, names), self.slot, *(value for half in cuts for value in half), _ANCHOR)
             else:
                 flat = tuple(out for half in weave.forward(given) for out in half)
         count = len(flat) // len(self.parts)
@@ -151,10 +155,8 @@ class WovenLayer(Captured):
             if outs[0].dim():
                 found.append(torch.cat(outs))
                 continue
-            counts = [
-                self.weigh(own) if self.weigh is not None else float(p.window.rows)
-                for own, p in zip(columns, self.parts, strict=True)
-            ]
+            rows = [float(part.window.rows) for part in self.parts]
+            counts = rows if self.weigh is None else [self.weigh(own) for own in columns]
             total = sum(counts)
             found.append(torch.stack([out * (count / total) for out, count in zip(outs, counts, strict=True)]).sum())
         return tuple(found)
@@ -225,8 +227,7 @@ def _zero_where_nothing_counts(half: Settled) -> Settled:
     """Of a half without a label that counts, the loss is 0 and not 0 / 0."""
     programs = []
     for program in half.programs:
-        steps = tuple(
-            replace(s, target="loss_or_zero") if s.kind is StepKind.LOCAL and s.target == "loss_of" else s for s in program.steps
-        )
+        means = [step.kind is StepKind.LOCAL and step.target == "loss_of" for step in program.steps]
+        steps = tuple(replace(s, target="loss_or_zero") if mean else s for s, mean in zip(program.steps, means, strict=True))
         programs.append(LocalProgram(steps, program.given, program.results, program.layouts))
     return replace(half, programs=tuple(programs))

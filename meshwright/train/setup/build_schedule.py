@@ -132,6 +132,11 @@ def _within_budget(
 def stages_to_train(parallel: Parallel) -> int:
     """Returns the number of stages in the schedule of a plan. Refuses schedules that cannot train any model."""
     refuse_without_flush(parallel, flush=parallel.order is None or parallel.order.flush)
+    if parallel.tp > 1:
+        raise MeshwrightError(
+            f"tp={parallel.tp}: only meshwright.verify runs tensor parallelism so far, the Trainer and parallelize do not",
+            fix="tp=1, or meshwright verify MODEL",
+        )
     return stages_of(parallel)
 
 

@@ -27,6 +27,7 @@ from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.profile import relative_costs
 from meshwright.runtime.parameters.tensor_parameters import TensorParameters
 from meshwright.runtime.stage.layers import Layers, Shapes
+from meshwright.runtime.stage.precision import Precision
 from meshwright.tensor.group_wires import GroupWires
 from meshwright.tensor.wires import Wires
 
@@ -37,12 +38,27 @@ def tensor_cut(plan: Parallel) -> TensorCut | None:
     return None if grid is None else TensorCut(grid, planned_scheme(plan, grid), plan.replicate)
 
 
-def refuse_listed(plan: Parallel) -> None:
-    """Raises if a plan shards a list of layers: there is no graph to shard."""
-    if plan.tp > 1:
+def refuse_unsharded(plan: Parallel, precision: Precision, *, captured: bool) -> None:
+    """Raises for what cannot be combined with tensor parallelism."""
+    if not captured:
         raise MeshwrightError(
             f"tp={plan.tp} shards the graph of a captured model, but this model is a list of layers",
             fix="pass the model as one module, or tp=1",
+        )
+    if plan.overlap:
+        raise MeshwrightError(f"overlap=True with tp={plan.tp} does not run yet", fix="overlap=False")
+    if plan.budget_bytes is not None:
+        raise MeshwrightError(f"a recompute budget with tp={plan.tp} does not run yet", fix="recompute='inline'")
+    if precision.dtype is not None:
+        raise MeshwrightError(f"precision {precision.compute} with tp={plan.tp} does not run yet", fix="precision='fp32'")
+
+
+def refuse_versions(plan: Parallel, *, flush: bool) -> None:
+    """Raises if a schedule keeps old versions of parameters, which gathered weights do not read."""
+    if not flush:
+        raise MeshwrightError(
+            f"{plan.schedule} has no flush and keeps versions of parameters, which tp={plan.tp} cannot read",
+            fix="a schedule with a flush, or tp=1",
         )
 
 
@@ -116,7 +132,7 @@ class Opened:
         split = open_settled(self.model, settled, self.cuts, self.wires, self.device)
         flat = split.flat
         shapes = {name: settled.sizes.shapes[node.name] for name, node in _columns(flat).items()}
-        again = None if self.columns is None else Resettle(self, flat, self.columns, whole_outputs)
+        again = None if self.columns is None else Resettle(self, flat, self.columns, settled.cuts, whole_outputs)
         found = Layers(split.modules, split.starts, split.names, flat.columns, split.weigh, OneShape(flat, shapes), again)
         return replace(found, dtypes=flat.dtypes, moved=flat.moved, costs=relative_costs(self.cuts.flops), graph=flat.digest)
 
@@ -143,6 +159,7 @@ class Resettle:
     opened: Opened
     flat: Flat
     columns: Columns
+    cuts: Mapping[str, ParameterCut]
     whole_outputs: bool
 
     def __call__(self, given: Mapping[str, Tensor]) -> Layers:
@@ -153,6 +170,8 @@ class Resettle:
             flat = trace(opened.model, self.columns, given, training=flat.training)
             opened = replace(opened, cuts=cuts_like(opened.cuts, opened.model, flat))
         settled = settled_for(opened.model, flat, opened.cuts, opened.tensor, shapes, whole_outputs=self.whole_outputs)
+        if settled.cuts != self.cuts:
+            raise MeshwrightError("columns of these sizes would cut the parameters of the model in another way")
         return opened.layers(settled, whole_outputs=self.whole_outputs)
 
 

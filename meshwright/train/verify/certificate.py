@@ -119,9 +119,9 @@ def certify(
 ) -> Certificate:
     """Compares the records of all ranks with that of one process. If `sharded`, a rank has parts of its parameters."""
     mesh = Mesh(schedule.workers, case.parallel.dp, 0, case.parallel.tp)
-    held = _expected_names(layers, schedule, mesh)
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
     expected = Expected(reference, mesh, sharded)
+    held = expected.names(layers, schedule)
     unequal = list(_unequal(traces, expected))
     problems = [
         *_missing(held, trainable, traces, len(reference.gradients)),
@@ -177,16 +177,6 @@ def _bits(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().flatten()
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-
-
-def _expected_names(layers: Layers, schedule: Schedule, mesh: Mesh) -> list[set[str]]:
-    """Returns the names of the parameters that each rank must hold."""
-    held: list[set[str]] = [set() for _ in range(mesh.processes)]
-    for unit in range(schedule.units):
-        for at in mesh.every_coordinate():
-            for rank in at.holders(schedule, unit):
-                held[rank] |= {layers.names[p] for p in layers.unit(unit)}
-    return held
 
 
 def _missing(held: list[set[str]], trainable: set[str], traces: list[RankTrace], updates: int) -> Iterator[str]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshwright.capture.shard.layout import axes_of
+from meshwright.ir.schedule import Schedule
 from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.stage.layers import Layers
 from meshwright.train.setup.sharded_layers import ShardedGraph
 from meshwright.train.verify.serial_reference import SerialTrace
 
@@ -30,3 +32,12 @@ class Expected:
             return name
         axes, at = axes_of(self.sharded.cut(name).layout), self.sharded.grid.at(rank % self.mesh.box)
         return name, tuple((axis, place) for axis, place in at.items() if axis in axes)
+
+    def names(self, layers: Layers, schedule: Schedule) -> list[set[str]]:
+        """Returns the names of the parameters that each rank must hold."""
+        held: list[set[str]] = [set() for _ in range(self.mesh.processes)]
+        for unit in range(schedule.units):
+            for at in self.mesh.every_coordinate():
+                for rank in at.holders(schedule, unit):
+                    held[rank] |= {layers.names[p] for p in layers.unit(unit)}
+        return held

@@ -1,0 +1,105 @@
+"""All tensor modes and boxes of so many ranks, side by side: words, steps, memory of one transformer layer.
+
+Weights and saved inputs are those of the four matrix products (fused QKV, 4h); words of norms and of the loss are apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from meshwright.costs.declared import declared, transformer_layer
+from meshwright.costs.modes import mode
+from meshwright.costs.scheme import Grid, Save, TensorRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One mode on one grid."""
+
+    mode: str
+    grid: tuple[int, ...]
+    words_forward: Fraction
+    words_backward: Fraction
+    words_sync: Fraction
+    steps: int
+    weight_words: Fraction
+    saved_words: Fraction
+    feasible: bool
+    reason: str
+
+    @property
+    def words(self) -> Fraction:
+        """All words of a step."""
+        return self.words_forward + self.words_backward + self.words_sync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """A batch and a layer; `heads` may be left out."""
+
+    batch: int
+    sequence: int
+    hidden: int
+    heads: int | None = None
+
+
+def requests(ranks: int) -> Iterator[tuple[str, TensorRequest]]:
+    """Every mode and box of so many ranks."""
+    yield "line", TensorRequest(tp=ranks)
+    yield "line", TensorRequest(tp=ranks, sequence=True)
+    for depth in (d for d in range(1, ranks + 1) if ranks % d == 0):
+        side = math.isqrt(ranks // depth)
+        if side * side * depth == ranks and depth <= side:
+            yield ("grid", TensorRequest(tp=ranks)) if depth == 1 else ("tesseract", TensorRequest(tp=ranks, depth=depth))
+    for w in (w for w in range(1, ranks + 1) if ranks % w == 0):
+        for a in (a for a in range(1, ranks // w + 1) if (ranks // w) % a == 0):
+            yield "box", TensorRequest(box=(w, a, ranks // w // a))
+
+
+def tensor_rows(sizes: LayerSizes, *, ranks: int, save: Save = Save.SHARDS) -> list[TensorRow]:
+    """The rows of a comparison, the fewest words first; what does not divide last.
+
+    Args:
+        sizes: The batch of one worker, the length of a sequence, the width of the layer, and its heads if they are known.
+        ranks: The number of ranks of a worker.
+        save: What products keep for the backward pass.
+    """
+    found = []
+    for name, asked in requests(ranks):
+        grid = mode(name).grid(asked)
+        scheme = mode(name).scheme(grid, save=save)
+        layer = transformer_layer(batch=sizes.batch, sequence=sizes.sequence, hidden=sizes.hidden)
+        all_of = declared(scheme, grid, layer)
+        words, reason = all_of.total, _reason(grid, sizes)
+        steps = words.forward_steps + words.backward_steps
+        cells = tuple(size for _, size in grid.sizes)
+        sums = words.forward, words.backward, words.sync
+        found.append(TensorRow(grid.mode, cells, *sums, steps, all_of.weight_words, all_of.saved_words, not reason, reason))
+    return sorted(found, key=lambda row: (not row.feasible, row.words, row.steps))
+
+
+def best_row(rows: Sequence[TensorRow], *, limit_words: float = math.inf) -> TensorRow | None:
+    """The row with the fewest words among those that divide and whose weights and saved inputs fit."""
+    fit = [row for row in rows if row.feasible and row.weight_words + row.saved_words <= limit_words]
+    return min(fit, key=lambda row: (row.words, row.steps), default=None)
+
+
+def _reason(grid: Grid, sizes: LayerSizes) -> str:
+    """The first size that does not divide, by what, and along which axes; empty where all do."""
+    scheme = mode(grid.mode.removesuffix("_sequence")).scheme(grid)
+    residual, inner = scheme.residual, scheme.inner
+    rows = tuple(axis for axis in residual.rows if axis not in scheme.movable)
+    checks = [("batch", sizes.batch, inner.rows), ("batch", sizes.batch, rows)]
+    if sizes.batch % grid.size(residual.rows):
+        checks.append(("sequence", sizes.sequence, scheme.movable or residual.rows))
+    for matrix in (scheme.expand, scheme.contract):
+        checks += [("hidden", sizes.hidden, matrix.out), ("hidden", sizes.hidden, matrix.into)]
+    if sizes.heads is not None:
+        checks.append(("heads", sizes.heads, inner.features))
+    for what, size, axes in checks:
+        if size % grid.size(axes):
+            return f"{what} {size} does not divide by {grid.size(axes)} ({', '.join(axes)})"
+    return ""
