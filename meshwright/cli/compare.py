@@ -17,6 +17,7 @@ from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
 from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
+from meshwright.cli._tensor import TensorFlags, to_json, to_text
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
 from meshwright.ir.plan.plan import bytes_in
@@ -54,6 +55,7 @@ def compare(
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 8,
     flags: inputs.CostFlags,
+    shape: TensorFlags,
     memory: Annotated[
         str | None,
         inputs.size_option(
@@ -66,8 +68,13 @@ def compare(
 ) -> None:
     """All schedules for equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits.
 
-    Exit code 3: nothing fits.
+    With --tensor: all tensor modes and boxes for one transformer layer, the fewest words first. Exit code 3: nothing fits.
     """
+    if shape.tensor:
+        if files or flags != inputs.CostFlags() or (workers, microbatches) != (4, 8) or format not in (Format.TEXT, Format.JSON):
+            raise MeshwrightError("--tensor compares tensor modes, not schedules", fix="--tensor with its own sizes only")
+        _compare_tensor(shape, memory, output, as_json=as_json or format is Format.JSON)
+        return
     if format in (Format.PERFETTO, Format.SVG, Format.PNG):
         raise MeshwrightError(
             f"a comparison is not drawn as {format}", fix="--format text, json or csv; simulate draws one schedule"
@@ -84,6 +91,14 @@ def compare(
     else:
         _print(rows, flags, capped=cap is not None, output=output)
     if not any(r.feasible for r in rows):
+        raise typer.Exit(3)
+
+
+def _compare_tensor(shape: TensorFlags, memory: str | None, output: Path | None, *, as_json: bool) -> None:
+    rows = shape.rows()
+    best = shape.best(rows, memory)
+    outputs.give((to_json if as_json else to_text)(rows, best), output)
+    if best is None:
         raise typer.Exit(3)
 
 
