@@ -83,6 +83,6 @@ class SplitProduct(nn.Module):
 def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
     """Add to what a tensor has as its gradient."""
     if weight.grad is None:
-        weight.grad = gradient.clone() if gradient._base is not None else gradient
+        weight.grad = gradient.clone()
     else:
         weight.grad.add_(gradient)

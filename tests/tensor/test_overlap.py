@@ -54,6 +54,7 @@ def timed(parts: list[Part], turns: list[int], rate_s: float, keep: bool) -> flo
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+@pytest.mark.bench
 def test_two_halves_gain_what_the_price_says(ratio: float) -> None:
     """Forward on a line of 2: the time with halves over the time without is at most 1.1 times the predicted ratio."""
     ref, asked = family("llama", layers=2), line(2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.runtime.launch.workers import Workers
-from meshwright.train import job
+from meshwright.train import job_file as job
 from tests.support.tiny_models import SIZES, library
 from tests.support.trainers import arguments
 

@@ -52,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"width": (2, 1, 1)}, {}, "width has 3 stages, pp is 2"),
     ({"width": (2, 0)}, {}, "width must list the workers of each stage"),
     ({"pp": 0}, {}, "pp must be a whole number"),
-    ({"tp": 2}, {}, "parallel has no 'tp'"),
+    ({"cp": 2}, {}, "parallel has no 'cp'"),
     ({"sync": "soon"}, {}, "there is no sync 'soon'"),
     ({"recompute": "often"}, {}, "there is no mode 'often'"),
     ({"recompute": (1.0,)}, {}, "2 stages, but recompute has 1"),

@@ -101,7 +101,7 @@ def test_a_plan_that_is_none(parallel: Any) -> None:
 
 
 def test_names_that_a_plan_has_not() -> None:
-    refused("parallel has no '1', 'tp'", {1: 2, "tp": 2})
+    refused("parallel has no '1', 'cp'", {1: 2, "cp": 2})
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class States:
         return found
 
 
-class _Builder:
+class GraphBuilder:
     """Builds a graph node by node."""
 
     def __init__(self, line: Line, states: States, device: torch.device | None) -> None:
@@ -134,18 +134,18 @@ class _Builder:
             self.root[name] = module
             self._note(name, module)
             more = kwargs if len(args) == len(node.args) else {}
-            self.made[node.name] = self.graph.call_module(name, tuple(self._read(args)), self._read(more))
+            self.made[node.name] = self.graph.call_module(name, tuple(self.read(args)), self.read(more))
             return
-        args, kwargs = self._read(node.args), self._read(kwargs)
+        args, kwargs = self.read(node.args), self.read(kwargs)
         self.made[node.name] = self.graph.call_function(function_of(node.target), tuple(args), kwargs)
 
-    def _read(self, tree: Any) -> Any:
+    def read(self, tree: Any) -> Any:
         for name in _names(tree):
             if name not in self.made:
-                self._attribute(self.line.flat.by_name[name])
+                self.attribute(self.line.flat.by_name[name])
         return self.value(tree)
 
-    def _attribute(self, node: Node) -> None:
+    def attribute(self, node: Node) -> None:
         name = node.target.replace(".", "_")
         if node.kind is NodeKind.REGION:
             assert node.body is not None
@@ -186,7 +186,7 @@ def layer(line: Line, first: int, last: int, states: States, device: torch.devic
     """Return the operations first..last-1 of a line as a module that needs no prelude."""
     own = {node.name for node in line.work[first:last]}
     wanted = needed(line, [*own, *_results(line, last)])
-    builder = _Builder(line, states, device)
+    builder = GraphBuilder(line, states, device)
     direct = _start(builder, line.crossings[first], wanted)
     return _finish(builder, {*own, *wanted}, last, direct)
 
@@ -194,14 +194,14 @@ def layer(line: Line, first: int, last: int, states: States, device: torch.devic
 def stage(line: Line, places: Sequence[int], states: States, device: torch.device | None = None) -> list[Captured]:
     """Return the layers between these places, with one prelude for all of them."""
     pieces = list(pairwise(places))
-    free = {(a, b): _free_reads(line, a, b) for a, b in pieces}
+    free = {(a, b): free_reads(line, a, b) for a, b in pieces}
     every = tuple(dict.fromkeys(name for names in free.values() for name in names))
-    if not every or _changes_late(line):
+    if not every or changes_late(line):
         return [layer(line, a, b, states, device) for a, b in pieces]
     body, columns, names = free_graph(line, every, states, device)
     prelude, found = Prelude(body, columns, every), []
     for first, last in pieces:
-        builder = _Builder(line, states, device)
+        builder = GraphBuilder(line, states, device)
         own = {node.name for node in line.work[first:last]}
         reads = [name for node in line.work[first:last] for name in node.reads]
         own_columns = [n for n in (*reads, *_results(line, last)) if n not in free[first, last]]
@@ -212,7 +212,7 @@ def stage(line: Line, places: Sequence[int], states: States, device: torch.devic
     return found
 
 
-def _start(builder: _Builder, taken: Iterable[str], reads: Iterable[str]) -> tuple[str, ...]:
+def _start(builder: GraphBuilder, taken: Iterable[str], reads: Iterable[str]) -> tuple[str, ...]:
     """Add the inputs of a layer: the crossing values, then the columns that it reads itself."""
     by_name = builder.line.flat.by_name
     columns = dict.fromkeys(name for name in reads if by_name[name].kind is NodeKind.COLUMN and name not in builder.made)
@@ -224,7 +224,7 @@ def _start(builder: _Builder, taken: Iterable[str], reads: Iterable[str]) -> tup
     return tuple(by_name[name].target for name in columns)
 
 
-def _finish(builder: _Builder, inside: Collection[str], last: int, direct: tuple[str, ...]) -> Captured:
+def _finish(builder: GraphBuilder, inside: Collection[str], last: int, direct: tuple[str, ...]) -> Captured:
     """Add the operations of a layer in order, and its results: the crossing values, or the model's results in the last layer."""
     for node in builder.line.flat.nodes:
         if node.name in inside and node.kind is NodeKind.CALL and node.name not in builder.made:
@@ -239,7 +239,7 @@ def _results(line: Line, last: int) -> tuple[str, ...]:
     return tuple(_names(line.flat.result)) if last == len(line.work) else ()
 
 
-def _free_reads(line: Line, first: int, last: int) -> tuple[str, ...]:
+def free_reads(line: Line, first: int, last: int) -> tuple[str, ...]:
     """Return the parameter-free values that a layer reads."""
     reads = [name for node in line.work[first:last] for name in node.reads]
     names = dict.fromkeys([*reads, *_results(line, last)])
@@ -249,7 +249,7 @@ def _free_reads(line: Line, first: int, last: int) -> tuple[str, ...]:
     )
 
 
-def _changes_late(line: Line) -> bool:
+def changes_late(line: Line) -> bool:
     """True if the model changes a parameter-free value in place after a layer has read it."""
     read: set[int] = set()
     for node in line.flat.nodes:
@@ -279,18 +279,18 @@ def free_graph(
     Returns the graph, its columns, and the names of the saved tensors in it.
     """
     wanted = needed(line, names)
-    builder = _Builder(line, states, device)
+    builder = GraphBuilder(line, states, device)
     columns = _start(builder, (), wanted)
     for node in line.flat.nodes:
         if node.name in wanted and node.kind is NodeKind.CALL:
             builder.add(node)
-    builder.graph.output(builder._read(tuple(Ref(name) for name in names)))
+    builder.graph.output(builder.read(tuple(Ref(name) for name in names)))
     return builder.module(), columns, builder.names
 
 
 def _region(flat: Flat, states: States, device: torch.device | None) -> fx.GraphModule:
     """Build the module of a subgraph that runs under a switch such as `no_grad`."""
-    builder = _Builder(Line(flat, frozenset()), states, device)
+    builder = GraphBuilder(Line(flat, frozenset()), states, device)
     for node in flat.nodes:
         if node.kind is NodeKind.COLUMN:
             builder.made[node.name] = builder.graph.placeholder(node.name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from meshwright.capture.cut.stage_modules import Captured, Prelude, States, _Builder, _changes_late, _free_reads, free_graph
+from meshwright.capture.cut.stage_modules import Captured, GraphBuilder, Prelude, States, changes_late, free_graph, free_reads
 from meshwright.capture.shard.layout import length
 from meshwright.capture.shard.settle import LocalProgram, Settled
 from meshwright.capture.shard.steps import Local, Offset, Step, StepKind
@@ -22,7 +22,7 @@ from meshwright.tensor.moves import Moved
 from meshwright.tensor.wires import Wires
 
 
-class LocalBuilder(_Builder):
+class LocalBuilder(GraphBuilder):
     """A graph that grows step by step."""
 
     def __init__(self, settled: Settled, states: States, wires: Wires, device: torch.device | None = None) -> None:
@@ -46,7 +46,7 @@ class LocalBuilder(_Builder):
         """The value of a step, or of a node that was given."""
         if name in self.values:
             return self.values[name]
-        self._read((Ref(name),))
+        self.read((Ref(name),))
         return self.made[name]
 
     def run(self, step: Step) -> None:
@@ -64,7 +64,7 @@ class LocalBuilder(_Builder):
             case StepKind.PARAMETER:
                 node = self.parameters[step.target]
                 if node.name not in self.made:
-                    self._attribute(node)
+                    self.attribute(node)
                 self.values[step.name] = self.made[node.name]
             case StepKind.NATIVE:
                 self._native(step)
@@ -97,9 +97,9 @@ class LocalBuilder(_Builder):
 def shard_layers(settled: Settled, states: States, wires: Wires, device: torch.device | None = None) -> list[Captured]:
     """The layers of a settled model on one rank, with one prelude for what depends on no parameter."""
     line, places = settled.line, list(pairwise(settled.places))
-    if _changes_late(line):
+    if changes_late(line):
         raise MeshwrightError("the model changes in place what its layers have read before: it has no tensor mode yet")
-    free = {(a, b): _free_reads(line, a, b) for a, b in places}
+    free = {(a, b): free_reads(line, a, b) for a, b in places}
     every = tuple(dict.fromkeys(name for names in free.values() for name in names))
     body, columns, names = free_graph(line, every, states, device) if every else (None, (), {})
     prelude = Prelude(body, columns, every) if body is not None else None

@@ -9,15 +9,15 @@ from meshwright.capture.shard.refusals import no_rule
 from meshwright.capture.shard.rule_elements import drop
 from meshwright.capture.shard.rule_products import product
 from meshwright.capture.shard.steps import Local
-from meshwright.capture.shard.walk import Made, Walk
+from meshwright.capture.shard.walk import Made, ShardWalk
 from meshwright.capture.trace.graph import Node, Ref
 
 
-def _lead(walk: Walk, names: list[str]) -> str:
+def _lead(walk: ShardWalk, names: list[str]) -> str:
     return max(names, key=lambda name: len(axes_of(bare(walk.layout(name), walk.grid)[:-2])))
 
 
-def _batch(walk: Walk, node: Node, names: list[str]) -> tuple[Dim, ...]:
+def _batch(walk: ShardWalk, node: Node, names: list[str]) -> tuple[Dim, ...]:
     """The batch dimensions of the result: those of the operand whose batch is cut most."""
     lead = walk.layout(_lead(walk, names))
     shape = walk.shape(node.name)
@@ -27,7 +27,7 @@ def _batch(walk: Walk, node: Node, names: list[str]) -> tuple[Dim, ...]:
     )
 
 
-def _operand(walk: Walk, name: str, batch: tuple[Dim, ...]) -> Layout:
+def _operand(walk: ShardWalk, name: str, batch: tuple[Dim, ...]) -> Layout:
     shape = walk.shape(name)
     pad = len(batch) + 2 - len(shape)
     lead = tuple(
@@ -36,7 +36,7 @@ def _operand(walk: Walk, name: str, batch: tuple[Dim, ...]) -> Layout:
     return (*lead, *whole(shape[-2:]))
 
 
-def matmul(walk: Walk, node: Node) -> Made | None:
+def matmul(walk: ShardWalk, node: Node) -> Made | None:
     """A product with a weight, or of two activations."""
     if (made := product(walk, node)) is not None:
         return made
@@ -58,7 +58,7 @@ def _given(node: Node) -> dict[str, Any]:
     return dict(zip(names, node.args[3:], strict=False)) | dict(node.kwargs)
 
 
-def attention(walk: Walk, node: Node) -> Made | None:
+def attention(walk: ShardWalk, node: Node) -> Made | None:
     """Every rank has whole heads and whole sequences."""
     names = [arg.name for arg in node.args[:3]]
     if any(len(walk.shape(name)) != 4 for name in names):
@@ -83,7 +83,7 @@ def _refuse(node: Node) -> Made | None:
     raise no_rule(node, "attention over tensors of other than four dimensions")
 
 
-def _heads(walk: Walk, name: str, batch: tuple[Dim, ...]) -> Layout:
+def _heads(walk: ShardWalk, name: str, batch: tuple[Dim, ...]) -> Layout:
     """Keys and values have the rows of the queries, and their own number of heads cut by the same axes."""
     shape = walk.shape(name)
     heads = batch[1]
@@ -96,7 +96,7 @@ def _heads(walk: Walk, name: str, batch: tuple[Dim, ...]) -> Layout:
 
 
 def _dropped(
-    walk: Walk, node: Node, given: list[Local], mask: Local | None, more: dict[str, Any], batch: tuple[Dim, ...]
+    walk: ShardWalk, node: Node, given: list[Local], mask: Local | None, more: dict[str, Any], batch: tuple[Dim, ...]
 ) -> Made:
     """Attention with dropout, step by step: the mask of dropout is drawn for all heads and rows."""
     q, k, v = given

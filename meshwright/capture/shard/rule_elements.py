@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.capture.shard.layout import Dim, Layout, axes_of, bare, length, whole
 from meshwright.capture.shard.refusals import no_rule
 from meshwright.capture.shard.steps import StepKind
-from meshwright.capture.shard.walk import Made, Walk
+from meshwright.capture.shard.walk import Made, ShardWalk
 from meshwright.capture.trace.graph import Node, Ref, mapped
 from meshwright.capture.trace.operations import is_one_of
 
@@ -25,7 +25,7 @@ _NAMES = (
 ELEMENTS = tuple(f"aten.{name}" for name in _NAMES)
 
 
-def broadcast(walk: Walk, names: list[str], shape: tuple[int, ...]) -> Layout:
+def broadcast(walk: ShardWalk, names: list[str], shape: tuple[int, ...]) -> Layout:
     """The layout of the result: that of the operand that is cut most, and of others where it is not cut."""
     cut = [name for name in names if not walk.is_soft(name) and axes_of(walk.layout(name))]
     order = sorted(
@@ -52,7 +52,7 @@ def operand(shape: tuple[int, ...], result: Layout) -> Layout:
     )
 
 
-def functional(walk: Walk, node: Node) -> str:
+def functional(walk: ShardWalk, node: Node) -> str:
     """The operation that gives a new tensor where the node works in place; refused where the old value is read again."""
     if not node.writes:
         return node.target
@@ -68,7 +68,7 @@ def functional(walk: Walk, node: Node) -> str:
     return ".".join((parts[0], parts[1].rstrip("_"), *parts[2:]))
 
 
-def _follows(walk: Walk, name: str, source: str) -> bool:
+def _follows(walk: ShardWalk, name: str, source: str) -> bool:
     """Is a value made from another?"""
     todo, seen = [name], set[str]()
     while todo:
@@ -81,14 +81,14 @@ def _follows(walk: Walk, name: str, source: str) -> bool:
     return False
 
 
-def element(walk: Walk, node: Node) -> Made | None:
+def element(walk: ShardWalk, node: Node) -> Made | None:
     """All operands in one layout, and the operation on the parts."""
     names = walk.tensors((node.args, node.kwargs))
     layout = broadcast(walk, names, walk.shape(node.name))
     return Made(_emit(walk, node, layout, frozenset()), layout)
 
 
-def _emit(walk: Walk, node: Node, layout: Layout, missing: frozenset[str]) -> str:
+def _emit(walk: ShardWalk, node: Node, layout: Layout, missing: frozenset[str]) -> str:
     work = axes_of(layout) | missing
     given = {n: walk.read(n, operand(walk.shape(n), layout), work) for n in walk.tensors((node.args, node.kwargs))}
 
@@ -99,12 +99,12 @@ def _emit(walk: Walk, node: Node, layout: Layout, missing: frozenset[str]) -> st
     return walk.call(functional(walk, node), args, layout, kwargs).step
 
 
-def push_element(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -> str:
+def push_element(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
     """A light value in a layout: its operands in that layout."""
     return _emit(walk, node, want, missing)
 
 
-def dropout(walk: Walk, node: Node) -> Made | None:
+def dropout(walk: ShardWalk, node: Node) -> Made | None:
     """Drawn for the whole tensor, of which every rank takes its part."""
     if not is_one_of(node.target, ("aten.dropout",)) or node.writes:
         raise no_rule(node)
@@ -115,6 +115,6 @@ def dropout(walk: Walk, node: Node) -> Made | None:
     return Made(drop(walk, given, float(node.args[1]), layout, walk.sizes.grows.get(node.name)), layout)
 
 
-def drop(walk: Walk, x: Any, rate: float, layout: Layout, rows_dim: int | None) -> str:
+def drop(walk: ShardWalk, x: Any, rate: float, layout: Layout, rows_dim: int | None) -> str:
     """A step that drops elements of a tensor in this layout, whose rows are in a dimension."""
     return walk.step(StepKind.DROPOUT, "dropout", (x,), {"rate": rate, "rows_dim": rows_dim}, layout=layout)

@@ -8,14 +8,14 @@ from meshwright.capture.shard.layout import Factor, Layout, axes_of, bare, local
 from meshwright.capture.shard.refusals import no_rule
 from meshwright.capture.shard.rule_elements import broadcast, operand
 from meshwright.capture.shard.steps import Local, Offset, StepKind
-from meshwright.capture.shard.walk import Made, Walk
+from meshwright.capture.shard.walk import Made, ShardWalk
 from meshwright.capture.trace.graph import Node, Ref
 from meshwright.tensor.moves import Move, MoveKind
 
 NONE, MEAN, SUM = 0, 1, 2
 
 
-def cross_entropy(walk: Walk, node: Node) -> Made | None:
+def cross_entropy(walk: ShardWalk, node: Node) -> Made | None:
     """A vocabulary that is cut: the largest score, the sum of exponentials and the target's score come from all parts."""
     scores, target = (arg.name for arg in node.args[:2])
     rest = dict(zip(("weight", "reduction", "ignore_index", "label_smoothing"), node.args[2:], strict=False)) | dict(node.kwargs)
@@ -47,7 +47,7 @@ def cross_entropy(walk: Walk, node: Node) -> Made | None:
     return walk.local("loss_of", (Local(total), reduction == MEAN), ())
 
 
-def element_loss(walk: Walk, node: Node) -> Made | None:
+def element_loss(walk: ShardWalk, node: Node) -> Made | None:
     """A loss of every element, summed or averaged: mean squares, binary cross entropy."""
     names = [arg.name for arg in node.args[:2] if isinstance(arg, Ref)]
     if not any(axes_of(bare(walk.layout(name), walk.grid)) for name in names):

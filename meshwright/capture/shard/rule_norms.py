@@ -10,7 +10,7 @@ import torch
 from meshwright.capture.shard.layout import Factor, Layout, axes_of, bare, length, whole
 from meshwright.capture.shard.refusals import no_rule
 from meshwright.capture.shard.steps import Local
-from meshwright.capture.shard.walk import Made, Walk, operation
+from meshwright.capture.shard.walk import Made, ShardWalk, operation
 from meshwright.capture.trace.graph import Node, Ref
 
 
@@ -18,14 +18,14 @@ def _padded(layout: Layout) -> bool:
     return any(factor.real is not None for dim in layout for factor in dim)
 
 
-def _dims(walk: Walk, node: Node, count: int) -> list[int]:
+def _dims(walk: ShardWalk, node: Node, count: int) -> list[int]:
     given = walk.plain(node.args[1]) if len(node.args) > 1 else None
     if given is None or given == [] or operation(node) == "default":
         return list(range(count))
     return [dim % count for dim in (given if isinstance(given, list | tuple) else [given])]
 
 
-def reduction(walk: Walk, node: Node) -> Made | None:
+def reduction(walk: ShardWalk, node: Node) -> Made | None:
     """A mean or a sum: of this rank's part, then of all parts."""
     source = node.args[0].name
     layout = walk.layout(source)
@@ -44,7 +44,7 @@ def reduction(walk: Walk, node: Node) -> Made | None:
     return walk.call("aten.div.Tensor", (Local(step), float(count)), result)
 
 
-def along(walk: Walk, node: Node) -> Made | None:
+def along(walk: ShardWalk, node: Node) -> Made | None:
     """Operations along one dimension, which must be whole: softmax, running sums."""
     source, args = node.args[0].name, walk.plain(node.args[1:])
     layout = walk.layout(source)
@@ -56,7 +56,7 @@ def along(walk: Walk, node: Node) -> Made | None:
     return walk.call(node.target, (given, *args), want, walk.plain(dict(node.kwargs)))
 
 
-def _arguments(walk: Walk, node: Node) -> tuple[str, str | None, str | None, Any]:
+def _arguments(walk: ShardWalk, node: Node) -> tuple[str, str | None, str | None, Any]:
     args = node.args
     weight = args[2].name if len(args) > 2 and isinstance(args[2], Ref) else None
     if operation(node) == "aten.rms_norm":
@@ -65,7 +65,7 @@ def _arguments(walk: Walk, node: Node) -> tuple[str, str | None, str | None, Any
     return args[0].name, weight, bias, args[4] if len(args) > 4 else 1e-5
 
 
-def norm(walk: Walk, node: Node) -> Made | None:
+def norm(walk: ShardWalk, node: Node) -> Made | None:
     """LayerNorm and RMSNorm over the features. ParameterCut features: sums over their axes, centred before they are squared."""
     source, weight, bias, eps = _arguments(walk, node)
     layout, width = walk.layout(source), walk.shape(source)[-1]

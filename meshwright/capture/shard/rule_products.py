@@ -8,7 +8,7 @@ from meshwright.capture.shard.layout import Dim, Factor, Layout, axes_of, bare
 from meshwright.capture.shard.rule_elements import ELEMENTS
 from meshwright.capture.shard.spreads import only, padded, present, spread_layout
 from meshwright.capture.shard.steps import Local, Product
-from meshwright.capture.shard.walk import Made, Walk, operation
+from meshwright.capture.shard.walk import Made, ShardWalk, operation
 from meshwright.capture.trace.graph import Node, NodeKind, Ref
 from meshwright.costs.declared import Role
 from meshwright.costs.product_plan import product_plan
@@ -29,7 +29,7 @@ class _Call:
     bias: str | None
 
 
-def _call(walk: Walk, node: Node) -> _Call | None:
+def _call(walk: ShardWalk, node: Node) -> _Call | None:
     name, args = operation(node), node.args
     if name == "aten.linear":
         found, flip = (args[0], args[1], args[2] if len(args) > 2 else None), False
@@ -47,7 +47,7 @@ def _call(walk: Walk, node: Node) -> _Call | None:
     return _Call(found[0].name, weight, flip != turned, found[2].name if isinstance(found[2], Ref) else None)
 
 
-def _role(walk: Walk, call: _Call, cut: Layout | None) -> Role:
+def _role(walk: ShardWalk, call: _Call, cut: Layout | None) -> Role:
     """From the layout of x; a weight that is stored already says it itself."""
     scheme, features = walk.scheme, axes_of(walk.layout(call.x)[-1:])
     if cut is not None:
@@ -60,7 +60,7 @@ def _role(walk: Walk, call: _Call, cut: Layout | None) -> Role:
     return Role.CONTRACT if inner != residual and features == inner else Role.EXPAND
 
 
-def components(walk: Walk, name: str) -> int:
+def components(walk: ShardWalk, name: str) -> int:
     """Into how many equal parts the features of a value are split right away: fused weights are cut inside each of them."""
     width, found = walk.shape(name)[-1], 1
     for user in walk.task.users.get(name, ()):
@@ -76,7 +76,7 @@ def components(walk: Walk, name: str) -> int:
     return found
 
 
-def _parts(walk: Walk, node: Node, width: int) -> int:
+def _parts(walk: ShardWalk, node: Node, width: int) -> int:
     args = walk.plain(node.args[1:])
     dim = args[1] if len(args) > 1 else 0
     if dim % len(walk.shape(node.args[0].name)) != len(walk.shape(node.args[0].name)) - 1:
@@ -91,7 +91,7 @@ def _parts(walk: Walk, node: Node, width: int) -> int:
     return width // unit if width % unit == 0 else 1
 
 
-def _leading(walk: Walk, node: Node, width: int) -> int:
+def _leading(walk: ShardWalk, node: Node, width: int) -> int:
     """A view that takes the features apart, such as (3, heads, width of a head): its first size if the axes cannot cut that."""
     shape, size = walk.shape(node.name), 1
     for at in range(len(shape) - 1, -1, -1):
@@ -101,7 +101,7 @@ def _leading(walk: Walk, node: Node, width: int) -> int:
     return 1
 
 
-def _only_scores(walk: Walk, name: str) -> bool:
+def _only_scores(walk: ShardWalk, name: str) -> bool:
     """Do all readers of a value lead to the loss or out of the model?"""
     width = walk.shape(name)[-1]
     for user in walk.task.users.get(name, ()):
@@ -117,7 +117,7 @@ def _only_scores(walk: Walk, name: str) -> bool:
     return True
 
 
-def _out(walk: Walk, node: Node, call: _Call, axes: Axes, cut: Layout | None) -> Dim:
+def _out(walk: ShardWalk, node: Node, call: _Call, axes: Axes, cut: Layout | None) -> Dim:
     """The output dimension of a weight: in equal components, or padded where it only feeds the loss."""
     if cut is not None:
         return cut[1 if call.transposed else 0]
@@ -127,7 +127,7 @@ def _out(walk: Walk, node: Node, call: _Call, axes: Axes, cut: Layout | None) ->
     return (padded(walk, width, axes) if _only_scores(walk, node.name) else Factor(width, axes),)
 
 
-def product(walk: Walk, node: Node) -> Made | None:
+def product(walk: ShardWalk, node: Node) -> Made | None:
     """Gather x, gather W, multiply, reduce."""
     call = _call(walk, node)
     if call is None:
@@ -171,7 +171,7 @@ def _only_rows(layout: Layout, rows: Axes) -> Layout:
     return (*(only(dim, rows) for dim in layout[:-1]), layout[-1])
 
 
-def _weight(walk: Walk, call: _Call, cut: MatrixCut, rows: Axes, kept: tuple[Axes, Axes], unsummed: Axes) -> Local:
+def _weight(walk: ShardWalk, call: _Call, cut: MatrixCut, rows: Axes, kept: tuple[Axes, Axes], unsummed: Axes) -> Local:
     """The weight as the local product reads it."""
     stored: Layout = (cut.into, cut.out) if call.transposed else (cut.out, cut.into)
     walk.own(call.weight, stored, unsummed)
@@ -186,7 +186,7 @@ def _weight(walk: Walk, call: _Call, cut: MatrixCut, rows: Axes, kept: tuple[Axe
     return Local(walk.whole_weights[key])
 
 
-def _biased(walk: Walk, step: str, bias: str | None, layout: Layout) -> str:
+def _biased(walk: ShardWalk, step: str, bias: str | None, layout: Layout) -> str:
     if bias is None:
         return step
     added = walk.read(bias, layout[-1:], axes_of(layout))

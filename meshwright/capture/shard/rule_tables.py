@@ -9,12 +9,12 @@ from meshwright.capture.shard.refusals import no_rule
 from meshwright.capture.shard.sizes import Sizes
 from meshwright.capture.shard.spreads import only, padded, spread_layout
 from meshwright.capture.shard.steps import Local, Offset, Product
-from meshwright.capture.shard.walk import Made, Walk, operation
+from meshwright.capture.shard.walk import Made, ShardWalk, operation
 from meshwright.capture.trace.graph import Node, NodeKind, Ref, refs
 from meshwright.costs.scheme import Grid, Scheme
 
 
-def lookup(walk: Walk, node: Node) -> Made | None:
+def lookup(walk: ShardWalk, node: Node) -> Made | None:
     """Rows of a table that is cut by its rows: each rank looks up its own, and the parts are added."""
     table, ids = node.args[0].name, node.args[1].name
     if not walk.is_parameter(table) or node.kwargs or len(node.args) > 3:
@@ -43,7 +43,7 @@ def lookup(walk: Walk, node: Node) -> Made | None:
     return Made(walk.moved(y.step, made, result, parts=held, path=node.path), result)
 
 
-def push_lookup(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -> str:
+def push_lookup(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
     """A table of positions or of buckets, in a layout: its features are cut, not its rows."""
     table, ids = node.args[0].name, node.args[1].name
     work = axes_of(want) | missing
@@ -53,7 +53,7 @@ def push_lookup(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -
     return walk.call("aten.embedding.default", (weight, given, padding), want).step
 
 
-def convolution(walk: Walk, node: Node) -> Made | None:
+def convolution(walk: ShardWalk, node: Node) -> Made | None:
     """Rows are cut as in the residual stream, channels that come out as its features; all channels go in."""
     x, weight = node.args[0].name, node.args[1].name
     bias = node.args[2].name if len(node.args) > 2 and isinstance(node.args[2], Ref) else None

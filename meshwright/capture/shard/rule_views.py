@@ -21,19 +21,19 @@ from meshwright.capture.shard.layout import (
 from meshwright.capture.shard.refusals import indivisible, no_rule
 from meshwright.capture.shard.rule_elements import broadcast
 from meshwright.capture.shard.steps import Local, StepKind
-from meshwright.capture.shard.walk import Made, Walk, operation
+from meshwright.capture.shard.walk import Made, ShardWalk, operation
 from meshwright.capture.trace.graph import Node
 
 LAST = 9223372036854775807
 
 
-def reshape(walk: Walk, node: Node) -> Made | None:
+def reshape(walk: ShardWalk, node: Node) -> Made | None:
     """A view, of whatever kind: the factors of the layout are regrouped."""
     source = node.args[0].name
     return _reshaped(walk, node, walk.read(source), walk.layout(source))
 
 
-def _reshaped(walk: Walk, node: Node, given: Local, layout: Layout) -> Made:
+def _reshaped(walk: ShardWalk, node: Node, given: Local, layout: Layout) -> Made:
     try:
         result = regrouped(layout, walk.shape(node.name), walk.grid)
     except CannotRegroup as error:
@@ -42,7 +42,7 @@ def _reshaped(walk: Walk, node: Node, given: Local, layout: Layout) -> Made:
     return walk.call("aten.reshape.default", (given, list(local_shape(result, walk.grid))), result)
 
 
-def push_reshape(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -> str:
+def push_reshape(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
     """A light view: what it is a view of, in the layout that fits."""
     source = node.args[0].name
     try:
@@ -56,7 +56,7 @@ def push_reshape(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) 
     return _reshaped(walk, node, walk.read(source, before, axes_of(before) | missing), before).step
 
 
-def _order(walk: Walk, node: Node) -> list[int]:
+def _order(walk: ShardWalk, node: Node) -> list[int]:
     count = len(walk.shape(node.name))
     order = list(range(count))
     name = operation(node)
@@ -69,21 +69,21 @@ def _order(walk: Walk, node: Node) -> list[int]:
     return order
 
 
-def permute(walk: Walk, node: Node) -> Made | None:
+def permute(walk: ShardWalk, node: Node) -> Made | None:
     """Dimensions in another order."""
     source, order = node.args[0].name, _order(walk, node)
     layout = walk.layout(source)
     return walk.call("aten.permute.default", (walk.read(source), order), tuple(layout[k] for k in order))
 
 
-def push_permute(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -> str:
+def push_permute(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
     """The same, of a light value."""
     source, order = node.args[0].name, _order(walk, node)
     before = tuple(want[order.index(k)] for k in range(len(order)))
     return walk.call("aten.permute.default", (walk.read(source, before, axes_of(want) | missing), order), want).step
 
 
-def expand(walk: Walk, node: Node) -> Made | None:
+def expand(walk: ShardWalk, node: Node) -> Made | None:
     """Dimensions of size 1 repeated."""
     source, shape = node.args[0].name, walk.shape(node.name)
     layout = walk.layout(source)
@@ -95,7 +95,7 @@ def expand(walk: Walk, node: Node) -> Made | None:
     return walk.call("aten.expand.default", (given, list(local_shape(result, walk.grid))), result)
 
 
-def push_expand(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -> str:
+def push_expand(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
     """The same, of a light value: only what is repeated may be cut here."""
     source = node.args[0].name
     shape = walk.shape(source)
@@ -105,7 +105,7 @@ def push_expand(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -
     return walk.call("aten.expand.default", (given, list(local_shape(want, walk.grid))), want).step
 
 
-def piece(dim: Dim, start: int, stop: int, walk: Walk) -> tuple[Dim, int, int] | None:
+def piece(dim: Dim, start: int, stop: int, walk: ShardWalk) -> tuple[Dim, int, int] | None:
     """A range of a dimension: its layout and where it is on a rank; None where the cut does not allow it."""
     if (start, stop) == (0, length(dim)):
         return dim, 0, local(dim, walk.grid)
@@ -124,7 +124,7 @@ def _uncut(layout: Layout, dim: int) -> Layout:
     return (*layout[:dim], whole((length(layout[dim]),))[0], *layout[dim + 1 :])
 
 
-def _range(walk: Walk, node: Node) -> tuple[int, int, int, int]:
+def _range(walk: ShardWalk, node: Node) -> tuple[int, int, int, int]:
     """Dimension, start, stop and step of a slice, all as they are."""
     args = walk.plain(node.args[1:])
     shape = walk.shape(node.args[0].name)
@@ -138,7 +138,7 @@ def _range(walk: Walk, node: Node) -> tuple[int, int, int, int]:
     return dim, start, max(start, stop), args[3] if len(args) > 3 else 1
 
 
-def slices(walk: Walk, node: Node) -> Made | None:
+def slices(walk: ShardWalk, node: Node) -> Made | None:
     """A range of a dimension."""
     source = node.args[0].name
     dim, start, stop, step = _range(walk, node)
@@ -154,7 +154,7 @@ def slices(walk: Walk, node: Node) -> Made | None:
     return walk.call("aten.slice.Tensor", (given, dim, found[1], found[2], step), result)
 
 
-def push_slices(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -> str:
+def push_slices(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
     """The same, of a light value; where that very dimension is wanted cut, it is cut afterwards."""
     source = node.args[0].name
     dim, start, stop, step = _range(walk, node)
@@ -168,7 +168,7 @@ def push_slices(walk: Walk, node: Node, want: Layout, missing: frozenset[str]) -
     return walk.moved(made.step, between, want, missing=missing, path=node.path) if later else made.step
 
 
-def select(walk: Walk, node: Node) -> Made | None:
+def select(walk: ShardWalk, node: Node) -> Made | None:
     """One place of a dimension, which goes."""
     source = node.args[0].name
     dim, index = walk.plain(node.args[1:3])
@@ -179,7 +179,7 @@ def select(walk: Walk, node: Node) -> Made | None:
     return walk.call("aten.select.int", (given, dim, index), (*layout[:dim], *layout[dim + 1 :]))
 
 
-def split(walk: Walk, node: Node) -> Made | None:
+def split(walk: ShardWalk, node: Node) -> Made | None:
     """Pieces of a dimension: `getitem` finds them."""
     source, name = node.args[0].name, operation(node)
     layout = walk.layout(source)
@@ -217,7 +217,7 @@ def _sizes(name: str, args: Sequence[object], size: int) -> list[int]:
     return [min(each, size - start) for start in range(0, size, each)]
 
 
-def getitem(walk: Walk, node: Node) -> Made | None:
+def getitem(walk: ShardWalk, node: Node) -> Made | None:
     """One of several pieces."""
     source = node.args[0].name
     if source not in walk.pieces:
@@ -227,7 +227,7 @@ def getitem(walk: Walk, node: Node) -> Made | None:
     return walk.call("operator.getitem", (Local(step), index), pieces[index])
 
 
-def cat(walk: Walk, node: Node) -> Made | None:
+def cat(walk: ShardWalk, node: Node) -> Made | None:
     """Tensors joined along a dimension, which must be whole; the others are as in the one that is cut most."""
     names = [ref.name for ref in node.args[0]]
     dim = (walk.plain(node.args[1]) if len(node.args) > 1 else dict(node.kwargs).get("dim", 0)) % len(walk.shape(node.name))
@@ -242,7 +242,7 @@ def cat(walk: Walk, node: Node) -> Made | None:
     return walk.call("aten.cat.default", (given, dim), result)
 
 
-def stack(walk: Walk, node: Node) -> Made | None:
+def stack(walk: ShardWalk, node: Node) -> Made | None:
     """Tensors joined along a new dimension."""
     names = [ref.name for ref in node.args[0]]
     layout = broadcast(walk, names, walk.shape(names[0]))
@@ -251,7 +251,7 @@ def stack(walk: Walk, node: Node) -> Made | None:
     return walk.call("aten.stack.default", (given, dim), (*layout[:dim], (Factor(len(names)),), *layout[dim:]))
 
 
-def repeat_interleave(walk: Walk, node: Node) -> Made | None:
+def repeat_interleave(walk: ShardWalk, node: Node) -> Made | None:
     """Every place of a dimension several times in a row."""
     args = walk.plain(node.args[1:])
     if not isinstance(args[0], int) or len(args) < 2 or args[1] is None:

@@ -18,7 +18,7 @@ from meshwright.capture.shard.rule_tables import is_table, token_values
 from meshwright.capture.shard.rules import PUSHES, RULES
 from meshwright.capture.shard.sizes import Sizes, example_sizes
 from meshwright.capture.shard.steps import ExtraMove, ParameterCut, Product, Step, StepKind
-from meshwright.capture.shard.walk import Findings, Task, Walk, locals_in, operation
+from meshwright.capture.shard.walk import Findings, ShardWalk, Task, locals_in, operation
 from meshwright.capture.trace.graph import Node, NodeKind, refs
 from meshwright.costs.declared import CollectiveKind, Phase, SentWords, transfer
 from meshwright.costs.scheme import Grid, Save, Scheme
@@ -117,7 +117,7 @@ def settle(
     layouts: dict[str, Layout] = {}
     found, programs = Findings(), []
     for first, last in pairwise(places):
-        walk = Walk(task, layouts)
+        walk = ShardWalk(task, layouts)
         walk.found = found
         for node in line.work[first:last]:
             walk.node(node)
@@ -137,7 +137,7 @@ def settle(
     )
 
 
-def _program(line: Line, walk: Walk, first: int, last: int, *, whole_outputs: bool) -> LocalProgram:
+def _program(line: Line, walk: ShardWalk, first: int, last: int, *, whole_outputs: bool) -> LocalProgram:
     ends = last == len(line.work)
     names = [ref.name for ref in refs(line.flat.result)] if ends else list(line.crossings[last])
     if ends and whole_outputs:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from meshwright.capture.shard.layout import Dim, Factor, Layout, axes_of, whole
-from meshwright.capture.shard.walk import Walk
+from meshwright.capture.shard.walk import ShardWalk
 from meshwright.costs.scheme import Axes, Spread
 
 
-def spread_layout(walk: Walk, name: str, spread: Spread, last: Dim) -> Layout:
+def spread_layout(walk: ShardWalk, name: str, spread: Spread, last: Dim) -> Layout:
     """A value whose rows, sequence and features are cut as a spread says; the last dimension is given."""
     shape, grows = walk.shape(name), walk.sizes.grows.get(name)
     found: list[Dim] = [*whole(shape[:-1]), last]
@@ -31,7 +31,7 @@ def present(layout: Layout, spread: Spread) -> Spread:
     return Spread(rows, sequence, spread.features)
 
 
-def padded(walk: Walk, size: int, axes: Axes) -> Factor:
+def padded(walk: ShardWalk, size: int, axes: Axes) -> Factor:
     """A factor that is filled up to a size that divides."""
     parts = walk.grid.size(axes)
     full = -(-size // parts) * parts

@@ -28,8 +28,8 @@ from meshwright.costs.scheme import Grid, Scheme
 from meshwright.errors import MeshwrightError
 from meshwright.tensor.moves import MoveKind
 
-Rule = Callable[["Walk", Node], "Made | None"]
-Push = Callable[["Walk", Node, Layout, frozenset[str]], str]
+Rule = Callable[["ShardWalk", Node], "Made | None"]
+Push = Callable[["ShardWalk", Node, Layout, frozenset[str]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def operation(node: Node) -> str:
     return ".".join(parts[:2]).rstrip("_") if not parts[1].startswith("__") else ".".join(parts[:2])
 
 
-class Walk:
+class ShardWalk:
     """A pass over some nodes; layouts of what they take from others are given."""
 
     def __init__(self, task: Task, layouts: dict[str, Layout]) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.runtime.parameters.tensor_parameters import TensorParameters
+from meshwright.runtime.stage.tensor_parameters import TensorParameters
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Creates an optimizer for some parameters."""

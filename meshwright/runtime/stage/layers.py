@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.profile import StageCost
-from meshwright.runtime.parameters.tensor_parameters import TensorParameters
 from meshwright.runtime.stage.objective import Weigh
+from meshwright.runtime.stage.tensor_parameters import TensorParameters
 from meshwright.torch_internals import gradient_hooks
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -25,9 +25,9 @@ from meshwright.costs.scheme import Grid
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.profile import relative_costs
-from meshwright.runtime.parameters.tensor_parameters import TensorParameters
 from meshwright.runtime.stage.layers import Layers, Shapes
 from meshwright.runtime.stage.precision import Precision
+from meshwright.runtime.stage.tensor_parameters import TensorParameters
 from meshwright.tensor.group_wires import GroupWires
 from meshwright.tensor.wires import Wires
 
