@@ -28,30 +28,22 @@ def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}.")],
     plan: inputs.Plan = None,
     schedule: inputs.ScheduleChoice = None,
-    pp: Annotated[
-        int | None, typer.Option(show_default="2", help="Workers of one pipeline.", rich_help_panel=inputs.SIZES)
-    ] = None,
+    pp: Annotated[int | None, inputs.size_option(show_default="2", help="Workers of one pipeline.")] = None,
     microbatches: Annotated[
         int | None,
-        typer.Option("--microbatches", "-n", show_default="4", help="Microbatches per step.", rich_help_panel=inputs.SIZES),
+        inputs.size_option("--microbatches", "-n", show_default="4", help="Microbatches per step."),
     ] = None,
-    dp: Annotated[
-        int | None, typer.Option(show_default="1", help="Data-parallel copies of the pipeline.", rich_help_panel=inputs.SIZES)
-    ] = None,
+    dp: Annotated[int | None, inputs.size_option(show_default="1", help="Data-parallel copies of the pipeline.")] = None,
     option: inputs.Option = None,
     costs: inputs.Costs = None,
-    steps: Annotated[int, typer.Option(help="Steps to train.", rich_help_panel=inputs.SIZES)] = 5,
-    width: Annotated[
-        str | None, typer.Option(metavar="3,2,1", help="Workers that share each stage.", rich_help_panel=inputs.SIZES)
-    ] = None,
-    sync: Annotated[
-        Sync | None, typer.Option(show_default="eager", help="When gradients are summed.", rich_help_panel=inputs.SIZES)
-    ] = None,
+    steps: Annotated[int, inputs.size_option(help="Steps to train.")] = 5,
+    width: Annotated[str | None, inputs.size_option(metavar="3,2,1", help="Workers that share each stage.")] = None,
+    sync: Annotated[Sync | None, inputs.size_option(show_default="eager", help="When gradients are summed.")] = None,
     recompute: Annotated[
         str | None,
         typer.Option(metavar="none|inline|early|0.5,1|2GB", help="One mode for all stages, a share per stage, or a budget."),
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens per row of a model by name.", rich_help_panel=inputs.SIZES)] = None,
+    length: Annotated[int | None, inputs.size_option(help="Tokens per row of a model by name.")] = None,
     batch: inputs.BatchFunction = None,
     old_batch: inputs.OldBatch = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32; both runs compute in it.")] = "float64",

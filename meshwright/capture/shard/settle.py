@@ -122,19 +122,8 @@ def settle(
         for node in line.work[first:last]:
             walk.node(node)
         programs.append(_program(line, walk, first, last, whole_outputs=whole_outputs))
-    return Settled(
-        line,
-        scheme,
-        grid,
-        sizes,
-        places,
-        tuple(programs),
-        layouts,
-        found.cuts,
-        tuple(found.products),
-        tuple(found.extra),
-        found.replicated,
-    )
+    lists = tuple(found.products), tuple(found.extra)
+    return Settled(line, scheme, grid, sizes, places, tuple(programs), layouts, found.cuts, *lists, found.replicated)
 
 
 def _program(line: Line, walk: ShardWalk, first: int, last: int, *, whole_outputs: bool) -> LocalProgram:
