@@ -34,7 +34,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from meshwright import even_costs, lower, schedules, simulate
 from meshwright.ir.plan.plan import Parallel
 from meshwright.runtime.emulate.emulate import EmulationJob, emulate
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.stage.layers import Layers
 from meshwright.train.models import small_models as models

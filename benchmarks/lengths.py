@@ -29,7 +29,8 @@ from torch.nn import functional
 
 from benchmarks.executor import ratio, sgd
 from meshwright.ir.plan.plan import Parallel
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.program import Instruction
 from meshwright.train.setup.build_schedule import lists_for

@@ -184,20 +184,21 @@ def operator_draws(name: str) -> bool | None:
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads())
 
 
+def schema_arguments(operator: Any, why: str) -> list[Any] | None:
+    """Returns the arguments in an operator's schema; None for a plain function. Reason: no public way. Fallback: raises `why`."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None and isinstance(operator, _OVERLOAD):
+        raise _missing("OpOverload._schema", why)
+    return None if schema is None else list(schema.arguments)
+
+
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns the arguments that an operator writes to; an empty list for a plain function.
 
     Reason: only the operator's schema tells. Fallback: raises.
     """
-    schema = getattr(operator, "_schema", None)
-    if schema is None:
-        if isinstance(operator, _OVERLOAD):
-            raise _missing("OpOverload._schema", "it is unknown which arguments an operator writes to")
-        return []
-    if not schema.is_mutable:
-        return []
     found = []
-    for place, argument in enumerate(schema.arguments):
+    for place, argument in enumerate(schema_arguments(operator, "it is unknown which arguments an operator writes to") or ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             if place < len(args):
                 found.append(args[place])

@@ -17,10 +17,10 @@ from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
 from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
-from meshwright.cli._tensor import TensorFlags, to_json, to_text
+from meshwright.cli._tensor import TensorFlags, compare_tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
-from meshwright.ir.plan.plan import bytes_in
+from meshwright.ir.plan.plan_fields import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
@@ -49,7 +49,7 @@ class ComparedSchedule:
 def compare(
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE]...", help="Schedule files (.json, .csv) or package.module:function to compare with them."),
+        typer.Argument(metavar="[FILE]...", help="Schedule files (.json, .csv) or package.module:function; with --tensor MODEL."),
     ] = None,
     *,
     workers: inputs.Workers = 4,
@@ -68,12 +68,13 @@ def compare(
 ) -> None:
     """All schedules for equal work, fastest first: time per step, bubble, parameter copies, peak activations, what fits.
 
-    With --tensor: all tensor modes and boxes for one transformer layer, the fewest words first. Exit code 3: nothing fits.
+    With --tensor: all tensor modes and boxes for one transformer layer, or for MODEL as it is captured, the fewest words
+    first. Exit code 3: nothing fits.
     """
     if shape.tensor:
-        if files or flags != inputs.CostFlags() or (workers, microbatches) != (4, 8) or format not in (Format.TEXT, Format.JSON):
+        if flags != inputs.CostFlags() or (workers, microbatches) != (4, 8) or format not in (Format.TEXT, Format.JSON):
             raise MeshwrightError("--tensor compares tensor modes, not schedules", fix="--tensor with its own sizes only")
-        _compare_tensor(shape, memory, output, as_json=as_json or format is Format.JSON)
+        compare_tensor(shape, files or (), memory, output, as_json=as_json or format is Format.JSON)
         return
     if format in (Format.PERFETTO, Format.SVG, Format.PNG):
         raise MeshwrightError(
@@ -91,14 +92,6 @@ def compare(
     else:
         _print(rows, flags, capped=cap is not None, output=output)
     if not any(r.feasible for r in rows):
-        raise typer.Exit(3)
-
-
-def _compare_tensor(shape: TensorFlags, memory: str | None, output: Path | None, *, as_json: bool) -> None:
-    rows = shape.rows()
-    best = shape.best(rows, memory)
-    outputs.give((to_json if as_json else to_text)(rows, best), output)
-    if best is None:
         raise typer.Exit(3)
 
 

@@ -13,6 +13,9 @@ import typer
 
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli._flag_groups import with_groups
+from meshwright.cli._mode_flags import ModeFlags
+from meshwright.cli._sharded import sharded
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -20,8 +23,10 @@ if TYPE_CHECKING:
 
     from meshwright.capture.check.check_result import Verdict
     from meshwright.ir.model import Crossing, Cuts, ModelGraph
+    from meshwright.train.models.named_layers import NamedGraph
 
 
+@with_groups
 def inspect(
     model: Annotated[
         str,
@@ -36,26 +41,35 @@ def inspect(
         list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; repeat for each cut.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare the captured layers with the model itself.")] = False,
+    *,
+    tensor: ModeFlags,
     as_json: inputs.Json = False,
     output: Annotated[Path | None, inputs.output_option("--output", "-o", help="Write the captured layers to a file.")] = None,
 ) -> None:
     """Capture a model on the meta device, which holds no weights, and show its stages.
 
-    Exit code 2: the model cannot be captured, or has fewer layers than stages. 3: --check found a difference to the model.
+    With a tensor mode also: every product with its role and cut, parameters that have copies, extra moves, words and bytes per
+    rank.
+
+    Exit code 2: the model cannot be captured or sharded, or has fewer layers than stages. 3: --check found a difference.
     """
     from meshwright.ir.files.model_json import model_to_json  # imported here, so that the fast verbs do not load it
 
     outputs.refuse_output(output)
     batch = inputs.batch_function(batch, old_batch)
-    graph = _graph(model, rows, length, batch)
+    graph, named = _graph(model, rows, length, batch)
     cuts = graph.cuts(stages, at=cut or None)
     if output is not None:
         outputs.write(output, model_to_json(graph) + "\n")
     verdict = _checked(model, stages, rows, length, batch, cut or []) if check else None
+    shard = sharded(tensor, named, stages, cut or None)
     if as_json:
-        typer.echo(json.dumps({**_data(graph, cuts), **({} if verdict is None else {"check": _found(verdict)})}, indent=1))
+        more = {} if verdict is None else {"check": _found(verdict)}
+        typer.echo(json.dumps({**_data(graph, cuts), **({} if shard is None else {"tensor": shard.data}), **more}, indent=1))
     else:
         _print(graph, cuts)
+        if shard is not None:
+            typer.echo(shard.text)
         if verdict is not None:
             _print_check(verdict)
     if verdict is not None and not _is_equal(verdict):
@@ -98,7 +112,7 @@ def _print_check(verdict: Verdict) -> None:
         typer.echo(f"check: captured layers equal the model in {len(verdict.runs)} runs, {verdict.seconds:.1f} s")
 
 
-def _graph(model: str, rows: int | None, length: int | None, batch: str | None) -> ModelGraph:
+def _graph(model: str, rows: int | None, length: int | None, batch: str | None) -> tuple[ModelGraph, NamedGraph | None]:
     from meshwright.ir.files.model_json import model_from_json
 
     path = Path(model)
@@ -107,11 +121,12 @@ def _graph(model: str, rows: int | None, length: int | None, batch: str | None) 
             raise MeshwrightError(
                 f"{model} has layers for one batch size; --rows, --length and --batch-function cannot change it"
             )
-        return model_from_json(text)
+        return model_from_json(text), None
     gc.enable()  # a trace leaves reference cycles
-    from meshwright.train.models.named_layers import weightless
+    from meshwright.train.models.named_layers import named_graph
 
-    return weightless(model, rows=rows, length=length, batch=batch)
+    named = named_graph(model, rows=rows, length=length, batch=batch)
+    return named.layers(), named
 
 
 def _data(graph: ModelGraph, cuts: Cuts) -> dict[str, Any]:

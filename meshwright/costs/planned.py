@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import cast
 
 from meshwright.costs.modes import mode
@@ -24,3 +25,13 @@ def planned_grid(plan: Parallel) -> Grid | None:
 def planned_scheme(plan: Parallel, grid: Grid) -> Scheme:
     """Returns which axes of the grid cut what under this plan."""
     return mode(plan.tensor).scheme(grid, save=Save(plan.save))
+
+
+def row_unit(plan: Parallel) -> int:
+    """Returns the number that the rows of a microbatch must be a multiple of under this plan."""
+    grid = planned_grid(plan)
+    if grid is None:
+        return 1
+    scheme = planned_scheme(plan, grid)
+    fixed = [axis for axis in scheme.residual.rows if axis not in scheme.movable]
+    return lcm(grid.size(fixed), grid.size(scheme.inner.rows))

@@ -6,7 +6,7 @@ Weights and saved inputs are those of the four matrix products (fused QKV, 4h); 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,23 +17,28 @@ from meshwright.costs.scheme import Grid, Save, TensorRequest
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One mode on one grid."""
+    """One mode on one grid; numbers are None where a captured model cannot run."""
 
     mode: str
     grid: tuple[int, ...]
-    words_forward: Fraction
-    words_backward: Fraction
-    words_sync: Fraction
-    steps: int
-    weight_words: Fraction
-    saved_words: Fraction
-    feasible: bool
-    reason: str
+    words_forward: Fraction | None = None
+    words_backward: Fraction | None = None
+    words_sync: Fraction | None = None
+    steps: int | None = None
+    weight_words: Fraction | None = None
+    saved_words: Fraction | None = None
+    feasible: bool = True
+    reason: str = ""
 
     @property
     def words(self) -> Fraction:
         """All words of a step."""
-        return self.words_forward + self.words_backward + self.words_sync
+        return sum((words or Fraction(0) for words in (self.words_forward, self.words_backward, self.words_sync)), Fraction(0))
+
+    @property
+    def held(self) -> Fraction:
+        """The words that a rank holds: its weights, and what it keeps for the backward pass."""
+        return (self.weight_words or Fraction(0)) + (self.saved_words or Fraction(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +83,18 @@ def tensor_rows(sizes: LayerSizes, *, ranks: int, save: Save = Save.SHARDS) -> l
         cells = tuple(size for _, size in grid.sizes)
         sums = words.forward, words.backward, words.sync
         found.append(TensorRow(grid.mode, cells, *sums, steps, all_of.weight_words, all_of.saved_words, not reason, reason))
-    return sorted(found, key=lambda row: (not row.feasible, row.words, row.steps))
+    return in_order(found)
+
+
+def in_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
+    """Returns the rows with the fewest words first; what cannot run last."""
+    return sorted(rows, key=lambda row: (not row.feasible, row.words, row.steps or 0))
 
 
 def best_row(rows: Sequence[TensorRow], *, limit_words: float = math.inf) -> TensorRow | None:
     """The row with the fewest words among those that divide and whose weights and saved inputs fit."""
-    fit = [row for row in rows if row.feasible and row.weight_words + row.saved_words <= limit_words]
-    return min(fit, key=lambda row: (row.words, row.steps), default=None)
+    fit = [row for row in rows if row.feasible and row.held <= limit_words]
+    return min(fit, key=lambda row: (row.words, row.steps or 0), default=None)
 
 
 def _reason(grid: Grid, sizes: LayerSizes) -> str:

@@ -61,7 +61,7 @@ class Versus:
         return {**found, "ratio": self.ratio}
 
 
-_UNTIMED = {Op.U.value, Op.S.value}
+_UNTIMED = {Op.U.value, Op.S.value, Op.G.value}
 """Kinds that take no time in the prediction. There they wait for all workers at once; a real run does not have to."""
 
 

@@ -16,7 +16,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import COMPUTE, Action, Kind, Op, Transfer, actions
+from meshwright.ir.action import COMPUTE, Action, Kind, Transfer, actions
+from meshwright.ir.analysis.effects import collective
+from meshwright.ir.analysis.order import JOINT
 from meshwright.ir.timeline import Lane, Timeline
 from meshwright.simulate.event_graph import EventGraph, Message
 
@@ -66,7 +68,7 @@ class CriticalPath:
 
     def _is_compute(self, node: int) -> bool:
         what = self._what(node)
-        joint = isinstance(what, Action) and (what.op is Op.N or (what.op is Op.S and not self.program.schedule.ring))
+        joint = isinstance(what, Action) and (what.op in JOINT and bool(collective(self.program.schedule, what)))
         return not joint and not isinstance(what, Message)
 
     def _sent(self, copy: int, node: int) -> tuple[float, int, int]:

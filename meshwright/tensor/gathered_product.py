@@ -17,7 +17,7 @@ from torch.autograd import Function
 from meshwright.costs.declared import Phase, Role
 from meshwright.costs.product_plan import ProductPlan, product_plan
 from meshwright.costs.scheme import Axes, Save, Scheme
-from meshwright.tensor.wires import Wires
+from meshwright.tensor.wires.wires import Wires
 
 _DIM = {"rows": 0, "sequence": 0, "features": 1, "out": 0, "into": 1}
 

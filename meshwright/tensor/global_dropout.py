@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.costs.scheme import Axes
-from meshwright.tensor.wires import Wires
+from meshwright.tensor.wires.wires import Wires
 
 Factors = tuple[tuple[int, Axes], ...]
 

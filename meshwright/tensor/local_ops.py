@@ -26,16 +26,22 @@ def known_scores(scores: Tensor, first: int, real: int) -> Tensor:
     return scores.narrow(1, 0, max(0, min(scores.shape[1], real - first)))
 
 
+def _wide(scores: Tensor) -> Tensor:
+    """A loss is computed in at least float32, as torch does."""
+    return scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+
+
 def largest(scores: Tensor) -> Tensor:
     """The largest score of every row, detached; minus infinity where there is none."""
+    scores = _wide(scores.detach())
     if not scores.shape[1]:
         return scores.new_full((scores.shape[0],), float("-inf"))
-    return scores.detach().amax(1)
+    return scores.amax(1)
 
 
 def loss_parts(scores: Tensor, largest: Tensor, target: Tensor, first: int, ignored: int) -> Tensor:
     """Per row: this rank's part of the sum of exponentials, and the target's score if it is here."""
-    shifted = scores - largest.unsqueeze(1)
+    shifted = _wide(scores) - largest.unsqueeze(1)
     here = (target >= first) & (target < first + scores.shape[1]) & (target != ignored)
     if not scores.shape[1]:
         picked = shifted.sum(1)

@@ -26,7 +26,7 @@ from torch.autograd import Function
 
 from meshwright.costs.declared import CollectiveKind, Phase, SentWords, transfer
 from meshwright.costs.scheme import Axes, Grid
-from meshwright.tensor.wires import StartedCollective, TotalKind, Wires, done
+from meshwright.tensor.wires.wires import StartedCollective, TotalKind, Wires, done
 
 
 class MoveKind(StrEnum):

@@ -99,7 +99,8 @@ def cut_differently() -> None:
     import torch.distributed as dist
 
     from meshwright import Parallel
-    from meshwright.runtime.engine.engine import Engine, Settings
+    from meshwright.runtime.engine.engine import Engine
+    from meshwright.runtime.engine.settings import Settings
     from meshwright.train.setup.build_schedule import lists_for
     from meshwright.train.verify.verify import momentum
     from tests.support.layers_of_models import layers_for

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from meshwright import Parallel
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.evaluate import Forward, Outputs
+from meshwright.runtime.engine.settings import Settings
 from meshwright.train.checkpoint.save_pretrained import export
 from meshwright.train.checkpoint.write import Checkpoints
 from meshwright.train.session.generate import generate

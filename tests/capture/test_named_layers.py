@@ -17,7 +17,8 @@ from torch import Tensor
 import meshwright
 from meshwright import MeshwrightError, Parallel
 from meshwright.capture.weights.sketch import sketch
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.train.setup.build_schedule import lists_for, stages_of
 from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool

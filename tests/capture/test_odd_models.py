@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel
 from meshwright.ir.placement import Rows
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.stage.objective import Objective
 from meshwright.train.setup.build_schedule import lists_for
 from tests.conftest import Pool

@@ -269,10 +269,10 @@ def test_every_rank_of_torchrun_finds_the_same(kind: str, told: str) -> None:
 
 @pytest.mark.slow
 def test_the_check_costs_less_than_a_tenth_of_a_demo_run(tmp_path: Path, monkeypatch: Any) -> None:
-    from meshwright.train import trainer as module
+    from meshwright.train import prepared as module
     from meshwright.train.job_file import Job
 
-    spent, check = [], module.check
+    spent, check = [], module.check_start
 
     def timed(*args: Any) -> Any:
         begun = time.perf_counter()
@@ -280,7 +280,7 @@ def test_the_check_costs_less_than_a_tenth_of_a_demo_run(tmp_path: Path, monkeyp
         spent.append(time.perf_counter() - begun)
         return found
 
-    monkeypatch.setattr(module, "check", timed)
+    monkeypatch.setattr(module, "check_start", timed)
     arguments = {"output_dir": str(tmp_path), "max_steps": 30, "per_device_train_batch_size": 16, "report_to": "none"}
     begun = time.perf_counter()
     Job("gpt-small", parallel={"pp": 4, "schedule": "chimera", "microbatches": 4}, arguments=arguments).trainer().train()

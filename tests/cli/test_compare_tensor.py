@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from math import isclose
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from meshwright.cli._mode_flags import ModeFlags
+from meshwright.cli._tensor import flags_of
 from meshwright.cli.main import app
 from meshwright.costs.modes import mode
+from meshwright.costs.planned import planned_grid
 from meshwright.costs.scheme import Save, TensorRequest
+from meshwright.costs.tensor_rows import TensorRow
+from meshwright.ir.plan.plan import Parallel
 
 SIZES = ("--batch", "8", "--sequence", "1024", "--hidden", "4096", "--ranks", "8")
 
@@ -41,7 +48,10 @@ def test_the_best_box_within_a_limit() -> None:
     assert all(free["words_forward"] + free["words_backward"] <= row["words_forward"] + row["words_backward"] + row["words_sync"]
                for row in table()["rows"])  # fmt: skip
     none = CliRunner().invoke(app, ["compare", "--tensor", *SIZES, "--memory", "1MB"])
-    assert none.exit_code == 3
+    assert none.exit_code == 3 and none.output.splitlines()[-1] == "no mode divides these sizes and fits within 1MB"
+    some = CliRunner().invoke(app, ["compare", "--tensor", *SIZES, "--memory", "250MB"]).output.splitlines()
+    assert some[-1] == "best within 250MB: box 2 x 4 x 1, 201 M words, 0.218 GB per rank: --box 2,4,1"
+    assert [line.split()[0] for line in some if line.endswith("more than 250MB")] == ["line", "tesseract"]
 
 
 def test_what_does_not_divide_is_marked() -> None:
@@ -60,8 +70,100 @@ def test_what_does_not_divide_is_marked() -> None:
         (["--tensor", *SIZES[:-1], "0"], "--ranks must be a whole number of at least 1, got 0"),
         (["--tensor", *SIZES, "-w", "2"], "--tensor compares tensor modes, not schedules"),
         (["--tensor", *SIZES, "--memory", "much"], "--memory much is not a size in bytes"),
+        (["--tensor", *SIZES, "--save", "most"], "--save must be shards or gathered, got 'most'"),
+        (["--tensor", *SIZES, "gpt-tiny", "gpt-small"], "--tensor compares modes for one model, got 2"),
+        (["--tensor", *SIZES, "--batch-function", "a:b"], "no model is given"),
+        (["--tensor", "gpt-tiny", "--ranks", "4"], "--tensor needs --batch"),
+        (["--tensor", *SIZES, "--counted"], "--counted runs the products: 5e+07 words are more than"),
+        (["--tensor", "gpt-tiny", "--ranks", "4", "--batch", "8", "--heads", "4"], "gpt-tiny has its own heads"),
+        (["--tensor", "gpt-tiny", "--ranks", "4", "--batch", "8", "--hidden", "7"], "gpt-tiny has no matrix of width 7"),
     ],
 )
 def test_flags_that_contradict_each_other(flags: list[str], text: str) -> None:
     found = CliRunner().invoke(app, ["compare", *flags])
     assert found.exit_code != 0 and text in str(found.exception or found.output)
+
+
+def test_rows_have_the_promised_keys() -> None:
+    promised = {"mode", "grid", "words_forward", "words_backward", "steps", "weight_words", "saved_words", "feasible", "reason"}
+    for row in table()["rows"]:
+        assert promised <= set(row) and all(type(side) is int for side in row["grid"])
+
+
+def test_the_closed_forms_need_no_torch() -> None:
+    code = (
+        "import sys, contextlib, meshwright.cli.main as command\n"
+        f"sys.argv = ['meshwright', 'compare', '--tensor', *{SIZES!r}]\n"
+        "with contextlib.suppress(SystemExit): command.main()\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("row", "flags"),
+    [
+        (TensorRow("box", (2, 2, 1)), "--box 2,2,1"),
+        (TensorRow("line", (4,)), "--tp 4"),
+        (TensorRow("line_sequence", (4,)), "--tp 4 --sequence-parallel"),
+        (TensorRow("grid", (2, 2)), "--tensor-mode grid --tp 4"),
+        (TensorRow("tesseract", (2, 2, 2)), "--tensor-mode tesseract --tp 8 --depth 2"),
+    ],
+)
+def test_the_best_row_is_named_by_flags_that_ask_for_it(row: TensorRow, flags: str) -> None:
+    assert flags_of(row) == flags
+    words = iter(flags.split())
+    given = {word.removeprefix("--").replace("-", "_"): True if word.startswith("--seq") else next(words) for word in words}
+    given |= {name: int(str(given[name])) for name in ("tp", "depth") if name in given}
+    found = planned_grid(Parallel.of(ModeFlags(**given).plan_fields()))
+    assert found is not None and found.mode == row.mode and tuple(size for _, size in found.sizes) == row.grid
+
+
+def captured(*more: str) -> Any:
+    words = ["compare", "--tensor", "gpt-tiny", "--batch", "8", "--sequence", "32", "--ranks", "4", "--json", *more]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.exception
+    return json.loads(found.output)
+
+
+def test_a_captured_model_has_the_words_that_inspect_shows() -> None:
+    """Everything is included, so a model of four layers sends more than four times the products of a layer."""
+    found = captured("--hidden", "48")
+    rows = {(row["mode"], tuple(row["grid"])): row for row in found["rows"]}
+    assert set(rows) == {
+        *(("line", (4,)), ("line_sequence", (4,)), ("grid", (2, 2))),
+        *(("box", box) for box in [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]),
+    }
+    row = rows["box", (2, 2, 1)]
+    words = ["inspect", "gpt-tiny", "--box", "2,2,1", "--rows", "8", "--length", "32", "--stages", "1", "--json"]
+    shown = json.loads(CliRunner().invoke(app, words).output)["tensor"]
+    assert row["words_forward"] == shown["words"]["forward"] and row["words_sync"] == shown["words"]["sync"]
+    assert (row["weight_words"], row["saved_words"]) == (shown["weight_words"], shown["saved_words"])
+    grid = mode("box").grid(TensorRequest(box=(2, 2, 1)))
+    layer = mode("box").layer_words(grid, batch=8, sequence=32, hidden=48)
+    assert 4 * layer.forward < row["words_forward"] < 6 * layer.forward
+    fewest = min(row["words_forward"] + row["words_backward"] + row["words_sync"] for row in rows.values() if row["feasible"])
+    best = found["best"]
+    assert best["words_forward"] + best["words_backward"] + best["words_sync"] == fewest
+
+
+def test_a_captured_model_marks_what_it_cannot_run() -> None:
+    words = ["compare", "--tensor", "gpt-tiny", "--batch", "6", "--ranks", "4", "--json"]
+    found = json.loads(CliRunner().invoke(app, words).output)["rows"]
+    row = next(row for row in found if row["grid"] == [4, 1, 1])
+    assert not row["feasible"] and row["reason"].startswith("the rows of a microbatch: size 6 does not divide by 4 (w=4)")
+    assert row["words_forward"] is None and row["steps"] is None
+    assert [row["feasible"] for row in found] == sorted((row["feasible"] for row in found), reverse=True)
+    assert next(row for row in found if row["mode"] == "line")["feasible"], "a line cuts no rows"
+
+
+def test_counted_words_are_those_of_the_formulas() -> None:
+    words = ["compare", "--tensor", "--batch", "8", "--sequence", "4", "--hidden", "64", "--ranks", "8", "--counted"]
+    rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)["rows"]
+    assert len(rows) == 13
+    for row in rows:
+        assert all(row[f"counted_{phase}"] == row[f"words_{phase}"] for phase in ("forward", "backward", "sync")), row
+    shown = CliRunner().invoke(app, words).output.splitlines()
+    assert shown[0].split() == ["mode", "grid", *("forward", "counted", "backward", "counted", "sync", "counted")]
+    assert any(line.startswith("tesseract") for line in shown) and len(shown) == 15

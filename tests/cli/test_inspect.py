@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from meshwright import MeshwrightError
+from meshwright.cli.main import app
 from tests.cli.test_cli import meshwright
+from tests.tensor.test_shard_fallback import Distances, Odd
 
 CONFIG = {
     "model_type": "t5",
@@ -138,3 +145,71 @@ def test_check_compares_the_layers_with_the_model() -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["check"]["equal"], done.stderr
     done = meshwright("inspect", "tests.support.hard_models:Counting", *own)
     assert done.returncode == 3 and "not equal: Counting.n changes with every forward" in done.stdout, done.stderr
+
+
+def shard(*flags: str, model: str = "gpt-tiny") -> Any:
+    done = CliRunner().invoke(app, ["inspect", model, "--json", *flags])
+    assert done.exit_code == 0, done.exception
+    return json.loads(done.output)["tensor"]
+
+
+def test_a_tensor_mode_lists_products_copies_words_and_bytes() -> None:
+    found = shard("--tensor-mode", "box", "--box", "2,2,1", "--rows", "4", "--length", "32")
+    assert (found["mode"], found["grid"], found["save"]) == ("box", {"w": 2, "a": 2, "b": 1}, "shards")
+    roles = {each["module"]: (each["role"], each["cut"]) for each in found["products"]}
+    assert len(roles) == 4 * 4 + 2, "four products in each of four layers, the table and the head"
+    assert roles["transformer.h.0.attn.c_attn"] == ("expand", "[48, 3*48:a>w]")
+    assert roles["transformer.h.3.mlp.c_proj"] == ("contract", "[192:a, 48:w]")
+    assert roles["transformer.wte"] == ("table", "[256:a>w, 48]")
+    copies = {each["name"]: each for each in found["replicated"]}
+    assert copies["transformer.ln_f.weight"]["copies"] == 4 and copies["transformer.h.0.attn.c_attn.bias"]["copies"] == 2
+    reason = "not cut by w, a where aten.layer_norm.default in transformer.ln_f reads it"
+    assert copies["transformer.ln_f.weight"]["reason"] == reason
+    assert found["moves"] == [] and set(found["words"]) == {"forward", "backward", "sync"}
+    assert found["words"]["backward"] > found["words"]["forward"] > found["words"]["sync"] > 0
+    assert found["weight_bytes"] == 4 * found["weight_words"] and found["saved_bytes"] > 0
+
+
+def test_gathered_operands_are_sent_less_and_hold_more() -> None:
+    kept, again = (shard("--box", "2,2,1", "--rows", "4", "--save", save) for save in ("gathered", "shards"))
+    assert kept["words"]["forward"] == again["words"]["forward"] and kept["words"]["backward"] < again["words"]["backward"]
+    assert kept["saved_bytes"] > again["saved_bytes"] and kept["weight_bytes"] == again["weight_bytes"]
+
+
+def test_a_replicated_module_says_what_runs_whole() -> None:
+    found = shard("--tp", "2", "--replicate", "transformer.h.1.mlp")
+    reasons = {each["name"]: each["reason"] for each in found["replicated"]}
+    assert reasons["transformer.h.1.mlp.c_fc.weight"] == "aten.addmm.default runs whole on every rank", reasons
+    products = [each["module"] for each in found["products"]]
+    assert "transformer.h.1.mlp.c_fc" not in products and "transformer.h.2.mlp.c_fc" in products
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "fix"),
+    [
+        (("--tp", "5"), "transformer.h.0.attn.c_attn.weight: size 144 does not divide by 5 (p=5)", "size 145"),
+        (("--box", "3,1,1"), "the rows of a microbatch: size 2 does not divide by 3 (w=3)", "size 3"),
+        (("--tp", "2", "--replicate", "nowhere"), "replicate names 'nowhere', which is no module", ""),
+    ],
+)
+def test_a_model_that_a_mode_cannot_run_is_refused(flags: tuple[str, ...], what: str, fix: str) -> None:
+    done = CliRunner().invoke(app, ["inspect", "gpt-tiny", *flags])
+    assert isinstance(done.exception, MeshwrightError) and what in done.exception.what and fix in (done.exception.fix or "")
+
+
+def test_an_operation_without_a_rule_is_refused_by_name() -> None:
+    words = ("inspect", "tests.cli.test_inspect:clusters", "--batch-function", "tests.cli.test_inspect:rows", "--box", "2,1,2")
+    done = meshwright(*words)
+    assert done.returncode == 2, done.stdout
+    assert re.search(r"no rule of a tensor mode for aten\.cdist\S* in strange", done.stderr), done.stderr
+    assert "try: replicate=['strange']" in done.stderr
+    assert meshwright(*words, "--replicate", "strange").returncode == 0
+
+
+def clusters() -> torch.nn.Module:
+    return Odd(Distances())
+
+
+def rows(step: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(8, 6, dtype=torch.long)
+    return {"tokens": tokens, "labels": tokens}

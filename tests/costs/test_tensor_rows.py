@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from meshwright.costs.scheme import Save
 from meshwright.costs.tensor_rows import LayerSizes, best_row, tensor_rows
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,30 @@ def test_every_mode_is_there() -> None:
     rows = tensor_rows(LayerSizes(batch=64, sequence=1, hidden=64), ranks=16)
     assert {row.mode for row in rows} == {"line", "line_sequence", "grid", "tesseract", "box"} - {"tesseract"}
     assert {row.mode for row in tensor_rows(LayerSizes(batch=64, sequence=1, hidden=64), ranks=8)} >= {"tesseract", "box"}
+
+
+def test_the_table_of_the_docs() -> None:
+    """Words over those of a line, for the best box that divides the batch and for the cube."""
+    shown = re.findall(r"^\| (\d+) \| [\d.]+ \| (.*) \|$", (ROOT / "docs" / "tensor.md").read_text(), re.MULTILINE)
+    assert len(shown) == 7
+    for batch, cells in shown:
+        numbers = iter(cells.split(" | "))
+        for ranks, side, save in ((8, 2, Save.GATHERED), (8, 2, Save.SHARDS), (64, 4, Save.SHARDS)):
+            rows = tensor_rows(LayerSizes(batch=int(batch), sequence=1024, hidden=4096), ranks=ranks, save=save)
+            line = next(row for row in rows if row.mode == "line")
+            best = next(row for row in rows if row.mode == "box" and row.feasible)
+            cube = next(row for row in rows if row.grid == (side, side, side) and row.mode == "box")
+            assert next(numbers) == f"{best.grid} {float(best.words / line.words):.2f}"
+            assert next(numbers) == f"{float(cube.words / line.words):.2f}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "save", "least"),
+    [(8, Save.GATHERED, 1.0), (8, Save.SHARDS, 36 / 17), (64, Save.GATHERED, 3 / 17), (64, Save.SHARDS, 12 / 43)],
+)
+def test_from_where_on_the_cube_sends_less_than_a_line(ranks: int, save: Save, least: float) -> None:
+    side = round(ranks ** (1 / 3))
+    for share, wins in ((0.99, False), (1.01, True)):
+        rows = tensor_rows(LayerSizes(batch=round(least * share * 2**20), sequence=1, hidden=2**20), ranks=ranks, save=save)
+        words = {(row.mode, row.grid): row.words for row in rows}
+        assert (words["box", (side, side, side)] < words["line", (ranks,)]) == wins

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from meshwright.capture.cut.cut_points import LayerChain
 from meshwright.capture.cut.stage_modules import States
 from meshwright.capture.shard.emit import shard_layers
-from meshwright.capture.shard.parts import cut_parameters
-from meshwright.costs.declared import CollectiveKind, Phase
+from meshwright.capture.shard.layouts.parts import cut_parameters
+from meshwright.capture.shard.sharded import open_plan
+from meshwright.capture.shard.woven_layer import WovenLayer
+from meshwright.costs.declared import CollectiveKind, Phase, SentWords
 from meshwright.costs.overlap_time import turns_of, weave_time
 from meshwright.costs.scheme import Save
-from meshwright.tensor.lone_wires import DelayedWires, DryWires
-from meshwright.tensor.piece_times import backward_times, forward_times, multiply_adds
-from meshwright.tensor.pieces import PieceGraph, cut
-from meshwright.tensor.weave import Weave
-from tests.support.sharded import Reference, Request, box, family, line, settled
+from meshwright.tensor.weave.piece_times import backward_times, forward_times, multiply_adds
+from meshwright.tensor.weave.pieces import PieceGraph, cut
+from meshwright.tensor.weave.weave import Weave
+from meshwright.tensor.wires.lone_wires import DelayedWires, DryWires
+from meshwright.tensor.wires.wires import StartedCollective, TotalKind
+from tests.support.sharded import Reference, Request, box, family, line, plan_of, settled
 
 Part = tuple[PieceGraph, dict[str, Any]]
 
@@ -102,6 +107,36 @@ def test_weights_are_gathered_ahead_and_their_gradients_scattered_behind() -> No
     scatters = [i for i in wires.intervals if i.transfer.kind is CollectiveKind.SCATTER]
     behind = [i for i in scatters if any(i.start_s < end and begin < i.end_s for begin, end in spans[forward:])]
     assert len(behind) >= len(scatters) // 2, "scatters of weight gradients run behind products"
+
+
+class NotingWires(DryWires):
+    """Counts the gathers that were started."""
+
+    gathers = 0
+
+    def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:
+        self.gathers += sent.kind is CollectiveKind.GATHER
+        return super()._carry(sent, t, dim, op)
+
+
+@pytest.mark.parametrize("chained", [True, False], ids=["chain", "layers"])
+def test_the_next_weight_is_gathered_ahead_across_layers(chained: bool) -> None:
+    """Of (4, 1, 1) only weights are gathered. At every product but the last, a later gather is under way; not layer by layer."""
+    ref = family("llama", layers=2)
+    plan = plan_of(ref, box(4, 1, 1), places=LayerChain(ref.line).starts)
+    model, wires = copy.deepcopy(ref.model), NotingWires(plan.settled.grid, 0)
+    cut_parameters(dict(model.named_parameters()), plan.settled.cuts, plan.settled.grid, 0)
+    layers = open_plan(model, plan, wires)
+    ahead: list[int] = []
+    layers[0].parts[0].pieces.slot.spend = lambda _: ahead.append(wires.gathers - len(ahead) - 2)  # the table and its own
+    with torch.no_grad():
+        if chained:
+            WovenLayer.chained(layers)((), ref.batch)
+        else:
+            values: tuple[Any, ...] = ()
+            for layer in layers:
+                values = layer(*values, **{name: ref.batch[name] for name in layer.batch_columns})
+    assert len(ahead) == 15 and (min(ahead[:-1]) >= 1) is chained, ahead
 
 
 def test_backward_times_mirror_the_forward_ones() -> None:

@@ -12,9 +12,9 @@ from meshwright.costs import modes
 from meshwright.costs.declared import Phase, ProductShape, Role, declared, transformer_layer
 from meshwright.costs.scheme import Save, TensorRequest
 from meshwright.tensor.gathered_product import block_of, blocks
-from meshwright.tensor.lone_wires import DryWires
-from meshwright.tensor.thread_wires import ThreadWires, run
-from meshwright.tensor.wires import Wires
+from meshwright.tensor.wires.lone_wires import DryWires
+from meshwright.tensor.wires.thread_wires import ThreadWires, run
+from meshwright.tensor.wires.wires import Wires
 from tests.support.sharded import Request, box, grid, line, tesseract
 
 MODES = [

@@ -70,12 +70,12 @@ class Line:
     @cached_property
     def work(self) -> tuple[Node, ...]:
         """The operations that must not be repeated, in order. Operations that no result depends on are left out."""
-        alive = self._alive()
+        alive = self.alive()
         return tuple(
             node for node in self.flat.nodes if node.kind is NodeKind.CALL and node.name in alive and node.name not in self.free
         )
 
-    def _alive(self) -> set[str]:
+    def alive(self) -> set[str]:
         """Return the nodes that the result depends on. Changes of buffers count as results."""
         wanted = [ref.name for ref in refs(self.flat.result)]
         wanted += [node.name for node in self.flat.nodes if node.changes]

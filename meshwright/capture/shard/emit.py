@@ -10,16 +10,16 @@ import torch
 from torch import fx, nn
 
 from meshwright.capture.cut.stage_modules import Captured, GraphBuilder, Prelude, States, changes_late, free_graph, free_reads
-from meshwright.capture.shard.layout import length
+from meshwright.capture.shard.layouts.layout import length
+from meshwright.capture.shard.layouts.steps import Local, Offset, Step, StepKind
 from meshwright.capture.shard.settle import LocalProgram, Settled
-from meshwright.capture.shard.steps import Local, Offset, Step, StepKind
 from meshwright.capture.trace.graph import NodeKind, Ref, mapped
 from meshwright.capture.trace.operations import function_of
 from meshwright.errors import MeshwrightError
 from meshwright.tensor import local_ops
 from meshwright.tensor.global_dropout import GlobalDropout
 from meshwright.tensor.moves import Moved
-from meshwright.tensor.wires import Wires
+from meshwright.tensor.wires.wires import Wires
 
 
 class LocalBuilder(GraphBuilder):

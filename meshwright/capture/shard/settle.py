@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
 from itertools import pairwise
 
 from meshwright.capture.cut.liveness import Line
-from meshwright.capture.shard.layout import Layout, local_shape, whole
-from meshwright.capture.shard.refusals import indivisible
-from meshwright.capture.shard.rule_tables import is_table, token_values
-from meshwright.capture.shard.rules import PUSHES, RULES
-from meshwright.capture.shard.sizes import Sizes, example_sizes
-from meshwright.capture.shard.steps import ExtraMove, ParameterCut, Product, Step, StepKind
-from meshwright.capture.shard.walk import Findings, ShardWalk, Task, locals_in, operation
+from meshwright.capture.shard.layouts.dry_steps import DryRun
+from meshwright.capture.shard.layouts.layout import Layout, local_shape, whole
+from meshwright.capture.shard.layouts.refusals import MisfitError, SharedParameterError, indivisible, no_rule
+from meshwright.capture.shard.layouts.sizes import Sizes, example_sizes
+from meshwright.capture.shard.layouts.steps import ExtraMove, ParameterCut, Product, Step, StepKind
+from meshwright.capture.shard.layouts.walk import ShardWalk
+from meshwright.capture.shard.layouts.walk_task import Findings, Task, locals_in, operation
+from meshwright.capture.shard.layouts.without_writes import without_writes
+from meshwright.capture.shard.rules.rule_table import PUSHES, RULES, WHOLE
+from meshwright.capture.shard.rules.rule_tables import is_table, token_values
 from meshwright.capture.trace.graph import Node, NodeKind, refs
 from meshwright.costs.declared import CollectiveKind, Phase, SentWords, transfer
 from meshwright.costs.scheme import Grid, Save, Scheme
@@ -54,23 +59,48 @@ class Settled:
     replicated: dict[str, str]
     """Parameters that stay whole on every rank because an operation has no rule, and that operation."""
 
-    def transfers(self, *, weights: bool = True) -> list[SentWords]:
-        """All that a rank sends forward and backward; `weights=False` leaves out what a second half of a microbatch shares."""
-        found: list[SentWords] = []
-        for program in self.programs:
-            for step in program.steps:
-                if step.move is not None and (weights or not step.weight):
-                    found += step.move.transfers(self.grid, learns=step.learns, again=self.scheme.save is Save.SHARDS)
+    def transfers(self) -> list[SentWords]:
+        """All that a rank sends forward and backward."""
+        return [t for number in range(len(self.programs)) for t in self.layer_transfers(number)]
+
+    def layer_transfers(self, number: int, *, weights: bool = True) -> list[SentWords]:
+        """All that a rank sends for a layer; `weights=False` leaves out what a second half of a microbatch shares.
+
+        Gradients come back only to what the first result, the loss, depends on.
+        """
+        found, saves = list[SentWords](), self.scheme.save is Save.SHARDS
+        for step in self.programs[number].steps:
+            if step.move is not None and (weights or not step.weight):
+                learns = step.learns and step.name in self._leading[number]
+                found += step.move.transfers(self.grid, learns=learns, again=saves and (step.weight or step.learns))
+        return found
+
+    @cached_property
+    def _leading(self) -> list[set[str]]:
+        """For each program the steps that lead to the loss."""
+        found: list[set[str]] = []
+        wanted = set(self.programs[-1].results[:1])
+        for number in range(len(self.programs) - 1, -1, -1):
+            program = self.programs[number]
+            steps = _needed(program.steps, tuple(wanted))
+            read = wanted | {local.name for step in steps for local in locals_in((step.args, step.kwargs))}
+            found.insert(0, {step.name for step in steps})
+            if number:
+                pairs = zip(self.programs[number - 1].results, program.given, strict=True)
+                wanted = {result for result, given in pairs if given in read}
         return found
 
     def sums(self) -> list[SentWords]:
         """What a rank sends when the gradients of parameters are added up."""
-        found: list[SentWords] = []
-        for cut in self.cuts.values():
-            if axes := self.grid.wide(cut.unsummed):
-                words = math.prod(local_shape(cut.layout, self.grid))
-                found.append(transfer(Phase.SYNC, CollectiveKind.TOTAL, axes, words, self.grid))
-        return found
+        return [found for cut in self.cuts.values() for found in self._sum(cut)]
+
+    def sum_words(self) -> dict[str, Fraction]:
+        """The words of `sums` for each parameter."""
+        return {name: sum((found.words for found in self._sum(cut)), Fraction(0)) for name, cut in self.cuts.items()}
+
+    def _sum(self, cut: ParameterCut) -> list[SentWords]:
+        axes, words = self.grid.wide(cut.unsummed), math.prod(local_shape(cut.layout, self.grid))
+        return [transfer(Phase.SYNC, CollectiveKind.TOTAL, axes, words, self.grid)] if axes else []
 
 
 def settle(
@@ -101,8 +131,10 @@ def settle(
     Raises:
         MeshwrightError: A size does not divide, or an operation has no rule.
     """
+    _refuse_written_buffers(line)
     sizes = sizes or example_sizes(line.flat)
     places = tuple(places) if places is not None else (0, len(line.work))
+    line, sizes, places = without_writes(line, sizes, places)
     _known(line, replicate)
     scheme = _fitting(scheme, grid, sizes.rows)
     values = token_values(line.flat.nodes, line.needs)
@@ -113,17 +145,56 @@ def settle(
     light = _light(line, sizes, scheme, grid, values, places, replicate)
     kept = {name: tuple(nodes) for name, nodes in users.items()}
     learning = _learning(line, {name for name, first in ties.items() if first not in frozen})
-    task = Task(line, sizes, scheme, grid, ties, tuple(replicate), RULES, PUSHES, light, kept, learning, values)
-    layouts: dict[str, Layout] = {}
-    found, programs = Findings(), []
+    task = Task(line, sizes, scheme, grid, ties, tuple(replicate), RULES, PUSHES, light, kept, learning, values, WHOLE)
+    while True:
+        try:
+            return _walked(task, places, whole_outputs=whole_outputs)
+        except SharedParameterError as error:  # moved to each reader instead
+            if error.parameter in task.shared:
+                raise
+            task = replace(task, shared=task.shared | {error.parameter})
+        except MisfitError as error:  # runs on whole values instead
+            if error.node in task.misfits:
+                raise no_rule(line.flat.by_name[error.node], error.why) from error
+            task = replace(task, misfits={**task.misfits, error.node: error.why})
+
+
+def _refuse_written_buffers(line: Line) -> None:
+    """Raises if the forward writes into a buffer, besides running statistics of norms and counters that nothing reads.
+
+    Local programs make new tensors in place of writes, so that the buffer would keep its old value.
+    """
+    readers: dict[str, list[Node]] = {}
+    for node in line.flat.nodes:
+        for name in node.reads:
+            readers.setdefault(name, []).append(node)
+    states = {node.target: node for node in line.flat.nodes if node.kind is NodeKind.STATE}
+    for node in line.flat.nodes:
+        for buffer in node.changes:
+            if operation(node).endswith("_norm"):
+                continue
+            state = states.get(buffer)
+            counts = state is not None and state.size is not None and not state.size.learns
+            if not counts or any(buffer not in other.changes for other in readers.get(state.name if state else "", ())):
+                where = node.path or "the model"
+                raise MeshwrightError(f"{node.target} in {where} writes into {buffer}: no tensor mode keeps that yet", fix="tp=1")
+
+
+def _walked(task: Task, places: Sequence[int], *, whole_outputs: bool) -> Settled:
+    """One program for each range between places."""
+    line, layouts, found, programs = task.line, dict[str, Layout](), Findings(), list[LocalProgram]()
     for first, last in pairwise(places):
         walk = ShardWalk(task, layouts)
         walk.found = found
         for node in line.work[first:last]:
             walk.node(node)
-        programs.append(_program(line, walk, first, last, whole_outputs=whole_outputs))
+        program = _program(line, walk, first, last, whole_outputs=whole_outputs)
+        if problem := DryRun(task, layouts).failing(program.steps):
+            raise MisfitError(problem[0].name.rpartition("__")[0], problem[1])
+        programs.append(program)
     lists = tuple(found.products), tuple(found.extra)
-    return Settled(line, scheme, grid, sizes, places, tuple(programs), layouts, found.cuts, *lists, found.replicated)
+    scheme, grid = task.scheme, task.grid
+    return Settled(line, scheme, grid, task.sizes, tuple(places), tuple(programs), layouts, found.cuts, *lists, found.replicated)
 
 
 def _program(line: Line, walk: ShardWalk, first: int, last: int, *, whole_outputs: bool) -> LocalProgram:
@@ -138,7 +209,7 @@ def _program(line: Line, walk: ShardWalk, first: int, last: int, *, whole_output
     return LocalProgram(_needed(walk.program, results), line.crossings[first], results, layouts)
 
 
-def _needed(steps: list[Step], results: Sequence[str]) -> tuple[Step, ...]:
+def _needed(steps: Sequence[Step], results: Sequence[str]) -> tuple[Step, ...]:
     """Steps that a result depends on."""
     wanted, found = set(results), []
     for step in reversed(steps):
@@ -159,18 +230,24 @@ def _learning(line: Line, trained: Collection[str]) -> frozenset[str]:
     for node in line.flat.nodes:
         if node.kind is NodeKind.STATE and node.target in trained:
             found.add(node.name)
-        elif node.kind is NodeKind.CALL and operation(node) not in _STOPS and any(name in found for name in node.reads):
+        elif node.kind is NodeKind.CALL and not _stops(node) and any(name in found for name in node.reads):
             found |= {node.name} if node.size is None or node.size.learns else set()
     return frozenset(found)
 
 
-_STOPS = (
-    "aten.detach",
-    "aten.zeros_like",
-    "aten.ones_like",
-    "aten.full_like",
-    "aten.sym_size",
-    "higher_order.wrap_with_set_grad_enabled",
+def _stops(node: Node) -> bool:
+    """Does no gradient pass through an operation?"""
+    if operation(node) == "higher_order.wrap_with_set_grad_enabled":
+        return node.args[0] is False
+    return operation(node) in _STOPS
+
+
+_STOPS = tuple(
+    f"aten.{name}"
+    for name in (
+        *("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "sym_size", "sym_numel"),
+        *("new_zeros", "new_ones", "new_full", "new_empty"),
+    )
 )
 
 

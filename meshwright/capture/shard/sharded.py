@@ -1,136 +1,196 @@
-"""One call from a captured model to what a rank runs under a tensor mode.
+"""From a captured model to what a rank runs under a tensor mode: settled once as data, opened as modules on every rank.
 
-    plan = shard_plan(model, flat, "box", TensorRequest(box=(2, 2, 1)))      once, the same on all ranks, no weights needed
-    plan.settled.cuts["lm_head.weight"]                                      how a parameter is stored, and what is added up
-    layers = plan.layers(States(model), wires)                               modules of this rank, called like captured layers
-    cut_parameters(...)                                                      its parts of the parameters
+    tensor = TensorCut.of("box", TensorRequest(box=(2, 2, 1)))
+    plan = shard_plan(model, flat, tensor)                        once, the same on all ranks, no weights needed
+    plan.settled.cuts["lm_head.weight"]                           how a parameter is stored, and what is added up
+    layers = open_plan(model, plan, wires)                        modules of this rank, called like captured layers
+    cut_parameters(...)                                           its parts of the parameters
 
-A batch of another shape is settled again (`plan.resized`); parameters are cut the same for all shapes, which is checked.
+A batch of another shape is settled again (`resized`); parameters are cut the same for all shapes, which is checked. With
+`overlap` a plan also has its two halves, if its rows can be halved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import pairwise
 
 import torch
 from torch import nn
 
-from meshwright.capture.cut.liveness import Line
-from meshwright.capture.cut.stage_modules import States
+from meshwright.capture.cut.loss_weight import weigher
+from meshwright.capture.cut.stage_modules import Captured, States
 from meshwright.capture.model_graph import line_of
+from meshwright.capture.shard.emit import shard_layers
+from meshwright.capture.shard.layouts.layout import axes_of, local
+from meshwright.capture.shard.layouts.sizes import Shape, example_sizes, sizes_for
+from meshwright.capture.shard.layouts.steps import ParameterCut
+from meshwright.capture.shard.row_halves import RowLoss, half_rows, row_loss, zero_where_nothing_counts
 from meshwright.capture.shard.settle import Settled, settle
-from meshwright.capture.shard.sizes import Shape, example_sizes, sizes_for
-from meshwright.capture.shard.woven_layer import Weights, WovenLayer, halved_layer, woven_layers
-from meshwright.capture.trace.graph import Flat
+from meshwright.capture.shard.woven_layer import HalfLosses, LayerPart, WovenLayer
+from meshwright.capture.split import ChosenCuts, Split
+from meshwright.capture.trace.graph import Flat, NodeKind
+from meshwright.costs.declared import Phase
 from meshwright.costs.modes import mode
 from meshwright.costs.scheme import Grid, Save, Scheme, TensorRequest
 from meshwright.errors import MeshwrightError
-from meshwright.tensor.wires import Wires
+from meshwright.tensor.global_dropout import RowWindow
+from meshwright.tensor.weave.pieces import PieceGraph, cut
+from meshwright.tensor.weave.split_product import JobSlot
+from meshwright.tensor.wires.wires import Wires
+
+Shapes = Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """How a model is sharded."""
+
+    grid: Grid
+    scheme: Scheme
+    replicate: tuple[str, ...] = ()
+    """Modules whose parameters stay whole."""
+    overlap: bool = False
+    """Microbatches run as two halves of their rows, where they can be halved."""
+
+    @classmethod
+    def of(cls, name: str, asked: TensorRequest, *, save: Save = Save.SHARDS, replicate: Sequence[str] = ()) -> TensorCut:
+        """A mode (`line`, `grid`, `tesseract` or `box`) on so many ranks."""
+        grid = mode(name).grid(asked)
+        return cls(grid, mode(name).scheme(grid, save=save), tuple(replicate))
 
 
 @dataclass(frozen=True)
 class ShardPlan:
     """A model under a mode, for batches of one shape."""
 
-    line: Line
-    ties: Mapping[str, str]
-    frozen: frozenset[str]
-    scheme: Scheme
-    grid: Grid
-    replicate: tuple[str, ...]
+    tensor: TensorCut
     settled: Settled
+    whole_outputs: bool = False
+    """Every rank gets all of what the model returns."""
+    halves: tuple[Settled, ...] = field(default=())
+    """The same for each half of a microbatch, if it runs as two."""
+    loss: RowLoss = field(default_factory=RowLoss)
+    """How the losses of halves become that of their microbatch."""
 
-    def resized(self, columns: Mapping[str, Shape], places: Sequence[int] | None = None) -> ShardPlan:
-        """The same for a batch of other shapes, or for layers at other places."""
-        found = settle(
-            self.line,
-            self.ties,
-            self.scheme,
-            self.grid,
-            sizes=sizes_for(self.line.flat, columns),
-            places=self.settled.places if places is None else places,
-            replicate=self.replicate,
-            frozen=self.frozen,
-        )
-        if places is None and found.cuts != self.settled.cuts:
+    def resized(self, model: nn.Module, shapes: Shapes, flat: Flat | None = None, places: Sequence[int] = ()) -> ShardPlan:
+        """The same for a batch of other shapes, or on another graph of the model that is cut at the same modules."""
+        places = tuple(places) or self.settled.places
+        flat = flat or self.settled.line.flat
+        found = shard_plan(model, flat, self.tensor, shapes, places=places, whole_outputs=self.whole_outputs)
+        if found.settled.cuts != self.settled.cuts:
             raise MeshwrightError(
                 "a batch of this shape would cut the parameters of the model in another way", fix="batches of one shape"
             )
-        return replace(self, settled=found)
+        return found
 
-    def halves(self, columns: Mapping[str, Shape]) -> tuple[Settled, Settled] | None:
-        """The two halves of a microbatch; None where its rows cannot be cut in two, and it runs in one."""
-        rows = half_rows(next(iter(columns.values()))[0], self.scheme, self.grid)
-        if rows is None:
-            return None
-        shapes = [{name: (count, *shape[1:]) for name, shape in columns.items()} for count in rows]
-        first, second = (self.resized(shape).settled for shape in shapes)
-        return first, second
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of the columns."""
+        nodes = [node for node in self.settled.line.flat.nodes if node.kind is NodeKind.COLUMN]
+        return {node.target: self.settled.sizes.shapes[node.name] for node in nodes}
 
-    def layers(self, states: States, wires: Wires, device: torch.device | None = None) -> list[WovenLayer]:
-        """The layers of this rank."""
-        return woven_layers(self.settled, states, wires, device)
-
-    def overlapped(self, columns: Mapping[str, Shape], states: States, wires: Wires, weigh: Weights | None = None) -> WovenLayer:
-        """The whole range as one layer whose halves take turns; in one where a microbatch cannot be halved."""
-        halves = self.halves(columns)
-        if halves is None or len(self.settled.programs) != 1:
-            return self.layers(states, wires)[0]
-        return halved_layer(self.settled, halves, states, wires, weigh=weigh)
-
-
-def half_rows(rows: int, scheme: Scheme, grid: Grid) -> tuple[int, int] | None:
-    """So many rows in two parts that divide by what cuts rows, the first not the smaller; None where that cannot be."""
-    fixed = tuple(axis for axis in scheme.residual.rows if axis not in scheme.movable)
-    unit = _least_common(grid.size(fixed), grid.size(scheme.inner.rows))
-    count = rows // unit
-    if rows % unit or count < 2:
-        return None
-    first = (count + 1) // 2 * unit
-    return first, rows - first
-
-
-def _least_common(a: int, b: int) -> int:
-    x, y = a, b
-    while y:
-        x, y = y, x % y
-    return a * b // x
+    def words(self, layer: int) -> dict[Phase, Fraction]:
+        """What a layer is declared to send. Halves share whole weights."""
+        found = [t for k, half in enumerate(self.halves or (self.settled,)) for t in half.layer_transfers(layer, weights=not k)]
+        return {phase: sum((t.words for t in found if t.phase is phase), Fraction(0)) for phase in Phase}
 
 
 def shard_plan(
     model: nn.Module,
     flat: Flat,
-    name: str,
-    asked: TensorRequest,
+    tensor: TensorCut,
+    shapes: Shapes | None = None,
     *,
-    save: Save = Save.SHARDS,
     places: Sequence[int] | None = None,
-    replicate: Sequence[str] = (),
-    frozen: Collection[str] | None = None,
+    whole_outputs: bool = False,
 ) -> ShardPlan:
     """Settle a captured model under a mode.
 
     Args:
         model: The model, on any device and on meta; only names, ties and `requires_grad` are read.
         flat: Its captured graph.
-        name: `line`, `grid`, `tesseract` or `box`.
-        asked: The ranks of the mode.
-        save: What products keep for the backward pass.
+        tensor: The mode.
+        shapes: The shapes of the columns of a batch; those of the example if not given.
         places: Where layers begin and end; one layer if not given.
-        replicate: Modules that run whole on every rank.
-        frozen: Parameters that need no gradient; those of the model if not given.
+        whole_outputs: Join what the model returns, so that every rank has all of it.
 
     Raises:
-        MeshwrightError: The mode cannot have these ranks, a size does not divide, or an operation has no rule.
+        MeshwrightError: A size does not divide, an operation has no rule, or rows are mixed that halves would separate.
     """
-    states = States(model)
-    ties = {each: states.first[parameter] for each, parameter in states.parameters.items()}
-    if frozen is None:
-        frozen = {first for parameter, first in states.first.items() if not parameter.requires_grad}
-    grid = mode(name).grid(asked)
-    scheme = mode(name).scheme(grid, save=save)
-    line = line_of(model, flat)
-    sizes = example_sizes(flat)
-    found = settle(line, ties, scheme, grid, sizes=sizes, places=places, replicate=replicate, frozen=frozen)
-    return ShardPlan(line, ties, frozenset(frozen), scheme, grid, tuple(replicate), found)
+    states, line = States(model), line_of(model, flat)
+    ties = {name: states.first[parameter] for name, parameter in states.parameters.items()}
+    frozen = [name for parameter, name in states.first.items() if not parameter.requires_grad]
+
+    def settled(columns: Shapes | None) -> Settled:
+        sizes = example_sizes(flat) if columns is None else sizes_for(flat, columns)
+        return settle(
+            line,
+            ties,
+            tensor.scheme,
+            tensor.grid,
+            sizes=sizes,
+            places=places,
+            replicate=tensor.replicate,
+            frozen=frozen,
+            whole_outputs=whole_outputs,
+        )
+
+    found = ShardPlan(tensor, settled(shapes), whole_outputs)
+    rows = half_rows(found.settled.sizes.rows, tensor.scheme, tensor.grid) if tensor.overlap else None
+    if rows is None:
+        return found
+    halves = tuple(settled({name: (count, *shape[1:]) for name, shape in found.shapes.items()}) for count in rows)
+    loss = row_loss(found.settled, halves[0])
+    if loss.counts_labels and weigher(line, states) is None:
+        raise MeshwrightError("overlap=True cannot count the labels of the model's loss", fix="overlap=False")
+    if any(half.cuts != found.settled.cuts for half in halves):
+        raise MeshwrightError("halves of a microbatch would cut the parameters in another way", fix="overlap=False")
+    return replace(found, halves=tuple(map(zero_where_nothing_counts, halves)), loss=loss)
+
+
+def open_plan(
+    model: nn.Module, plan: ShardPlan, wires: Wires, *, starts: Sequence[int] | None = None, device: torch.device | None = None
+) -> list[WovenLayer]:
+    """The layers of this rank. `starts` are the first layers of stages; the layers of a stage share what depends on columns."""
+    states, settled = States(model), plan.settled
+    starts = starts or (0, len(settled.programs))
+    parts: list[list[LayerPart]] = [[] for _ in settled.programs]
+    begin = 0
+    for of in plan.halves or (settled,):
+        window, slot = RowWindow(begin, of.sizes.rows, settled.sizes.rows), JobSlot()
+        begin += of.sizes.rows
+        for first, last in pairwise(starts):
+            stage = replace(of, places=of.places[first : last + 1], programs=of.programs[first:last])
+            for number, layer in zip(range(first, last), shard_layers(stage, states, wires, device), strict=True):
+                if parts[number]:  # halves share what is made from columns alone, for all rows
+                    layer.prelude = parts[number][0].layer.prelude
+                parts[number].append(_part(of, number, layer, cut(layer.body, wires, slot), window))
+    found = [WovenLayer(own, save=settled.scheme.save, words=plan.words(k)) for k, own in enumerate(parts)]
+    if plan.halves:
+        count = weigher(settled.line, states, device) if plan.loss.counts_labels else None
+        found[-1].take_losses(HalfLosses(count, () if count is None else count.columns, plan.loss.adds))
+    for layer in found:
+        layer.train(model.training)
+    return found
+
+
+def _part(of: Settled, number: int, layer: Captured, pieces: PieceGraph, window: RowWindow) -> LayerPart:
+    given = of.programs[number].given
+    rows = tuple(local(of.layouts[name][0], of.grid) if of.layouts[name] else 1 for name in given)
+    return LayerPart(layer, pieces, window, rows, {name: of.sizes.grows[name] for name in layer.free if name in of.sizes.grows})
+
+
+def open_split(model: nn.Module, plan: ShardPlan, cuts: ChosenCuts, wires: Wires, device: torch.device | None = None) -> Split:
+    """The layers of this rank, in stages."""
+    states, flat = States(model), plan.settled.line.flat
+    layers = open_plan(model, plan, wires, starts=cuts.starts, device=device)
+    return Split(tuple(layers), states.first, weigher(plan.settled.line, states, device), flat, cuts)
+
+
+def counted_here(cut: ParameterCut, wires: Wires) -> bool:
+    """True on one rank of those that hold equal parts of a parameter: it counts the part in a norm."""
+    axes = axes_of(cut.layout)
+    return all(at == 0 for axis, at in wires.at.items() if axis not in axes)

@@ -1,4 +1,4 @@
-"""Casts to float32 made casts to float64: in float64 a model's own casts would hide how exact a run is.
+"""Casts to float32 made casts to float64, complex ones too: in float64 a model's own casts would hide how exact a run is.
 
 Hugging Face models cast to float32 inside (norms, rotary tables, the loss), also where all weights are float64. `widened` changes
 a captured graph, `wide_casts` the operations of a plain model while it runs.
@@ -15,24 +15,25 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.capture.trace.graph import Flat, Node, mapped
 
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_NAMES = {"float32": "float64", "complex64": "complex128"}
+
 
 def widened(flat: Flat) -> Flat:
-    """The same graph with float64 for float32."""
+    """The same graph with float64 for float32, and complex128 for complex64."""
     return replace(flat, nodes=tuple(_node(node) for node in flat.nodes))
 
 
 def _node(node: Node) -> Node:
-    size = (
-        replace(node.size, dtype="float64", bytes=2 * node.size.bytes)
-        if node.size and node.size.dtype == "float32"
-        else node.size
-    )
+    size = node.size
+    if size is not None and size.dtype in _NAMES:
+        size = replace(size, dtype=_NAMES[size.dtype], bytes=2 * size.bytes)
     body = widened(node.body) if node.body is not None else None
     return replace(node, args=mapped(node.args, _wide), kwargs=mapped(node.kwargs, _wide), size=size, body=body)
 
 
 def _wide(leaf: Any) -> Any:
-    return torch.float64 if leaf is torch.float32 else leaf
+    return _WIDE.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
 
 class wide_casts(TorchFunctionMode):

@@ -26,6 +26,7 @@ from meshwright.capture.trace.graph import Flat
 from meshwright.capture.trace.meta_stand_ins import standing
 from meshwright.capture.trace.packed_sequences import refuse_flash_columns
 from meshwright.capture.trace.patches.ctc_loss import ctc_whole
+from meshwright.capture.trace.patches.kept_attributes import kept_attributes
 from meshwright.capture.trace.patches.module_casts import casts_pass
 from meshwright.capture.trace.patches.python_random import nothing_frozen
 from meshwright.capture.trace.patches.random_rates import certain_draws
@@ -77,7 +78,7 @@ def trace(
     modes = {module: module.training for module in model.modules()}
     try:
         model.train(training)  # as a trainer does; a model may override train() to keep parts in evaluation mode
-        with _traceable(model) as calls, torch.set_grad_enabled(training):
+        with kept_attributes(model), _traceable(model) as calls, torch.set_grad_enabled(training):
             program, lengths = _exported(plain, given)
     finally:
         for module, mode in modes.items():

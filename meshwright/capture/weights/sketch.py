@@ -20,7 +20,7 @@ from typing import Any
 from weakref import getweakrefcount
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from meshwright.capture.weights.generator_states import SetBack
 from meshwright.capture.weights.recorder import META, Recorder, Unrecorded
@@ -30,6 +30,13 @@ from meshwright.capture.weights.tape import Place, Tape, at
 from meshwright.errors import MeshwrightError
 
 log = logging.getLogger(__name__)
+
+Part = Callable[[Tensor, Tensor], Tensor]
+"""Returns what to keep of the value of a tensor: all of it, or the part of a rank, as a copy."""
+
+
+def _whole(tensor: Tensor, value: Tensor) -> Tensor:
+    return value
 
 
 @dataclass
@@ -61,27 +68,37 @@ class Skeleton:
             raise MeshwrightError(f"the model has no {unknown[0]!r}", fix="name one of its parameters or buffers")
         return chosen
 
-    def fill(self, names: Collection[str] | None = None) -> None:
-        """Give these parameters and buffers their values; all of them if `names` is None. May be called again for others."""
+    def fill(self, names: Collection[str] | None = None, *, part: Part | None = None) -> None:
+        """Give these parameters and buffers their values; all of them if `names` is None. May be called again for others.
+
+        With `part`, tensors get what it returns for their values. Each value is freed when its part has been taken.
+        """
         chosen, held = self._chosen(names), dict(tensors_of(self.model))
         waiting = {name: held[name] for name in chosen if held[name].device == META}
+        part = part or _whole
         if self._values:
             for name, tensor in waiting.items():
                 if tensor.device == META:
-                    put(tensor, self._values[name])
+                    put(tensor, part(tensor, self._values[name]))
             return
-        storages = self.tape.play({self.places[name].storage for name in waiting}, self.seed)
-        for name, tensor in waiting.items():
-            if tensor.device == META:  # a tied tensor may already be filled under its other name
-                put(tensor, at(storages[self.places[name].storage], self.places[name]))
+        by_storage: dict[int, list[str]] = {}
+        for name in waiting:
+            by_storage.setdefault(self.places[name].storage, []).append(name)
 
-    def give(self, names: Collection[str], weights: str | Path | None = None) -> None:
+        def take(number: int, storage: UntypedStorage) -> None:
+            for name in by_storage[number]:
+                if waiting[name].device == META:  # a tied tensor may already be filled under its other name
+                    put(waiting[name], part(waiting[name], at(storage, self.places[name])))
+
+        self.tape.play(by_storage, self.seed, take)
+
+    def give(self, names: Collection[str], weights: str | Path | None = None, *, part: Part | None = None) -> None:
         """Give these tensors their values from `weights`, from the weights of the sketch, or from the seed, in this order."""
         chosen = weights or self.weights
         if chosen is None:
-            self.fill(names)
+            self.fill(names, part=part)
         else:
-            self.load(chosen, names)
+            self.load(chosen, names, part=part)
 
     def keep(self, names: Collection[str]) -> None:
         """Drop the values of all other tensors."""
@@ -91,9 +108,16 @@ class Skeleton:
             if id(tensor) not in kept and tensor.device != META and not getweakrefcount(tensor):
                 put(tensor, tensor.detach().to(META))
 
-    def load(self, path: str | Path, names: Collection[str] | None = None, *, ignore: Collection[str] = ()) -> None:
+    def load(
+        self,
+        path: str | Path,
+        names: Collection[str] | None = None,
+        *,
+        ignore: Collection[str] = (),
+        part: Part | None = None,
+    ) -> None:
         """Fill from safetensors files. Tensors that are never saved (non-persistent buffers) are computed."""
-        chosen = self._chosen(names)
+        chosen, take = self._chosen(names), part or _whole
         held, saved = dict(tensors_of(self.model)), _saved(self.model)
         aliases: dict[int, list[str]] = {}
         for name in saved:
@@ -105,11 +129,11 @@ class Skeleton:
             {all_[0]: tuple(held[all_[0]].shape) for all_ in aliases.values()},
             ignore,
         )
-        self.fill([name for name in chosen if name not in saved])
+        self.fill([name for name in chosen if name not in saved], part=part)
         for name in chosen:
             if name in saved and held[name].device == META:
                 value = weights[stored[aliases[id(held[name])][0]]]
-                put(held[name], value.to(held[name].dtype))
+                put(held[name], take(held[name], value.to(held[name].dtype)))
         weights.close()
 
     def forget(self) -> None:

@@ -82,8 +82,11 @@ class Tape:
         bare: dict[int, Tensor] = state["given"]
         self.__dict__.update(state, given={number: tensor.untyped_storage() for number, tensor in bare.items()})
 
-    def play(self, wanted: Collection[int], seed: int) -> dict[int, UntypedStorage]:
-        """Return the wanted storages with the values that a complete build from the seed would give."""
+    def play(self, wanted: Collection[int], seed: int, take: Callable[[int, UntypedStorage], None]) -> None:
+        """Make the wanted storages with the values that a complete build from the seed would give.
+
+        Each is given to `take` as soon as no later entry changes or reads it, and forgotten.
+        """
         runs = self._needed(wanted)
         last = {storage: index for index, (_, touched) in enumerate(runs) for storage in touched}
         kept = torch.get_rng_state()
@@ -100,13 +103,17 @@ class Tape:
                     elif how is How.DRAW:
                         player.draw(entry)
                     for storage in touched:
-                        if last[storage] == index and storage not in wanted:
+                        if last[storage] == index:
+                            if storage in wanted:
+                                take(storage, player.storage(storage))
                             storages.pop(storage, None)
         finally:
             torch.set_rng_state(kept)
             for generator, state in before.values():
                 generator.set_state(state)
-        return {storage: player.storage(storage) for storage in wanted}
+        for storage in wanted:
+            if storage not in last:  # no entry touches it: it existed before recording, or has no values
+                take(storage, player.storage(storage))
 
     def _needed(self, wanted: Collection[int]) -> list[tuple[How, frozenset[int]]]:
         """Return what to do with each entry, and the storages that it touches."""

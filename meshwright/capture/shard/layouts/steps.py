@@ -1,0 +1,84 @@
+"""A local program: what one rank runs in place of the operations of a flat graph, as data, the same for all ranks of a grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from meshwright.capture.shard.layouts.layout import Layout
+from meshwright.capture.trace.graph import Node
+from meshwright.costs.scheme import Axes
+from meshwright.tensor.moves import Move
+
+
+class StepKind(Enum):
+    """What a step is."""
+
+    OPERATION = "operation"  # an operation of torch, by the name that the flat graph has for it
+    LOCAL = "local"  # a function of `tensor/local_ops.py`
+    MOVE = "move"  # a change of layout, most with a collective
+    PARAMETER = "parameter"  # this rank's part of a parameter
+    DROPOUT = "dropout"  # drawn for the whole tensor, of which this rank takes its part
+    NATIVE = "native"  # a node of the flat graph as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The value of another step, where it stands among arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """Where the block of a rank begins: its place along some axes, times the size of a block."""
+
+    axes: Axes
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step. `shape` is that of a rank's part, None for what is no tensor; `learns` says that a gradient comes back."""
+
+    name: str
+    kind: StepKind
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    shape: tuple[int, ...] | None = None
+    learns: bool = False
+    path: str = ""
+    move: Move | None = None
+    node: Node | None = None
+    layout: Layout | None = None
+    weight: bool = False
+    """Does it move a weight? It then depends on no activation and can be started ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCut:
+    """How a parameter is stored, and the axes over which its gradient is a part until gradients are added up."""
+
+    layout: Layout
+    unsummed: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A line of the report: a product, its role and how its weight is cut."""
+
+    path: str
+    role: str
+    weight: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraMove:
+    """A line of the report: a change of layout that the scheme does not ask for."""
+
+    path: str
+    operation: str
+    reason: str

@@ -1,0 +1,179 @@
+"""Halves of a microbatch: how many rows each has, and whether a model gives the same when its rows run as halves.
+
+A model may run as halves if every operation that depends on parameters works on each row by itself, but for one: the loss, a
+mean or a sum over rows. What depends on columns alone is made for all rows and then cut, so it needs no check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.capture.shard.layouts.steps import StepKind
+from meshwright.capture.shard.layouts.walk_task import operation
+from meshwright.capture.shard.rules.rule_elements import ELEMENTS
+from meshwright.capture.shard.settle import LocalProgram, Settled
+from meshwright.capture.trace.graph import Node, Ref, refs
+from meshwright.capture.trace.operations import CHECKS, is_one_of
+from meshwright.costs.scheme import Grid, Scheme
+from meshwright.errors import MeshwrightError
+
+MEAN, SUM = 1, 2
+"""torch's numbers for the reductions of a loss."""
+
+_RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+_FREE = ("permute", "transpose", "t", "numpy_T", "T", "mT", "swapaxes", "expand", "expand_as", "dropout", "stack")
+_BY_ROW = ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "embedding", "conv1d", "conv2d", "conv3d")
+_DIM = {
+    **dict.fromkeys(("slice", "narrow", "select", "cumsum", "cat", "unbind"), (1, 0)),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), (2, 0)),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), (1, -1)),
+}
+"""Operations along a dimension: which argument it is, and its default."""
+_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+_ELEMENT_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits")
+_SCALINGS = ("aten.mul", "aten.div", "aten.neg", "aten.to", "aten._to_copy", "aten.clone", "aten.alias", "aten.detach")
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """How the only reduction over rows works: a sum, a mean over the labels that count, or a mean over rows."""
+
+    adds: bool = False
+    counts_labels: bool = False
+
+
+def half_rows(rows: int, scheme: Scheme, grid: Grid) -> tuple[int, int] | None:
+    """So many rows in two parts that divide by what cuts rows, the first not the smaller; None where that cannot be."""
+    fixed = tuple(axis for axis in scheme.residual.rows if axis not in scheme.movable)
+    unit = math.lcm(grid.size(fixed), grid.size(scheme.inner.rows))
+    count = rows // unit
+    if rows % unit or count < 2:
+        return None
+    first = (count + 1) // 2 * unit
+    return first, rows - first
+
+
+def zero_where_nothing_counts(half: Settled) -> Settled:
+    """Of a half without a label that counts, the loss is 0 and not 0 / 0."""
+    programs = []
+    for program in half.programs:
+        means = [step.kind is StepKind.LOCAL and step.target == "loss_of" for step in program.steps]
+        steps = tuple(replace(s, target="loss_or_zero") if mean else s for s, mean in zip(program.steps, means, strict=True))
+        programs.append(LocalProgram(steps, program.given, program.results, program.layouts))
+    return replace(half, programs=tuple(programs))
+
+
+def row_loss(whole: Settled, half: Settled) -> RowLoss:
+    """How a model reduces its rows.
+
+    Raises:
+        MeshwrightError: Halves of the rows would not give what all rows give.
+    """
+    found, reduced = RowLoss(), set[str]()
+    for node in whole.line.work:
+        if is_one_of(node.target, CHECKS) or node.name in whole.sizes.numbers:
+            continue
+        if late := reduced.intersection(node.reads):
+            if operation(node) not in _SCALINGS or len(whole_reads(whole, node)) != len(late) or _other_number(whole, half, node):
+                raise _mixed(node)
+            reduced.add(node.name)
+        elif (loss := _reduction(whole, node)) is not None:
+            if reduced:
+                raise _mixed(node, "a second reduction over rows")
+            found = loss
+            reduced.add(node.name)
+        elif not _by_row(whole, node) or (operation(node) in ELEMENTS and _other_number(whole, half, node)):
+            raise _mixed(node)
+    _refuse_places(whole, reduced)
+    return found
+
+
+def whole_reads(settled: Settled, node: Node) -> list[str]:
+    """The tensors that a node reads."""
+    return [name for name in node.reads if name in settled.sizes.shapes]
+
+
+def _mixed(node: Node, why: str = "rows are mixed") -> MeshwrightError:
+    where = node.path or "the model"
+    return MeshwrightError(
+        f"overlap=True runs a microbatch as two halves, and {node.target} in {where} may give another result then: {why}",
+        fix="overlap=False",
+    )
+
+
+def _carrying(settled: Settled, node: Node) -> list[str]:
+    return [name for name in whole_reads(settled, node) if name in settled.sizes.grows]
+
+
+def _argument(node: Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name, default)
+
+
+def _reduction(settled: Settled, node: Node) -> RowLoss | None:
+    """How a node reduces rows; None if it does not."""
+    name, made = operation(node).removeprefix("aten."), node.name in settled.sizes.grows
+    if made or node.name not in settled.sizes.shapes or not _carrying(settled, node):
+        return None
+    if name in _LOSSES:
+        kind = _argument(node, 3, "reduction", MEAN)
+        return RowLoss(adds=kind == SUM, counts_labels=kind == MEAN) if kind in (MEAN, SUM) else None
+    if name in _ELEMENT_LOSSES:
+        kind = _argument(node, 4 if "binary" in name else 2, "reduction", MEAN)
+        return RowLoss(adds=kind == SUM) if kind in (MEAN, SUM) else None
+    shape = settled.sizes.shapes[node.name]
+    return RowLoss(adds=name == "sum") if name in ("mean", "sum") and not shape else None
+
+
+def _by_row(settled: Settled, node: Node) -> bool:
+    """Does each row of the result depend on its own row alone? Yes too if nothing that it reads has rows."""
+    carrying, grows, shapes = _carrying(settled, node), settled.sizes.grows, settled.sizes.shapes
+    name = operation(node).removeprefix("aten.")
+    if node.target == "operator.getitem":
+        return True  # of what a split gives, which was checked
+    if (node.random and name != "dropout" and name != "scaled_dot_product_attention") or node.changes:
+        return False
+    if name == "embedding" and _argument(node, 3, "scale_grad_by_freq", False):
+        return False  # its gradient counts ids over all rows
+    if not carrying:
+        return node.name not in grows or name in _FREE
+    if name in _DIM:
+        place, default = _DIM[name]
+        dim, source = _argument(node, place, "dim", default), carrying[0]
+        same = shapes.get(node.name) == shapes[source] and name in ("slice", "narrow")  # all of it
+        return same or (isinstance(dim, int) and all(dim % len(shapes[each]) != grows[each] for each in carrying))
+    if node.name not in grows:
+        return False
+    at, rank = grows[node.name], len(shapes[node.name])
+    if f"aten.{name}" in ELEMENTS:
+        return all(len(shapes[each]) - grows[each] == rank - at for each in carrying)
+    if name in _RESHAPES:
+        return math.prod(shapes[carrying[0]][: grows[carrying[0]]]) == math.prod(shapes[node.name][:at])
+    if name == "scaled_dot_product_attention":
+        return all(grows[each] < len(shapes[each]) - 2 for each in carrying)
+    if name in ("layer_norm", "rms_norm"):
+        return at < rank - len(node.args[1])
+    if name in ("mean", "sum", "amax", "amin"):
+        return True  # over other dimensions: its result has rows
+    return name in (*_FREE, *_BY_ROW, *_LOSSES, *_ELEMENT_LOSSES)
+
+
+def _other_number(whole: Settled, half: Settled, node: Node) -> bool:
+    """Does it compute with a number that is another one for a half?"""
+    names = [ref.name for ref in refs((node.args, node.kwargs)) if isinstance(ref, Ref)]
+    numbers = whole.sizes.numbers
+    return any(name in numbers and numbers[name] != half.sizes.numbers[name] for name in names)
+
+
+def _refuse_places(whole: Settled, reduced: set[str]) -> None:
+    """Raises if a value that crosses from layer to layer, or that the model returns, has its rows elsewhere than first."""
+    line, sizes = whole.line, whole.sizes
+    crossing: Sequence[str] = [name for place in whole.places[1:-1] for name in line.crossings[place]]
+    results: Sequence[str] = [ref.name for ref in refs(line.flat.result)]
+    for name in (*crossing, *results):
+        shape, dim = sizes.shapes.get(name, (1,)), sizes.grows.get(name)
+        loss = name in reduced and name not in crossing
+        if not loss and (not shape or name in reduced or dim not in (0, None) or (dim is None and name in results)):
+            raise _mixed(line.flat.by_name[name], "its rows are not in the first dimension")

@@ -1,0 +1,1 @@
+"""How operations run on parts: one file per kind of operation."""

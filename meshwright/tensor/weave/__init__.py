@@ -1,0 +1,1 @@
+"""Layers that run in pieces between their collectives."""

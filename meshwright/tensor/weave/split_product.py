@@ -1,0 +1,97 @@
+"""The local product as a node of autograd that can leave its weight gradient to later.
+
+Backward first gives the gradient of x, so that its collective can start. If the slot has a rest, the weight gradient is put
+there as a job over (x, gradient of y); otherwise it is computed at once. Under autocast x and W are cast as torch casts them;
+what is saved is what was given, so that a gathered x can be dropped and gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+Job = tuple[Callable[[], Tensor], Tensor]
+"""A weight gradient that is owed, and the weight that it belongs to."""
+
+
+@dataclass
+class JobSlot:
+    """Where backward looks for the list that takes its weight gradients."""
+
+    rest: list[Job] | None = None
+    spend: Callable[[int], None] | None = None
+    """On an emulated device: called with the multiply-adds of every product."""
+
+
+def _spend(slot: JobSlot, count: int) -> None:
+    if slot.spend is not None and count:
+        slot.spend(count)
+
+
+class _Product(Function):
+    """x @ W^T for W as (out, in), or x @ W for one stored as (in, out), in a format."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, slot: JobSlot, dtype: torch.dtype) -> Tensor:
+        """The product."""
+        ctx.save_for_backward(x, weight)
+        ctx.call = weight, transposed, slot, dtype
+        _spend(slot, x.numel() * weight.shape[1 if transposed else 0])
+        used = weight.to(dtype)
+        return torch.matmul(x.to(dtype), used if transposed else used.t())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """The gradient of x now, that of the weight now or later."""
+        x, saved = ctx.saved_tensors
+        weight, transposed, slot, dtype = ctx.call
+        used = saved.to(dtype)
+        gx = torch.matmul(g, used.t() if transposed else used).to(x.dtype) if ctx.needs_input_grad[0] else None
+        _spend(slot, g.numel() * x.shape[-1] if gx is not None else 0)
+        if not ctx.needs_input_grad[1]:
+            return gx, None, None, None, None
+        rows, grads = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+
+        def job() -> Tensor:
+            _spend(slot, grads.numel() * rows.shape[-1])
+            cast = rows.to(dtype)
+            return torch.mm(cast.t(), grads) if transposed else torch.mm(grads.t(), cast)
+
+        if slot.rest is None:
+            return gx, job().to(weight.dtype), None, None, None
+        slot.rest.append((job, weight))
+        return gx, None, None, None, None
+
+
+_product: Callable[[Tensor, Tensor, bool, JobSlot, torch.dtype], Tensor] = _Product.apply
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The format that products compute in here; None if it is that of their arguments."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+class SplitProduct(nn.Module):
+    """A product whose weight gradient can wait."""
+
+    def __init__(self, slot: JobSlot) -> None:
+        super().__init__()
+        self.slot = slot
+
+    def forward(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+        """The product."""
+        return _product(x, weight, transposed, self.slot, autocast_dtype(x.device.type) or x.dtype)
+
+
+@torch.no_grad()
+def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
+    """Add to what a tensor has as its gradient."""
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype, copy=True)
+    else:
+        weight.grad.add_(gradient)

@@ -1,0 +1,280 @@
+"""One loop over the pieces of one or two halves of a microbatch, forward and backward.
+
+    run = Weave([pieces], keep=False)
+    outputs = run.forward([inputs])              pieces in turn; a move is started after one and awaited before its reader
+    inputs' gradients = run.backward([grads])    pieces in reverse, each by autograd inside, driven by hand between them
+
+Backward gives the gradient of a piece's inputs first and starts their moves; the weight gradients of the piece run behind these,
+and their scatters behind the next piece. With `rest`, weight gradients are left to a later call of `finish` (the W of a split
+backward). With two halves, one's collectives run behind the other's compute (Merak's sub-pipelining); whole weights are gathered
+once for both. Kept as shards, gathered inputs are dropped after forward and gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from meshwright.costs.declared import Phase
+from meshwright.tensor.weave.pieces import Border, Piece, PieceGraph
+from meshwright.tensor.weave.split_product import Job, autocast_dtype
+from meshwright.tensor.weave.whole_weights import WholeWeights, drop, refill
+from meshwright.tensor.wires.wires import StartedCollective
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+
+
+class _Enter(Function):
+    """A border: the graph of a piece begins here and does not keep the value; the gradient is left in a box."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, box: list[Tensor]) -> Tensor:
+        """The value."""
+        ctx.box = box
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Leave the gradient."""
+        ctx.box.append(g)
+        return None, None, None
+
+
+_enter: Callable[[Tensor, Tensor, list[Tensor]], Tensor] = _Enter.apply
+
+
+@dataclass
+class _Trail:
+    """What backward needs of a piece that has run."""
+
+    boxes: list[list[Tensor] | None]
+    edges: list[Any]
+    dropped: list[tuple[str, Tensor, Tensor]]
+    """Values whose memory was given up: name, the tensor, and what it is made from again."""
+
+
+@dataclass
+class _Half:
+    """One half under way: values by name, gradients that are owed to values, trails of pieces."""
+
+    pieces: PieceGraph
+    values: dict[str, Any] = field(default_factory=dict)
+    owed: dict[str, Any] = field(default_factory=dict)
+    trails: dict[int, _Trail] = field(default_factory=dict)
+    again: dict[str, StartedCollective] = field(default_factory=dict)
+    learning: set[str] = field(default_factory=set)
+    """Values that a gradient comes back to."""
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """The formats of values that were cast before they moved."""
+    at: int = 0
+
+    def owe(self, name: str, gradient: Any) -> None:
+        """Add to the gradient of a value."""
+        if name in self.owed:
+            gradient = _there(self.owed[name]) + _there(gradient)
+        self.owed[name] = gradient
+
+
+def _there(value: Any) -> Any:
+    return value.wait() if isinstance(value, StartedCollective) else value
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+Rest = list[tuple[list[Job], int, int]]
+"""What a split backward owes to its W: jobs of a piece of a half."""
+
+Begin = Callable[[int], object]
+"""Called with the number of a layer before its first piece runs."""
+
+
+class Weave:
+    """A pass over the pieces of one or two halves. `turns` says whose piece is next; without it halves take turns."""
+
+    def __init__(self, halves: Sequence[PieceGraph], *, keep: bool, turns: Sequence[int] | None = None) -> None:
+        self.halves = [_Half(pieces) for pieces in halves]
+        self.wires, self.keep = halves[0].wires, keep
+        self.weights = WholeWeights(halves, self.wires, keep=keep)
+        self.dtype: torch.dtype | None = None
+        counts = [len(pieces.pieces) for pieces in halves]
+        self.turns = list(turns) if turns is not None else _alternating(counts)
+        assert [self.turns.count(half) for half in range(len(halves))] == counts
+
+    # forward
+
+    def forward(self, given: Sequence[Mapping[str, Any]], begin: Begin | None = None) -> list[tuple[Any, ...]]:
+        """All pieces; what each half gives. Inputs are by name; those that need a gradient get one in backward."""
+        self.wires.log.phase = Phase.FORWARD
+        device = next((v.device.type for values in given for v in values.values() if isinstance(v, Tensor)), "cpu")
+        self.dtype = self.weights.dtype = autocast_dtype(device)
+        for half, values in zip(self.halves, given, strict=True):
+            half.learning = {name for name, value in values.items() if isinstance(value, Tensor) and value.requires_grad}
+            half.values = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+            self._cross(half, half.pieces.early)
+        for turn in self.turns:
+            self._piece(turn, begin)
+        results = []
+        for half in self.halves:
+            results.append(tuple(_there(half.values[name]) for name in half.pieces.outputs))
+            half.values = {name: half.values[name] for name in half.pieces.inputs if name in half.values}
+        return results
+
+    def learns(self) -> list[list[bool]]:
+        """For each half and output: whether a gradient of it goes anywhere."""
+        return [[name in half.learning for name in half.pieces.outputs] for half in self.halves]
+
+    def _cross(self, half: _Half, borders: Sequence[Border]) -> None:
+        """Start moves."""
+        for border in borders:
+            source = half.values[border.source]
+            if self.dtype is not None and border.narrow and _learns(source):
+                half.dtypes[border.name] = source.dtype
+                source = source.to(self.dtype)
+            half.values[border.name] = border.route.start(source, self.wires)
+            if border.learns and border.source in half.learning:
+                half.learning.add(border.name)
+
+    def _piece(self, number: int, begin: Begin | None) -> None:
+        half = self.halves[number]
+        piece, at = half.pieces.pieces[half.at], half.at
+        half.at += 1
+        learning = torch.is_grad_enabled()
+        if begin is not None and at in half.pieces.begins:
+            begin(half.pieces.begins[at])
+        read, boxes = self._enter(half, piece, learning)
+        outputs = piece.body(*read, *self.weights.get(number, at))
+        del read
+        edges = [torch.autograd.graph.get_gradient_edge(v) if _learns(v) and v.requires_grad else None for v in outputs]
+        for name, value, edge in zip(piece.writes, outputs, edges, strict=True):
+            half.values[name] = value.detach() if isinstance(value, Tensor) else value
+            if edge is not None:
+                half.learning.add(name)
+        del outputs
+        self._cross(half, piece.borders)
+        self.weights.forwarded(number, at)
+        trail = _Trail(boxes, edges if learning else [], [])
+        self._leave(half, at, trail if learning else None)
+        if learning:
+            half.trails[at] = trail
+
+    def _enter(self, half: _Half, piece: Piece, learning: bool) -> tuple[list[Any], list[list[Tensor] | None]]:
+        read: list[Any] = []
+        boxes: list[list[Tensor] | None] = []
+        for name in piece.reads:
+            value = half.values[name] = _there(half.values[name])
+            box: list[Tensor] | None = [] if learning and _learns(value) and name in half.learning else None
+            boxes.append(box)
+            read.append(value if box is None else _enter(_ANCHOR, value, box))
+        return read, boxes
+
+    def _leave(self, half: _Half, at: int, trail: _Trail | None) -> None:
+        """Let go of what no later piece reads; gathered values can be gathered again."""
+        gone = [(name, half.values.pop(name), half.pieces.borders.get(name)) for name in half.pieces.releases[at]]
+        sources = {name: value for name, value, _ in gone}
+        kept = {v.untyped_storage().data_ptr() for v in half.values.values() if isinstance(v, Tensor)}  # views hand memory on
+        for name, value, border in gone:
+            if trail is None or self.keep or border is None or not border.route.gathers or name not in half.learning:
+                continue
+            source = sources[border.source] if border.source in sources else half.values[border.source]
+            place = value.untyped_storage().data_ptr()
+            if place != source.untyped_storage().data_ptr() and place not in kept:
+                drop(value)
+                trail.dropped.append((name, value, source))
+
+    # backward
+
+    def backward(
+        self, gradients: Sequence[Sequence[Tensor | None]], rest: Rest | None = None, reached: set[int] | None = None
+    ) -> list[dict[str, Tensor]]:
+        """From the gradients of what each half gave to those of what it was given, by name.
+
+        Weight gradients go to `rest` if there is one. The ids of parameters that get a gradient are added to `reached`.
+        """
+        self.wires.log.phase, self.weights.reached = Phase.BACKWARD, reached
+        for half, given in zip(self.halves, gradients, strict=True):
+            for name, gradient in zip(half.pieces.outputs, given, strict=True):
+                if gradient is not None:
+                    half.owe(name, gradient)
+            for name in [name for name in half.pieces.outputs if name in half.owed]:
+                border = half.pieces.borders.get(name)
+                if border is not None and name not in half.pieces.first:  # no piece reads it, so none sends it back
+                    half.owed[name] = border.route.start_back(half.owed[name], self.wires)
+        for turn in reversed(self.turns):
+            self._back(turn, rest)
+        found = []
+        for half in self.halves:
+            for border in half.pieces.early:
+                self._repay(half, border)
+            found.append({name: _there(half.owed[name]) for name in half.pieces.inputs if name in half.owed})
+        if rest is None:
+            self.weights.settle()
+        return found
+
+    def _back(self, number: int, rest: Rest | None) -> None:
+        half = self.halves[number]
+        half.at -= 1
+        at, piece, trail = half.at, half.pieces.pieces[half.at], half.trails.pop(half.at)
+        self._gather_again(half, trail)
+        for name, value, _ in trail.dropped:
+            refill(value, half.again.pop(name).wait())
+        if at - 1 in half.trails:
+            self._gather_again(half, half.trails[at - 1])
+        self.weights.get(number, at, back=True)
+        for border in piece.borders:
+            self._repay(half, border)
+        jobs: list[Job] = []
+        roots = [
+            (e, _there(half.owed.pop(n)))
+            for n, e in zip(piece.writes, trail.edges, strict=True)
+            if n in half.owed and e is not None
+        ]
+        if roots:
+            half.pieces.slot.rest = jobs
+            torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+            half.pieces.slot.rest = None
+        for name, box in zip(piece.reads, trail.boxes, strict=True):
+            if box:
+                half.owe(name, box.pop() if len(box) == 1 else torch.stack(box).sum(0))
+            crossed = half.pieces.borders.get(name)
+            if crossed is not None and half.pieces.first[name] == at and name in half.owed:
+                half.owed[name] = crossed.route.start_back(_there(half.owed[name]), self.wires)
+        self.weights.read_back(number, at)
+        if rest is None:
+            self.weights.work(jobs)
+            self.weights.backwarded(number, at)
+        else:
+            rest.append((jobs, number, at))
+
+    def _repay(self, half: _Half, border: Border) -> None:
+        """The gradient of a move's result becomes that of its argument."""
+        if border.name in half.owed:
+            gradient = half.owed.pop(border.name)
+            if border.name in half.dtypes:
+                gradient = _there(gradient).to(half.dtypes[border.name])
+            half.owe(border.source, gradient)
+
+    def _gather_again(self, half: _Half, trail: _Trail) -> None:
+        for name, value, source in trail.dropped:
+            if name not in half.again:
+                half.again[name] = half.pieces.borders[name].route.start(source.to(value.dtype), self.wires)
+
+    def finish(self, rest: Rest, reached: set[int] | None = None) -> None:
+        """The weight gradients that a backward pass has left."""
+        self.wires.log.phase, self.weights.reached = Phase.BACKWARD, reached
+        while rest:
+            jobs, half, at = rest.pop(0)
+            self.weights.work(jobs)
+            self.weights.backwarded(half, at)
+        self.weights.settle()
+
+
+def _alternating(counts: Sequence[int]) -> list[int]:
+    """Halves in turn, piece by piece."""
+    return [half for k in range(max(counts)) for half in range(len(counts)) if k < counts[half]]
