@@ -3,6 +3,8 @@
     2F0@1#3     an action: stage 2, forward, microbatch 0, replica 1, parameter version 3
     2B0.1       ... of the second half of microbatch 0
     2U#3        an update has no microbatch: stage 2, round 3 (turns version 3 into version 4)
+    2S5#1       a sync of one gradient instead of a round: the second gradient of round 1, if rounds have 4 microbatches;
+                gathers for single uses are counted in the same way
     [2F0|5B1]   a cell: two actions that overlap on purpose; one entry with its own cost
     2act0>3     a transfer: send the output of stage 2 for microbatch 0 to worker 3
     2act0<2     ... and the receiving end, on worker 3
@@ -43,7 +45,7 @@ class Op(StrEnum):
     I = "I"  # first half of a backward: the gradient of the input, which the previous stage waits for
     W = "W"  # second half of a backward: the gradient of the weights
     R = "R"  # recompute what a forward did not save
-    G = "G"  # gather the full parameters of a stage
+    G = "G"  # gather the parameters of a unit, of which each holder has updated a slice
     S = "S"  # sync: sum the gradient of a unit over all workers that hold it
     N = "N"  # the one global scalar reduction of a step: the gradient norm, and whether it is finite
     U = "U"  # update: turn parameter version k into k + 1
@@ -67,14 +69,15 @@ class Kind(StrEnum):
     PARTIAL = "partial"  # S -> S of the next worker: the running sum of a ring
     SUM = "sum"  # the last S -> U: the complete gradient of a round
     NORM = "norm"  # N -> U
-    PARAM = "param"  # U -> every action that reads this version
+    SHARD = "shard"  # U -> G: the slice of new parameters that this worker has updated, where copies share the state
+    PARAM = "param"  # U or G -> every action that reads this version
     OPT = "opt"  # U -> the next U: the state of the optimizer
     TURN = "turn"  # zero bytes: a control edge, the reader waits for the writer
 
     __hash__ = str.__hash__  # see Op
 
 
-BY_VERSION = frozenset({Kind.PARTIAL, Kind.SUM, Kind.NORM, Kind.PARAM, Kind.OPT})
+BY_VERSION = frozenset({Kind.PARTIAL, Kind.SUM, Kind.NORM, Kind.SHARD, Kind.PARAM, Kind.OPT})
 """Kinds that belong to a round or a version, not to a microbatch."""
 
 
@@ -84,9 +87,9 @@ class Action(NamedTuple):
     Args:
         op: What is done.
         stage: The stage that it is done for.
-        mb: The microbatch; -1 for operations of a round (sync, norm, update).
+        mb: The microbatch; -1 for operations of a round (sync, norm, update). A sync of one gradient counts them instead.
         replica: The copy of the pipeline inside the schedule. Chimera has two.
-        version: The parameter version that is read; for S, N and U the round.
+        version: The parameter version that is read; for S, N, U and G the round.
         part: Half 0 or 1 of the microbatch; -1 is the whole.
 
     Examples:
@@ -168,7 +171,8 @@ class Value(NamedTuple):
     def shifted(self, mb: int, version: int) -> Value:
         """Returns the same value some rounds later."""
         if self.kind in BY_VERSION:
-            return self._replace(version=self.version + version)
+            later = self.mb if self.mb == NONE else self.mb + mb
+            return self._replace(mb=later, version=self.version + version)
         return self._replace(mb=self.mb + mb)
 
     def __str__(self) -> str:
@@ -249,7 +253,7 @@ def _parse_action(text: str) -> Action:
     if not (match := _ACTION.fullmatch(text)) or (match["stage"] == "") != (match["name"] == "N"):
         raise MeshwrightError(f"'{text}' is not an action", fix="write it as in 2F0, 2B0@1#3, 2U#1, [2F0|5B1] or 2act0>3")
     op, numbers = Op(match["name"]), _numbers(match)
-    if (op in COMPUTE) != (numbers[1] != NONE):
+    if (op in COMPUTE) != (numbers[1] != NONE) and op not in (Op.S, Op.G):
         needs = "needs a microbatch" if op in COMPUTE else "belongs to a round and takes no microbatch"
         raise MeshwrightError(f"'{text}': {op.value} {needs}", fix="2F0 for a microbatch, 2U#1 for a round")
     return Action(op, *numbers)

@@ -27,6 +27,8 @@ class StageCost:
         output_bytes: What it sends to the next stage.
         gradient_bytes: What comes back from the next stage.
         parameter_bytes: Its parameters.
+        optimizer_bytes: What the optimizer keeps for them.
+        gather_s: Seconds to gather its parameters, if holders divide the state of the optimizer among them.
 
     Raises:
         MeshwrightError: A number is negative or not finite.
@@ -46,6 +48,8 @@ class StageCost:
     output_bytes: float = 0.0
     gradient_bytes: float = 0.0
     parameter_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    gather_s: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = astuple(self)

@@ -7,17 +7,21 @@ so one period describes training of any length:
 
 A schedule with a flush is a period only. A forward-only schedule (evaluation) stays at one version. Parameters are numbered
 by sync units: unit s has the parameters of stage s alone; unit `stages + i` is tie group i, shared by the stages it names.
+
+A run may be cut into several schedules. One that continues a run has `first` > 0: its rounds are numbered from `first` on, and
+it starts and ends with the last two versions of the parameters that its forwards read one round late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
 
-from meshwright.ir.action import Action, Cell, Entry, Op, Transfer, Value, actions, walk
+from meshwright.ir.action import COMPUTE, Action, Cell, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.placement import Placement
 
 Lists = tuple[tuple[Entry, ...], ...]
@@ -39,6 +43,20 @@ class Recompute(NamedTuple):
 
     share: float = 1.0
     early: bool = False
+
+
+class Sharding(StrEnum):
+    """What the holders of a unit, over all data-parallel copies, divide among them (the stages of ZeRO)."""
+
+    NONE = "none"
+    STATE = "zero-1"  # optimizer state
+    GRADIENTS = "zero-2"  # ... and gradients: there is a sync for each gradient
+    PARAMETERS = "zero-3"  # ... and parameters: each use gathers them
+
+    @property
+    def sums_singly(self) -> bool:
+        """Whether every gradient is summed on its own, because whole gradients are not kept."""
+        return self in (Sharding.GRADIENTS, Sharding.PARAMETERS)
 
 
 class ChannelOrder(NamedTuple):
@@ -72,6 +90,8 @@ class Schedule:
         flush: Whether a step ends before the next one begins.
         ring: Whether gradients are added up from worker to worker instead of by a collective.
         norm: Whether a step has one global reduction for the norm of its gradient.
+        sharding: What the holders of a unit divide among them. If anything, G gathers parameters after U, or before use.
+        first: The number of its first round. Above 0 it continues a run, and versions `first` - 1 and `first` exist at its start.
         lowered: Whether syncs, updates, sends and receives are in the lists.
         proof: The digest of what was proved, set by the proof.
 
@@ -98,6 +118,8 @@ class Schedule:
     flush: bool = True
     ring: bool = False
     norm: bool = False
+    sharding: Sharding = Sharding.NONE
+    first: int = 0
     lowered: bool = False
     proof: str = field(default="", compare=False, repr=False)
     """The digest of the lists that were proved. It is ignored if the lists have changed (`passes/check.py`)."""
@@ -141,9 +163,9 @@ class Schedule:
 
     @cached_property
     def forward_only(self) -> bool:
-        """True if all actions are forwards. Then nothing is saved for backwards, synced or updated."""
+        """True if all actions are forwards, and gathers for them. Then nothing is saved for backwards, synced or updated."""
         ops = (action.op for lists in (self.prologue, self.period, self.drain) for entries in lists for action in walk(entries))
-        return next(ops, None) is Op.F and all(op is Op.F for op in ops)
+        return next(ops, None) in (Op.F, Op.G) and all(op is Op.F or op is Op.G for op in ops)
 
     def stages_of(self, unit: int) -> tuple[int, ...]:
         """Returns the stages that use a unit's parameters."""
@@ -191,8 +213,13 @@ class Schedule:
     @cached_property
     def steps(self) -> int:
         """The number of rounds in the lists."""
-        last = max((a.mb for entries in self.lists for entry in entries for a in actions(entry)), default=-1)
-        return (last + self.microbatches) // self.microbatches
+        last = max((a.mb for entries in self.lists for entry in entries for a in actions(entry) if a.op in COMPUTE), default=-1)
+        return (last + self.microbatches) // self.microbatches - self.first
+
+    @property
+    def rounds(self) -> range:
+        """The numbers of the rounds in the lists."""
+        return range(self.first, self.first + self.steps)
 
     def with_lists(self, lists: Lists) -> Schedule:
         """Returns the schedule with these lists. Without a flush they become the prologue and do not repeat."""

@@ -20,7 +20,7 @@ def label(entry: Entry, *, replicas: int = 1, stages: bool = False) -> str:
     if isinstance(entry, Cell):
         both = (label(entry.first, replicas=replicas, stages=stages), label(entry.second, replicas=replicas, stages=stages))
         return "+".join(both)
-    if not isinstance(entry, Action) or entry.op in (Op.S, Op.U, Op.N):
+    if not isinstance(entry, Action) or entry.op in (Op.S, Op.U, Op.N, Op.G):
         return str(entry)
     text = f"{entry.stage if stages else ''}{entry.op.value}{entry.mb}"
     if replicas == 2:

@@ -34,10 +34,11 @@ def forward_only(schedule: Schedule) -> Schedule:
     """
     closed = schedule.flush and not schedule.prologue and not schedule.drain
     lists = schedule.period if closed else schedule.lists
+    start = schedule.first * schedule.microbatches
     channels = (c._replace(producers=tuple(a for a in c.producers if a.op is Op.F)) for c in schedule.channels)
     return replace(
         schedule,
-        period=tuple(tuple(_forwards(entries)) for entries in lists),
+        period=tuple(tuple(_forwards(entries, start)) for entries in lists),
         prologue=(),
         drain=(),
         repeats=schedule.repeats if closed else 1,
@@ -48,14 +49,15 @@ def forward_only(schedule: Schedule) -> Schedule:
         flush=True,
         ring=False,
         norm=False,
+        first=0,
         lowered=False,
     )
 
 
-def _forwards(entries: tuple[Entry, ...]) -> Iterator[Entry]:
-    """Yields the forwards of a list; a cell of two forwards stays a cell."""
+def _forwards(entries: tuple[Entry, ...], start: int) -> Iterator[Entry]:
+    """Yields the forwards of a list, with microbatches counted from `start`; a cell of two forwards stays a cell."""
     for entry in entries:
-        found = [action._replace(version=0) for action in actions(entry) if action.op is Op.F]
+        found = [action._replace(version=0, mb=action.mb - start) for action in actions(entry) if action.op is Op.F]
         if len(found) == 2:
             yield Cell(*found)
         else:

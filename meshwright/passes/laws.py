@@ -8,7 +8,7 @@ from itertools import pairwise
 from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Op, Transfer, Value, actions, walk
 from meshwright.ir.analysis.effects import ACTIVATIONS, rule
 from meshwright.ir.placement import Rows
-from meshwright.ir.schedule import Lists, Schedule
+from meshwright.ir.schedule import Lists, Schedule, Sharding
 from meshwright.passes.round_laws import rounds
 from meshwright.passes.violation import Law, Violation, broken
 from meshwright.passes.wellformed import faults
@@ -117,7 +117,7 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
                 elif worker not in (team := placement.team(action.replica, action.stage, action.mb)):
                     where = " and ".join(map(str, team))
                     yield Violation(Law.PLACEMENT, worker, index, entry, f"{action} belongs on worker {where}")
-            elif action.op is Op.G:
+            elif action.op is Op.G and schedule.sharding is Sharding.NONE:
                 yield Violation(Law.PLACEMENT, worker, index, entry, "parameters are not sharded here, so nothing is gathered")
             elif action.op is not Op.N and (
                 not 0 <= action.stage < schedule.units or worker not in schedule.holders[action.stage]
@@ -182,6 +182,7 @@ def _complete(schedule: Schedule) -> Iterator[Violation]:
     placement = schedule.placement
     halves = range(schedule.parts) if schedule.parts > 1 else (NONE,)
     seen: set[tuple[int, int, int, int, int]] = set()
+    begin, end = (round_ * schedule.microbatches for round_ in (schedule.first, schedule.first + schedule.steps))
     replica_of: dict[int, int] = {}
     version_of: dict[tuple[int, int], int] = {}
     for worker, entries in enumerate(schedule.lists):
@@ -189,6 +190,9 @@ def _complete(schedule: Schedule) -> Iterator[Violation]:
             for action in actions(entry):
                 if action.op is not Op.F:
                     continue
+                if action.mb < begin:
+                    reason = f"the first round is {schedule.first}, with microbatches from {begin} on"
+                    yield Violation(Law.ONCE, worker, index, entry, reason)
                 if replica_of.setdefault(action.mb, action.replica) != action.replica:
                     reason = f"microbatch {action.mb} already runs on replica {replica_of[action.mb]}"
                     yield Violation(Law.ONCE, worker, index, entry, reason)
@@ -197,7 +201,7 @@ def _complete(schedule: Schedule) -> Iterator[Violation]:
                     yield Violation(Law.VERSION, worker, index, entry, reason)
                 for part in (action.part,) if action.part != NONE or schedule.parts == 1 else halves:
                     seen.add((worker, action.stage, action.replica, action.mb, part))
-    for mb in range(schedule.steps * schedule.microbatches):
+    for mb in range(begin, end):
         if mb not in replica_of:
             yield Violation(Law.ONCE, 0, 0, None, f"microbatch {mb} does not run at all")
             continue
@@ -219,7 +223,7 @@ def _turns(schedule: Schedule) -> Iterator[Violation]:
     for turn in schedule.turns:
         for action in turn:
             round_ = action.mb // schedule.microbatches if action.op in COMPUTE else action.version
-            if action not in there and round_ < schedule.steps:
+            if action not in there and round_ < schedule.first + schedule.steps:
                 reason = f"the turn from {turn[0]} to {turn[1]} names {action}, which no worker runs"
                 yield Violation(Law.READ, 0, 0, action, reason)
 

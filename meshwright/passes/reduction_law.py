@@ -35,7 +35,8 @@ def reduced(flow: Flow, events: Iterable[tuple[Place, ...]]) -> Iterator[Violati
         if entry.op is Op.S:
             yield from _add(flow, event, entry, inside)
         else:
-            found = next((inside.get(n, set()) for n in flow.reads[worker][index] if flow.values[n].kind is Kind.SUM), set())
+            sums = [inside.get(n, set()) for n in flow.reads[worker][index] if flow.values[n].kind is Kind.SUM]
+            found = set().union(*sums)
             if odd := sorted(wanted[entry.stage, entry.version] ^ found):
                 how = "without" if odd[0] in wanted[entry.stage, entry.version] else "with"
                 reason = f"updates with a sum {how} {flow.values[odd[0]]}; {len(odd) - 1} more are wrong"

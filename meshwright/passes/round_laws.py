@@ -5,34 +5,39 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Op, walk
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Op, actions, walk
+from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.passes.violation import Law, LawError, Violation
 
 Counts = dict[Op, Counter[tuple[int, int, int]]]
-"""How often each op occurs, by (worker, unit, round)."""
+"""How often each op occurs, by (worker, unit, round); syncs of one gradient each are counted once."""
 
 
 def rounds(schedule: Schedule) -> Iterator[Violation]:
-    """S and U run once per unit and round on every holder, N once per round on every worker; each op on all or none."""
+    """S, U and (if sharded) G run once per unit and round on every holder, N once per round; each op on all or none."""
     if schedule.forward_only:
         return
     counts: Counts = defaultdict(Counter)
     for worker, entries in enumerate(schedule.lists):
-        norm = NONE
+        norm, seen = NONE, set[Entry]()
         for index, entry in enumerate(entries):
             if isinstance(entry, Action) and entry.op not in COMPUTE:
                 key = (worker, entry.stage, entry.version)
-                counts[entry.op][key] += 1
-                if counts[entry.op][key] > 1:
+                counts[entry.op][key] += entry.mb in (NONE, entry.version * schedule.microbatches)
+                if counts[entry.op][key] > 1 or entry in seen:
                     yield Violation(Law.ONCE, worker, index, entry, f"{entry} comes twice")
-                elif entry.version >= schedule.steps:
-                    yield Violation(Law.ONCE, worker, index, entry, f"there are {schedule.steps} rounds")
+                elif entry.version not in schedule.rounds:
+                    start = f", from {schedule.first} on" if schedule.first else ""
+                    yield Violation(Law.ONCE, worker, index, entry, f"there are {schedule.steps} rounds{start}")
                 elif entry.op is Op.U and entry.version < norm:
                     reason = f"comes after the reduction of round {norm}, which has replaced that of round {entry.version}"
                     yield Violation(Law.ORDER, worker, index, entry, reason)
                 norm = entry.version if entry.op is Op.N else norm
+                seen.add(entry)
     yield from _units(schedule, counts)
+    yield from _single_syncs(schedule)
+    if schedule.sharding is Sharding.PARAMETERS:
+        yield from _unread_gathers(schedule)
     if counts[Op.N] and schedule.lowered and not schedule.norm:
         worker = next(iter(counts[Op.N]))[0]
         given = schedule.lists[worker]
@@ -41,29 +46,83 @@ def rounds(schedule: Schedule) -> Iterator[Violation]:
         yield Violation(Law.ONCE, worker, index, given[index], reason)
     if counts[Op.N] or schedule.norm:
         for worker in range(schedule.workers):
-            for round_ in range(schedule.steps):
+            for round_ in schedule.rounds:
                 if not counts[Op.N][worker, NONE, round_]:
                     yield _missing(Action(Op.N, NONE, version=round_), worker)
 
 
 def _units(schedule: Schedule, counts: Counts) -> Iterator[Violation]:
     """If S or U occurs at all, or the schedule is lowered, every unit needs it; in a ring, S only where gradients exist."""
-    wanted = [op for op in (Op.S, Op.U) if counts[op] or schedule.lowered]
+    ends = (Op.S, Op.U, Op.G) if schedule.sharding in (Sharding.STATE, Sharding.GRADIENTS) else (Op.S, Op.U)
+    wanted = [op for op in ends if counts[op] or schedule.lowered]
     adds = contributions(schedule) if schedule.ring else set()
     for op in wanted:
         for unit, workers in enumerate(schedule.holders):
             if unit >= schedule.stages and not schedule.lowered and all(key[1] != unit for key in counts[op]):
                 continue  # a schedule names its stages; lowering adds the tie groups
             for worker in workers:
-                for round_ in range(schedule.steps):
+                for round_ in schedule.rounds:
                     action = Action(op, unit, version=round_)
-                    needed = op is Op.U or not schedule.ring or (worker, unit, round_) in adds
+                    needed = op is not Op.S or not schedule.ring or (worker, unit, round_) in adds
                     if needed and not counts[op][worker, unit, round_]:
                         yield _missing(action, worker)
                     elif not needed and counts[op][worker, unit, round_]:
                         index = schedule.lists[worker].index(action)
                         reason = f"worker {worker} has nothing to add to {action}; a ring contains contributors only"
                         yield Violation(Law.ONCE, worker, index, action, reason)
+
+
+def _single_syncs(schedule: Schedule) -> Iterator[Violation]:
+    """Where gradients are sharded, every holder has one sync for each gradient of a round; elsewhere one for the round."""
+    single = schedule.sharding.sums_singly
+    wanted = gradient_counts(schedule) if single else {}
+    there = [{entry for entry in entries if isinstance(entry, Action) and entry.op is Op.S} for entries in schedule.lists]
+    if not any(there):
+        return
+    for worker, entries in enumerate(schedule.lists):
+        for index, entry in enumerate(entries):
+            if isinstance(entry, Action) and entry.op is Op.S and (entry.mb != NONE) != single:
+                reason = "a sync of sharded gradients names one of them" if single else "only sharded gradients are summed singly"
+                yield Violation(Law.ONCE, worker, index, entry, reason)
+                return
+    for (unit, round_), count in wanted.items():
+        for worker in schedule.holders[unit]:
+            named = {entry for entry in there[worker] if (entry.stage, entry.version) == (unit, round_)}
+            needed = {Action(Op.S, unit, round_ * schedule.microbatches + k, version=round_) for k in range(count)}
+            for action in sorted(needed ^ named):
+                odd = "is missing" if action in needed else "has no gradient"
+                yield Violation(Law.ONCE, worker, 0, action, f"{action} {odd} on worker {worker}")
+
+
+def _unread_gathers(schedule: Schedule) -> Iterator[Violation]:
+    """Where parameters are sharded, some action uses every gather, up to the next gather of the unit."""
+    for worker, entries in enumerate(schedule.lists):
+        unread: dict[int, tuple[int, Action]] = {}
+        odd: list[tuple[int, Action]] = []
+        for index, entry in enumerate(entries):
+            for action in actions(entry):
+                if action.op is Op.G:
+                    odd += [unread.pop(action.stage)] if action.stage in unread else []
+                    unread[action.stage] = index, action
+                elif action.op in COMPUTE:
+                    for unit in schedule.units_of[action.stage]:
+                        unread.pop(unit, None)
+        for index, action in (*odd, *unread.values()):
+            yield Violation(Law.LEFTOVER, worker, index, action, f"{action} gathers what no action uses")
+
+
+def gradient_counts(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """Returns for each (unit, round) the most gradients that a holder has of it."""
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for worker, entries in enumerate(schedule.lists):
+        for action in walk(entries):
+            if action.op is Op.B or action.op is Op.W:
+                for unit in schedule.units_of[action.stage]:
+                    counts[worker, unit, action.mb // schedule.microbatches] += 1
+    found: dict[tuple[int, int], int] = {}
+    for (_, unit, round_), count in counts.items():
+        found[unit, round_] = max(found.get((unit, round_), 0), count)
+    return found
 
 
 def _missing(action: Action, worker: int) -> Violation:

@@ -20,7 +20,8 @@ from enum import StrEnum
 
 from meshwright.ir.action import NONE, Action, Entry, Op, walk
 from meshwright.ir.analysis.order import Flow, Place, Sweep, sweep
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.schedule import Schedule, Sharding
+from meshwright.passes.gathers import add_gathers
 from meshwright.passes.messages import Duration, stuck_error
 from meshwright.passes.round_laws import only_contributors
 from meshwright.passes.tie_updates import synced, tie_updates
@@ -40,9 +41,11 @@ class Sync(StrEnum):
 
 def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | None = None) -> Schedule:
     """Adds the syncs, the reduction and the updates that a schedule lacks. Keeps those that it has placed."""
+    placed = {action.op for entries in schedule.lists for action in walk(entries)}
+    if schedule.sharding is Sharding.PARAMETERS and Op.G not in placed:
+        schedule = add_gathers(schedule)  # nothing is whole before
     if schedule.forward_only:
         return schedule
-    placed = {action.op for entries in schedule.lists for action in walk(entries)}
     if policy is Sync.RING and not schedule.ring and Op.S in placed:
         schedule = only_contributors(schedule)
     schedule = replace(schedule, ring=schedule.ring or policy is Sync.RING)
@@ -60,6 +63,8 @@ def sync(schedule: Schedule, policy: Sync = Sync.EAGER, *, duration: Duration | 
     if Op.U not in placed:
         whole = tuple((*entries, *_end(schedule, w, norm)) for w, entries in enumerate(schedule.lists))
         schedule = schedule.with_lists(whole)
+    if schedule.sharding is not Sharding.PARAMETERS and Op.G not in placed:
+        schedule = add_gathers(schedule)
     return replace(schedule, norm=schedule.norm or norm or Op.N in placed)
 
 
@@ -67,7 +72,7 @@ def _with_syncs(schedule: Schedule, policy: Sync, duration: Duration | None) -> 
     """Places each unit's sync after its last gradient, or at the end, on all its holders at the same point."""
     shared = not schedule.ring and any(len(workers) > 1 for workers in schedule.holders)
     order = None
-    if shared and policy is not Sync.LAZY:
+    if shared and (policy is not Sync.LAZY or schedule.sharding.sums_singly):
         flow = Flow.of(schedule)
         order = sweep(flow, duration=duration)
         if order.stuck:
@@ -107,6 +112,8 @@ def _due(
     schedule: Schedule, places: list[Place], order: Sweep | None, policy: Sync, at_end: list[Issue]
 ) -> dict[int, list[Issue]]:
     """Returns the syncs to place after each position of the linear order; syncs that have to wait go to `at_end`."""
+    if schedule.sharding.sums_singly:
+        return _due_singly(schedule, places)
     last: dict[tuple[int, int, int], int] = {}
     for position, (worker, index) in enumerate(places):
         for action in walk((schedule.lists[worker][index],)):
@@ -132,6 +139,23 @@ def _due(
     return due
 
 
+def _due_singly(schedule: Schedule, places: list[Place]) -> dict[int, list[Issue]]:
+    """One sync for each gradient, as soon as all holders have it: the k-th gradients of the holders are summed together."""
+    made: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for position, (worker, index) in enumerate(places):
+        for action in walk((schedule.lists[worker][index],)):
+            if action.op is Op.B or action.op is Op.W:
+                for unit in schedule.units_of[action.stage]:
+                    made[unit, action.mb // schedule.microbatches][worker].append(position)
+    due: dict[int, list[Issue]] = defaultdict(list)
+    for (unit, round_), positions in sorted(made.items(), key=lambda item: (item[0][1], -item[0][0])):
+        for k in range(max(map(len, positions.values()))):
+            moment = max(of_worker[k] for of_worker in positions.values() if k < len(of_worker))
+            action = Action(Op.S, unit, round_ * schedule.microbatches + k, version=round_)
+            due[moment].append((action, schedule.holders[unit]))
+    return due
+
+
 def _hides(order: Sweep | None, ready: Place, members: Iterable[int]) -> bool:
     """True if every member still has a bubble after the last gradient of the unit."""
     return order is not None and all(_bubble_after(order, w, order.end[ready[0]][ready[1]]) for w in members)
@@ -154,7 +178,7 @@ def _end(schedule: Schedule, worker: int, norm: bool) -> list[Action]:
     """Returns the reduction and the updates of every round."""
     units = [unit for unit in reversed(range(schedule.units)) if worker in schedule.holders[unit]]
     found: list[Action] = []
-    for round_ in range(schedule.steps):
+    for round_ in schedule.rounds:
         found += [Action(Op.N, NONE, version=round_)] if norm else []
         found += [Action(Op.U, unit, version=round_) for unit in units]
     return found

@@ -26,7 +26,7 @@ def faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _counts(schedule: Schedule) -> Iterator[str]:
-    for name, least in (("microbatches", 1), ("repeats", 0), ("parts", 1)):
+    for name, least in (("microbatches", 1), ("repeats", 0), ("parts", 1), ("first", 0)):
         found = getattr(schedule, name)
         if type(found) is not int or found < least:
             yield f"{name} must be a whole number of at least {least}, got {found!r}"

@@ -1,8 +1,8 @@
 """Each file here is a schedule; its file name is what users type. `build` finds it, checks the options and calls it.
 
 A schedule file has one function `build(*, workers, microbatches, ...) -> Schedule`. Its other keyword arguments are its
-options; `steps`, `costs` and `cluster` are passed only if it takes them. A schedule with a flush builds one step. A user's own
-function `package.module:function` can be used wherever a name can; it may leave out sizes.
+options; `steps`, `first`, `costs` and `cluster` are passed only if it takes them. A schedule with a flush builds one step. A
+user's own function `package.module:function` can be used wherever a name can; it may leave out sizes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
     "values_of",
 ]
 
-GIVEN = ("workers", "microbatches", "steps", "costs", "cluster")
+GIVEN = ("workers", "microbatches", "steps", "first", "costs", "cluster")
 """Arguments that are not options."""
 
 
@@ -137,6 +137,7 @@ def build(
     workers: int,
     microbatches: int,
     steps: int = 1,
+    first: int = 0,
     costs: Sequence[StageCost] | None = None,
     cluster: Cluster | None = None,
     **chosen: object,
@@ -148,6 +149,7 @@ def build(
         workers: Workers of one pipeline.
         microbatches: Microbatches of one step.
         steps: How many steps the lists hold.
+        first: The number of the first round, if the lists continue a run of a schedule that can be continued.
         costs: One cost for each stage, for schedules whose order depends on them.
         cluster: The links between workers, for the same schedules.
         **chosen: Options of the schedule. Texts are converted to the declared types.
@@ -164,11 +166,16 @@ def build(
         >>> schedule.name, schedule.workers
         ('zero_bubble', 4)
     """
-    for what, count in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=4")
+    for what, count, least in (
+        ("workers", workers, 1),
+        ("microbatches", microbatches, 1),
+        ("steps", steps, 1),
+        ("first", first, 0),
+    ):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise MeshwrightError(f"{what} must be a whole number of at least {least}, got {count!r}", fix=f"{what}=4")
     values = converted(name, chosen)
-    parts = prod(value for key, value in values.items() if key in ("chunks", "waves", "stages") and isinstance(value, int))
+    parts = prod(value for key, value in values.items() if key in ("chunks", "waves") and isinstance(value, int))
     if (size := 2 * workers * microbatches * steps * max(parts, 1)) > LARGEST:
         options = "".join(f", {key}={value}" for key, value in values.items())
         raise MeshwrightError(
@@ -177,7 +184,9 @@ def build(
             fix="fewer steps, stages or microbatches: one period describes training of any length",
         )
     takes = parameters(name)
-    given = {"steps": steps, "costs": costs, "cluster": cluster}
+    if first and "first" not in takes:
+        raise MeshwrightError(f"{name} cannot continue a run at round {first}", fix="first=0, or a schedule such as cyclic")
+    given = {"steps": steps, "first": first, "costs": costs, "cluster": cluster}
     extra: dict[str, object] = {key: value for key, value in given.items() if key in takes}
     extra |= {key: value for key, value in {"workers": workers, "microbatches": microbatches}.items() if key in takes}
     schedule = builder(name)(**extra, **values)

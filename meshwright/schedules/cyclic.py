@@ -6,7 +6,7 @@
 
 Worker i of round t (1-based) reads version t of stage j if it exists in time, i + j >= K + 1 + margin, else version t - 1.
 v2 has margin 0; v1 always reads t - 1. A worker updates its one copy of the parameters right before the forward that needs
-the new version.
+the new version. Lists that continue a run (`first` > 0) start and end with both versions of the stages that a worker reads late.
 
 The stagger is part of the schedule: a `turn` passes stage j from F(m) to B(m - (K - j)) to F(m + 1). With unequal stages, only
 the turns that delay the starts of the first round are kept, by the lead that the v2 rule needs. Leads are rounded up to whole
@@ -18,12 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._orders.cyclic_turns import stagger
+from meshwright.schedules._orders.cyclic_turns import refuse_sizes, staggered
 
 
 def build(
@@ -31,14 +30,16 @@ def build(
     workers: int,
     microbatches: int,
     steps: int = 1,
+    first: int = 0,
     costs: Sequence[StageCost] | None = None,
     rule: Literal["v1", "v2"] = "v2",
     margin: int | None = None,
-    stages: int | None = None,
+    chunks: int | None = None,
+    stagger: Literal["auto", "turns", "starts"] = "auto",
 ) -> Schedule:
-    """M workers, K <= M stages, one microbatch per worker and round."""
-    stages = workers if stages is None else stages
-    _refuse(workers, microbatches, stages, rule, margin)
+    """M workers, K = `chunks` <= M stages, one microbatch per worker and round."""
+    stages = workers if chunks is None else chunks
+    refuse_sizes(workers, microbatches, stages, rule, margin)
     margin = workers if rule == "v1" else margin or 0
 
     def fresh(worker: int, stage: int) -> bool:
@@ -51,48 +52,34 @@ def build(
         mb, entries = workers * round_ + worker, []
         for stage in range(stages):
             wanted = version(worker, stage, round_)
-            if round_ and wanted > version(worker, stage, round_ - 1):
+            if wanted > first and wanted > version(worker, stage, round_ - 1):
                 entries.append(Action(Op.U, stage, version=wanted - 1))
             entries.append(Action(Op.F, stage, mb, version=wanted))
         return entries + [Action(Op.B, s, mb, version=version(worker, s, round_)) for s in reversed(range(stages))]
 
-    def updates_left(worker: int, rounds: int) -> list[Action]:
+    def updates_left(worker: int, end: int) -> list[Action]:
         return [
             Action(Op.U, s, version=k)
-            for k in range(rounds)
+            for k in range(first, end)
             for s in reversed(range(stages))
-            if k >= version(worker, s, rounds - 1)
+            if k >= version(worker, s, end - 1)
         ]
 
-    settled = min(steps, 2)
-    prologue = [[a for t in range(settled) for a in round_list(w, t)] for w in range(workers)]
-    turns = stagger(workers, stages, rows_for(costs, stages), rounds=settled + 2)
-    placement = Placement(((tuple((worker,) for worker in range(workers)),) * stages,))
-    exact = {(w.op, w.stage, w.mb): w for row in range(workers) for t in range(settled + 2) for w in round_list(row, t)}
+    settled = first + min(steps, 2)
+    prologue = [[a for t in range(first, settled) for a in round_list(w, t)] for w in range(workers)]
+    exact = {(a.op, a.stage, a.mb): a for w in range(workers) for t in range(first, settled + 2) for a in round_list(w, t)}
+    turns = staggered(stagger, workers, stages, rows_for(costs, stages), range(first, settled + 2))
     edges = [(exact[a.op, a.stage, a.mb], exact[b.op, b.stage, b.mb]) for a, b in turns]
     return Schedule(
         "cyclic",
-        placement,
+        Placement(((tuple((worker,) for worker in range(workers)),) * stages,)),
         workers,
-        period=tuple(tuple(round_list(w, 2)) for w in range(workers)) if settled == 2 else (),
+        period=tuple(tuple(round_list(w, first + 2)) for w in range(workers)) if settled == first + 2 else (),
         prologue=tuple(map(tuple, prologue)),
         drain=tuple(tuple(updates_left(w, settled)) for w in range(workers)),
-        repeats=steps - settled,
-        turns=tuple(edge for edge in edges if edge[1].mb < 3 * workers),
+        repeats=steps - min(steps, 2),
+        turns=tuple(edge for edge in edges if edge[1].mb < (first + 3) * workers),
         flush=False,
         ring=True,
+        first=first,
     )
-
-
-def _refuse(workers: int, microbatches: int, stages: int, rule: str, margin: int | None) -> None:
-    if microbatches != workers:
-        raise MeshwrightError(
-            f"cyclic runs one microbatch per worker and round: {workers} workers, got {microbatches} microbatches",
-            fix=f"--microbatches {workers}",
-        )
-    if not 1 <= stages <= workers:
-        raise MeshwrightError(f"cyclic needs 1 to {workers} stages for {workers} workers, got {stages}", fix=f"stages={workers}")
-    if margin is not None and not 0 <= margin <= workers:
-        raise MeshwrightError(f"cyclic: margin must be 0 to {workers}, got {margin}", fix="margin=0")
-    if margin is not None and rule == "v1":
-        raise MeshwrightError("cyclic: margin needs rule=v2; v1 has the largest margin", fix="rule=v2")

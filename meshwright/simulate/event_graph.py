@@ -17,9 +17,9 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import NONE, Action, Entry, Op, Transfer, Value
+from meshwright.ir.action import NONE, Action, Entry, Transfer, Value
 from meshwright.ir.analysis.effects import collective
-from meshwright.ir.analysis.order import Flow, Place, rendezvous
+from meshwright.ir.analysis.order import JOINT, Flow, Place, rendezvous
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Duplex
 
@@ -66,7 +66,7 @@ class EventGraph:
         entry = self.flow.lists[worker][index]
         if isinstance(entry, Transfer):
             self._add_message(event, entry)
-        elif isinstance(entry, Action) and (entry.op is Op.N or (entry.op is Op.S and not self.schedule.ring)):
+        elif isinstance(entry, Action) and entry.op in JOINT and collective(self.schedule, entry):
             self._add_collective(event, entry)
         else:
             self._compute[worker] = self._node(event, self._class(worker, entry), self._inputs(worker, index))

@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Hashable
 from heapq import heappop, heappush
 
-from meshwright.ir.action import Action, Cell, Entry, Op, Transfer, actions
-from meshwright.ir.analysis.order import Flow
+from meshwright.ir.action import Action, Cell, Entry, Transfer, actions
+from meshwright.ir.analysis.order import JOINT, Flow
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Duplex
 from meshwright.simulate.event_graph import EventGraph, Message
@@ -129,4 +129,4 @@ def _machine(program: EventGraph, what: Entry | Message) -> Hashable:
     if isinstance(what, Message):
         ends = (what.source, what.target)
         return ends if program.duplex is Duplex.FULL else tuple(sorted(ends))
-    return None if isinstance(what, Action) and what.op in (Op.S, Op.N) else COMPUTE
+    return None if isinstance(what, Action) and what.op in JOINT else COMPUTE

@@ -29,6 +29,7 @@ def simulate(
     *,
     sync: Sync | str = Sync.EAGER,
     overlap: float = 0.0,
+    copies: int = 1,
 ) -> Timeline:
     """Predict when every action, message and sync happens, and what each worker holds.
 
@@ -38,6 +39,7 @@ def simulate(
         cluster: The links between workers; None: messages take no time.
         sync: When gradients are added up, for a schedule that is not lowered.
         overlap: How much of the shorter action a cell hides, from 0 to 1.
+        copies: Data-parallel copies of the schedule. They divide optimizer state and gradients if the schedule says so.
 
     Returns:
         The timeline: spans, memory, bubble and a lower bound.
@@ -56,7 +58,7 @@ def simulate(
     refuse_unproved(schedule)
     flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
     program = EventGraph(flow, cluster.duplex)
-    price = Price(flow.schedule, costs, cluster, overlap=overlap)
+    price = Price(flow.schedule, costs, cluster, overlap=overlap, copies=copies)
     table = program.table(price)
     starts, ready = sweep(program, table)
     return timeline(program, price, starts, ready)

@@ -80,7 +80,7 @@ def test_the_words_of_the_design(text: str, entry: Action | Cell | Transfer) -> 
 BAD = [
     *["", " ", "F", "F0", "2", "2F", "2X0", "2f0", "2F0 ", " 2F0", "2 F0", "2F-1", "-2F0", "2F0@", "2F0#", "2F0.", "2F0@-1"],
     *["2F0#1@1", "2F0.1#1", "2F0@1@1", "2F0#1#1", "2F1.5.5", "2F0x1", "2F0\n", "2F0\x00", "2²F0", "2F0,2F1", "2F0~1", "2FF0"],
-    *["2U3", "2S0", "2N", "N0", "0N", "2G1", "U#1", "S"],
+    *["2U3", "2N", "N0", "0N", "U#1", "S"],
     *["[]", "[|]", "[2F0]", "[2F0|]", "[|2F0]", "[2F0|5B1", "2F0|5B1]", "[2F0|5B1|1F1]", "[[2F0|5B1]|1F0]", "[2F0;5B1]"],
     *["[2act0>1|2F0]", "[2F0|5B1]#1", "2F0|5B1"],
     *["2act0>", "2act0<", ">3", "2act0>x", "2act0>-1", "2act0>1>2", "2act0><2", "act0>1", "2foo0>1", "2F0>1", "2ACT0>1"],
@@ -168,7 +168,8 @@ def test_a_shift_moves_microbatch_and_version_and_nothing_else(first: Action, se
 def test_a_value_moves_by_its_round_or_by_its_microbatch(value: Value, mb: int, version: int, peer: int, sends: bool) -> None:
     later = value.shifted(mb, version)
     if value.kind in BY_VERSION:
-        assert later == value._replace(version=value.version + version)
+        moved = value.mb if value.mb == NONE else value.mb + mb  # single sums and gathers are counted like microbatches
+        assert later == value._replace(mb=moved, version=value.version + version)
     else:
         assert later == value._replace(mb=value.mb + mb)
     assert Transfer(sends, value, peer).shifted(mb, version) == Transfer(sends, later, peer)

@@ -177,7 +177,7 @@ def test_shifted_falls_back_for_few_microbatches(p: int, m: int, level: str) -> 
         ("dualpipe", 4, 5, {}, "half of the microbatches"),
         ("pipedream_2bw", 8, 4, {}, "at least 7 microbatches"),
         ("cyclic", 4, 5, {}, "one microbatch per worker"),
-        ("cyclic", 4, 4, {"stages": 5}, "1 to 4 stages"),
+        ("cyclic", 4, 4, {"chunks": 5}, "1 to 4 stages"),
         ("cyclic", 4, 4, {"margin": 9}, "margin must be 0 to 4"),
         ("cyclic", 4, 4, {"rule": "v1", "margin": 1}, "margin needs rule=v2"),
         ("nothing", 4, 4, {}, "no schedule 'nothing'"),

@@ -9,8 +9,19 @@ from random import Random
 
 import pytest
 
-from meshwright import StageCost, check, lower, schedules, simulate
+from meshwright import (
+    MeshwrightError,
+    StageCost,
+    check,
+    even_costs,
+    lower,
+    schedule_from_json,
+    schedule_to_json,
+    schedules,
+    simulate,
+)
 from meshwright.ir.action import Action, Kind, Op, Transfer
+from meshwright.ir.analysis.effects import final, late_units
 from meshwright.ir.timeline import Lane
 from tests.support.helpers import run
 
@@ -56,7 +67,7 @@ def test_margin_lies_between_the_rules(margin: int) -> None:
 
 
 def test_more_workers_than_stages() -> None:
-    for (i, j, t), version in versions(8, "v2", stages=4).items():
+    for (i, j, t), version in versions(8, "v2", chunks=4).items():
         assert version == (t if i + j >= 5 else max(0, t - 1))
 
 
@@ -201,3 +212,60 @@ def test_unequal_stages_stall_once_in_the_round_behind_the_fill() -> None:
         for spans in timeline.compute:
             late = [b.entry for a, b in itertools.pairwise(spans) if b.start_s > a.end_s + 1e-9]
             assert len(late) <= 1 and all(isinstance(e, Action) and e.mb // n == 1 for e in late)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("options", [{"rule": "v1"}, {}, {"margin": 1}, {"stagger": "starts"}], ids=str)
+def test_lists_that_continue_a_run_read_the_version_before_the_border(n: int, options: dict[str, object]) -> None:
+    for steps in (1, 2, 5):
+        schedule = schedules.build("cyclic", workers=n, microbatches=n, steps=steps, first=1, **options)
+        assert schedule.steps == steps and schedule.rounds == range(1, 1 + steps)
+        lowered = lower(schedule)
+        assert check(lowered).ok
+        assert schedule_from_json(schedule_to_json(lowered)) == lowered
+        whole = schedules.build("cyclic", workers=n, microbatches=n, steps=steps + 1, **options)
+        later = {a for row in whole.lists for a in row if a.op is Op.F and a.mb >= n}
+        assert {a for row in schedule.lists for a in row if a.op is Op.F} == later
+        for worker in range(n):
+            late = late_units(schedule, worker)
+            assert late == tuple(s for s in range(n) if Action(Op.F, s, n + worker, version=0) in schedule.lists[worker])
+            ends = {(v.stage, v.version) for v in final(schedule, worker) if v.kind is Kind.PARAM}
+            assert ends == {(s, steps + 1) for s in range(n)} | {(s, steps) for s in late}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_lists_that_continue_a_run_take_the_same_time_and_end_with_two_versions(rule: str) -> None:
+    n, steps = 4, 3
+    costs = even_costs(stages=n, workers=n, forward_s=1.0, backward_s=1.0)
+    timeline = simulate(schedules.build("cyclic", workers=n, microbatches=n, steps=steps, first=1, rule=rule), costs)
+    assert timeline.makespan_s == 2 * n * steps + 2 * (n - 1)
+    late = [4, 4, 4, 4] if rule == "v1" else [3, 2, 1, 0]
+    assert list(timeline.parameter_copies) == [n + count for count in late]
+
+
+def test_a_version_two_rounds_old_is_refused() -> None:
+    schedule = schedules.build("cyclic", workers=2, microbatches=2, steps=2, first=2)
+    old = tuple(tuple(a._replace(version=0) if a.mb == 4 else a for a in row) for row in schedule.lists)
+    result = check(replace(schedule.with_lists(old), turns=()))
+    assert not result.ok and "0param" in result.reason
+
+
+def test_microbatches_before_the_first_round_are_refused() -> None:
+    result = check(replace(schedules.build("cyclic", workers=2, microbatches=2, steps=3), first=1))
+    assert not result.ok and "the first round is 1, with microbatches from 2 on" in result.reason
+
+
+def test_only_schedules_that_can_continue_a_run_take_first() -> None:
+    with pytest.raises(MeshwrightError, match="gpipe cannot continue a run at round 3"):
+        schedules.build("gpipe", workers=2, microbatches=2, first=3)
+    with pytest.raises(MeshwrightError, match="first must be a whole number of at least 0"):
+        schedules.build("cyclic", workers=2, microbatches=2, first=-1)
+
+
+def test_stagger_is_chosen_by_costs_or_by_the_option() -> None:
+    uneven = [StageCost(1.0, 1.0, 1.0), StageCost(2.0, 2.0, 2.0)]
+
+    def turns(**more: object) -> int:
+        return len(schedules.build("cyclic", workers=2, microbatches=2, steps=3, **more).turn_edges)
+
+    assert turns() == turns(costs=uneven, stagger="turns") > turns(stagger="starts") == turns(costs=uneven) == 1

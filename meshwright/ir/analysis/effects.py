@@ -8,8 +8,12 @@ Checker, communication, simulator, memory curve and executor all use this file o
     B   reads grad of the next stage, saved (or kept)      writes grad and wgrad
     I   reads the same                                     writes grad and rest; W turns rest into wgrad
     S   reads every wgrad of its round on this worker      writes sum (in a ring: partial, the last one sum)
+        (where gradients are sharded there is one S for each gradient, which reads that one)
     N   reads the sums                                     writes norm
-    U   reads sum, norm, param of version k                writes param of version k + 1
+    U   reads sum, norm, param of version k                writes param of version k + 1, or its slice if state is sharded
+    G   reads the slice, param of version k                writes param of version k + 1
+        (where parameters are sharded, G counts its uses: it reads the slice of version k and writes a param of version k for
+        the actions up to the next G of the unit)
 
 Reading an act, grad, saved, kept, rest, wgrad, partial or turn consumes it. Parameters, sums and norms are not consumed:
 they live as long as a later entry of the worker's list reads them.
@@ -22,8 +26,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Transfer, Value, walk
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Kind, Op, Transfer, Value, walk
+from meshwright.ir.analysis.named_values import one_sum, opt, own, param, shard, sum_of, turn, wgrad
+from meshwright.ir.schedule import Schedule, Sharding
 
 CONSUMED = frozenset({Kind.ACT, Kind.GRAD, Kind.SAVED, Kind.KEPT, Kind.REST, Kind.WGRAD, Kind.PARTIAL, Kind.TURN})
 """Kinds that are consumed by their reader."""
@@ -86,9 +91,11 @@ class _Rule:
         self.writes_turn: dict[Action, list[Value]] = defaultdict(list)
         self.reads_turn: dict[Action, list[Value]] = defaultdict(list)
         for writer, reader in schedule.turn_edges:
-            self.writes_turn[writer].append(_turn(reader))
-            self.reads_turn[reader].append(_turn(reader))
+            self.writes_turn[writer].append(turn(reader))
+            self.reads_turn[reader].append(turn(reader))
         self.wgrads: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
+        self.gathered: dict[tuple[int, Action], dict[int, int]] = {}
+        self.sums: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
         self.normed: set[tuple[int, int]] = set()
         self.params: dict[tuple[int, int, int], tuple[Value, ...]] = {}
         self.version_at: dict[tuple[int, int, int], int] = {}
@@ -100,12 +107,20 @@ class _Rule:
         schedule = self.schedule
         tied = {stages[0] for stages in schedule.ties}
         units_of, microbatches = schedule.units_of, schedule.microbatches
+        sharded = schedule.sharding is Sharding.PARAMETERS
         for worker, entries in enumerate(schedule.lists):
+            newest: dict[int, int] = {}
             for action in walk(entries):
                 op = action.op
+                if sharded and op is Op.G:
+                    newest[action.stage] = action.mb
+                elif sharded and op in COMPUTE:
+                    self.gathered[worker, action] = {unit: newest.get(unit, NONE) for unit in units_of[action.stage]}
                 if op is Op.B or op is Op.W:
                     for unit in units_of[action.stage]:
-                        self.wgrads[worker, unit, action.mb // microbatches].append(_wgrad(unit, action, worker))
+                        self.wgrads[worker, unit, action.mb // microbatches].append(wgrad(unit, action, worker))
+                elif op is Op.S and action.mb != NONE:
+                    self.sums[worker, action.stage, action.version].append(one_sum(action, worker))
                 elif op is Op.N:
                     self.normed.add((worker, action.version))
                 elif op is Op.F and action.stage in tied:
@@ -134,20 +149,20 @@ class _Rule:
             case Op.B | Op.I:
                 found = self._backward(worker, action)
             case Op.W:
-                reads = (_own(Kind.REST, action, worker), *self._params(worker, action))
+                reads = (own(Kind.REST, action, worker), *self._params(worker, action))
                 found = Effects(reads, self._wgrads(worker, action))
             case Op.R:
-                reads = (_own(Kind.KEPT, action, worker), *self._params(worker, action))
-                found = Effects(reads, (_own(Kind.SAVED, action, worker),))
+                reads = (own(Kind.KEPT, action, worker), *self._params(worker, action))
+                found = Effects(reads, (own(Kind.SAVED, action, worker),))
             case Op.S:
                 found = self._sync(worker, action)
             case Op.N:
-                sums = [_sum(self.schedule, unit, action.version, worker) for unit in self._units_held(worker)]
+                sums = [value for unit in self._units_held(worker) for value in self._sums(worker, unit, action.version)]
                 found = Effects(tuple(sums), (Value(Kind.NORM, 0, version=action.version, piece=worker),))
             case Op.U:
                 found = self._update(worker, action)
             case Op.G:
-                raise MeshwrightError(f"{action}: nothing to gather, this schedule does not shard its parameters")
+                found = self._gather(worker, action)
         if not self.writes_turn and not self.reads_turn:
             return found
         return Effects(
@@ -161,7 +176,7 @@ class _Rule:
         if self.schedule.forward_only:
             return Effects(reads + self._params(worker, action), writes)
         kind = Kind.KEPT if self.recompute and self.recompute[stage].share > 0 else Kind.SAVED
-        saved = _own(kind, action, worker)
+        saved = own(kind, action, worker)
         if action.part == NONE and self.halves:
             return Effects(reads + self._params(worker, action), (*writes, *(saved._replace(part=half) for half in self.halves)))
         return Effects(reads + self._params(worker, action), (*writes, saved))
@@ -171,29 +186,46 @@ class _Rule:
         reads = self._crossing(Kind.GRAD, action, stage, worker, outward=False) if stage < self.last else ()
         writes = self._crossing(Kind.GRAD, action, stage - 1, worker, outward=True) if stage > 0 else ()
         inline = self.recompute and self.recompute[stage].share > 0 and not self.recompute[stage].early
-        saved = _own(Kind.KEPT if inline else Kind.SAVED, action, worker)
-        left = self._wgrads(worker, action) if action.op is Op.B else (_own(Kind.REST, action, worker),)
+        saved = own(Kind.KEPT if inline else Kind.SAVED, action, worker)
+        left = self._wgrads(worker, action) if action.op is Op.B else (own(Kind.REST, action, worker),)
         return Effects((*reads, saved, *self._params(worker, action)), writes + left)
 
     def _sync(self, worker: int, action: Action) -> Effects:
         unit, round_ = action.stage, action.version
         reads = tuple(self.wgrads.get((worker, unit, round_), ()))
+        if action.mb != NONE:
+            place = action.mb - round_ * self.schedule.microbatches
+            return Effects(reads[place : place + 1] if place >= 0 else (), (one_sum(action, worker),))
         if not self.schedule.ring:
-            return Effects(reads, (_sum(self.schedule, unit, round_, worker),))
+            return Effects(reads, (sum_of(self.schedule, unit, round_, worker),))
         ring = self.rings.get((unit, round_), ())
         place = ring.index(worker) if worker in ring else 0
         if place > 0:
             reads += (Value(Kind.PARTIAL, unit, version=round_, piece=ring[place - 1]),)
         if place == len(ring) - 1:
-            return Effects(reads, (_sum(self.schedule, unit, round_, worker),))
+            return Effects(reads, (sum_of(self.schedule, unit, round_, worker),))
         return Effects(reads, (Value(Kind.PARTIAL, unit, version=round_, piece=worker),))
 
     def _update(self, worker: int, action: Action) -> Effects:
         unit, k = action.stage, action.version
-        reads = [_sum(self.schedule, unit, k, worker), _param(unit, k, worker), _opt(unit, k, worker)]
+        old = shard if self.schedule.sharding is Sharding.PARAMETERS else param
+        reads = [*self._sums(worker, unit, k), old(unit, k, worker), opt(unit, k, worker)]
         if (worker, k) in self.normed:
             reads.append(Value(Kind.NORM, 0, version=k, piece=worker))
-        return Effects(tuple(reads), (_param(unit, k + 1, worker), _opt(unit, k + 1, worker)))
+        made = shard(unit, k + 1, worker) if self.schedule.sharding is not Sharding.NONE else param(unit, k + 1, worker)
+        return Effects(tuple(reads), (made, opt(unit, k + 1, worker)))
+
+    def _sums(self, worker: int, unit: int, round_: int) -> list[Value]:
+        """Returns the sums that an update reads: one, or one for each gradient."""
+        return self.sums.get((worker, unit, round_)) or [sum_of(self.schedule, unit, round_, worker)]
+
+    def _gather(self, worker: int, action: Action) -> Effects:
+        if self.schedule.sharding is Sharding.NONE:
+            raise MeshwrightError(f"{action}: nothing to gather, this schedule does not shard its parameters")
+        unit, k = action.stage, action.version
+        if self.schedule.sharding is Sharding.PARAMETERS:
+            return Effects((shard(unit, k, worker),), (param(unit, k, worker)._replace(mb=action.mb),))
+        return Effects((shard(unit, k + 1, worker), param(unit, k, worker)), (param(unit, k + 1, worker),))
 
     def _crossing(self, kind: Kind, action: Action, boundary: int, worker: int, *, outward: bool) -> tuple[Value, ...]:
         """Returns the pieces of act or grad that this worker sends or needs at the boundary after stage `boundary`."""
@@ -207,58 +239,56 @@ class _Rule:
         return tuple(Value(kind, boundary, mb, replica, 0, action.part, p[0]) for p in crossing if p[here] == worker)
 
     def _params(self, worker: int, action: Action) -> tuple[Value, ...]:
+        if (found_gathers := self.gathered.get((worker, action))) is not None:
+            return self._gathered_params(worker, action, found_gathers)
         if not self.schedule.ties:  # the same for all microbatches, so it is cached
             key = (worker, action.stage, action.version)
-            return self.params.get(key) or self.params.setdefault(key, (_param(action.stage, action.version, worker),))
-        found = [_param(action.stage, action.version, worker)]
+            return self.params.get(key) or self.params.setdefault(key, (param(action.stage, action.version, worker),))
+        found = [param(action.stage, action.version, worker)]
         for unit in self.schedule.units_of[action.stage][1:]:
             first = self.schedule.stages_of(unit)[0]
             version = self.version_at.get((first, action.replica, action.mb), action.version)
-            found.append(_param(unit, version, worker))
+            found.append(param(unit, version, worker))
         return tuple(found)
 
+    def _gathered_params(self, worker: int, action: Action, gathers: dict[int, int]) -> tuple[Value, ...]:
+        return tuple(param(unit, action.version, worker)._replace(mb=number) for unit, number in gathers.items())
+
     def _wgrads(self, worker: int, action: Action) -> tuple[Value, ...]:
-        return tuple([_wgrad(unit, action, worker) for unit in self.schedule.units_of[action.stage]])
+        return tuple([wgrad(unit, action, worker) for unit in self.schedule.units_of[action.stage]])
 
     def _units_held(self, worker: int) -> list[int]:
         return [unit for unit, workers in enumerate(self.schedule.holders) if worker in workers]
 
 
 def initial(schedule: Schedule, worker: int) -> tuple[Value, ...]:
-    """Returns what a worker holds before its list starts: version 0 of its parameters and their optimizer state."""
-    units = [unit for unit, workers in enumerate(schedule.holders) if worker in workers]
-    return tuple(value for unit in units for value in (_param(unit, 0, worker), _opt(unit, 0, worker)))
+    """Returns what a worker holds before its list starts: the first version of its parameters and their optimizer state.
+
+    If the schedule continues a run, the worker also holds the version before it, of the units that it reads one round late.
+    """
+    units, first = [unit for unit, workers in enumerate(schedule.holders) if worker in workers], schedule.first
+    older = tuple(param(unit, first - 1, worker) for unit in late_units(schedule, worker))
+    held = shard if schedule.sharding is Sharding.PARAMETERS else param
+    return older + tuple(value for unit in units for value in (held(unit, first, worker), opt(unit, first, worker)))
+
+
+def final(schedule: Schedule, worker: int) -> tuple[Value, ...]:
+    """Returns what a worker must still hold after its list, so that the next rounds can continue: `initial`, `steps` later."""
+    return tuple(value._replace(version=value.version + schedule.steps) for value in initial(schedule, worker))
+
+
+def late_units(schedule: Schedule, worker: int) -> tuple[int, ...]:
+    """Returns the units whose version before the first one a worker reads. Empty unless the schedule continues a run."""
+    if not schedule.first:
+        return ()
+    of = rule(schedule)
+    forwards = [action for action in walk(schedule.lists[worker]) if action.op is Op.F]
+    reads = {value for action in forwards for value in of(worker, action).reads if value.kind is Kind.PARAM}
+    return tuple(sorted(value.stage for value in reads if value.version == schedule.first - 1))
 
 
 def collective(schedule: Schedule, action: Action) -> tuple[int, ...]:
     """Returns the workers that must issue this action together; empty if a worker runs it alone."""
-    if action.op is Op.S and not schedule.ring:
+    if action.op is Op.G or (action.op is Op.S and not schedule.ring):
         return schedule.holders[action.stage]
     return tuple(range(schedule.workers)) if action.op is Op.N else ()
-
-
-def _own(kind: Kind, action: Action, worker: int) -> Value:
-    return Value(kind, action.stage, action.mb, action.replica, 0, action.part, worker)
-
-
-def _wgrad(unit: int, action: Action, worker: int) -> Value:
-    """The gradient that one backward adds to a unit. It names the stage, because each stage of a tied unit adds one."""
-    return Value(Kind.WGRAD, unit, action.mb, action.replica, action.stage, action.part, worker)
-
-
-def _param(unit: int, version: int, worker: int) -> Value:
-    return Value(Kind.PARAM, unit, NONE, 0, version, NONE, worker)
-
-
-def _opt(unit: int, version: int, worker: int) -> Value:
-    return Value(Kind.OPT, unit, NONE, 0, version, NONE, worker)
-
-
-def _sum(schedule: Schedule, unit: int, round_: int, worker: int) -> Value:
-    """The sum of a unit. A collective leaves one on each member; a ring makes one and passes it on."""
-    return Value(Kind.SUM, unit, version=round_, piece=NONE if schedule.ring else worker)
-
-
-def _turn(reader: Action) -> Value:
-    """A turn is named after the action that waits for it."""
-    return Value(Kind.TURN, reader.stage, reader.mb, reader.replica, 0, reader.part, list(Op).index(reader.op))

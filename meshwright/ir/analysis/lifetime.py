@@ -6,7 +6,10 @@ its end. The simulator maps moments to times; the byte budget walks through them
     activations   from F to B or W; R and I convert one form into another at their start, without a second copy
     gradients     one buffer per unit and round, from the first backward to the update; it also holds the sum, and
                   lives until a ring has passed the sum on
-    parameters    a version lives until its last reader; an update is in place if the old version is not read later
+                  if holders divide gradients among them: one buffer from a backward to its sum, and a slice from the first
+                  backward to the update
+    parameters    a version lives until its last reader, and so does what was gathered for some actions; an update is in place
+                  if the old version is not read later
     messages      on the sender until sent, on the receiver from the start of the message
 """
 
@@ -21,7 +24,7 @@ from meshwright.ir.analysis.order import Flow
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.schedule import Schedule
 
-UNCOUNTED = frozenset({Kind.NORM, Kind.OPT, Kind.TURN, Kind.WGRAD})
+UNCOUNTED = frozenset({Kind.NORM, Kind.TURN, Kind.WGRAD})
 """Kinds that use no memory counted here, or share the memory of a buffer."""
 
 SUMS = frozenset({Kind.SUM, Kind.PARTIAL})
@@ -56,12 +59,17 @@ def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
                 continue
             if kind in MESSAGES and not price.value_bytes(worker, values[number]):
                 continue
-            yield _life(flow, price, worker, number, 2 * index + (kind is Kind.PARAM), last)
+            in_place = kind in (Kind.PARAM, Kind.SHARD, Kind.OPT) and values[number].mb == NONE
+            yield _life(flow, price, worker, number, 2 * index + in_place, last)
     if price.recompute:
         yield from _working(flow, price, worker)
     for (unit, _), (first, end) in gradients.items():
         buffer = Value(Kind.WGRAD, unit)
-        yield Life(buffer, 2 * first, end, price.value_bytes(worker, buffer), 0.0)
+        whole = price.value_bytes(worker, buffer)
+        divided = flow.schedule.sharding.sums_singly
+        yield Life(buffer, 2 * first, end, whole / price.shares(unit) if divided else whole, 0.0)
+    if flow.schedule.sharding.sums_singly:
+        yield from _whole_gradients(flow, price, worker)
 
 
 def parameter_copies(found: Sequence[Life], schedule: Schedule) -> float:
@@ -109,6 +117,17 @@ def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple
     yield from ((key, (index, update.get(key))) for key, index in first.items())
 
 
+def _whole_gradients(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
+    """Yields the gradients of single backwards, which live until their sum."""
+    made: dict[int, int] = {}
+    for index, (reads, writes) in enumerate(zip(flow.reads[worker], flow.writes[worker], strict=True)):
+        made |= {number: index for number in writes if flow.values[number].kind is Kind.WGRAD}
+        for number in reads:
+            if flow.values[number].kind is Kind.WGRAD:
+                value = flow.values[number]
+                yield Life(value, 2 * made[number], 2 * index + 1, price.value_bytes(worker, value), 0.0)
+
+
 def _in_buffer(value: Value, entry: Entry, gradients: dict[tuple[int, int], tuple[int, int | None]]) -> bool:
     """True if this value lives in the gradient buffer: a sum, or the partial sum that this worker adds up itself."""
     if (value.stage, value.version) not in gradients:
@@ -125,9 +144,19 @@ def _swaps(entry: Entry, value: Value) -> bool:
 
 def _ends(flow: Flow, value: Value) -> bool:
     """True if a value ends with its last local use. Parameters end only if an update replaces them."""
-    if value.kind is Kind.PARAM:
-        return value._replace(version=value.version + 1) in flow.ids
+    if value.kind is Kind.PARAM and value.mb != NONE:
+        return True
+    if value.kind in (Kind.PARAM, Kind.SHARD, Kind.OPT):
+        return value._replace(version=value.version + 1) in flow.ids and not _is_kept(flow, value)
     return value.kind in CONSUMED or value.kind is Kind.SUM or value.kind is Kind.NORM
+
+
+def _is_kept(flow: Flow, value: Value) -> bool:
+    """True if the next rounds need a version at the end of the lists: the last but one, where it was held at their start."""
+    first, steps = flow.schedule.first, flow.schedule.steps
+    if not first or value.version != first + steps - 1:
+        return False
+    return flow.ids.get(value._replace(version=first - 1)) in flow.initial[value.piece]
 
 
 def _working(flow: Flow, price: Price, worker: int) -> Iterator[Life]:

@@ -37,7 +37,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-JOINT = (Op.S, Op.N)
+JOINT = (Op.S, Op.N, Op.G)
 """Ops that a group of workers may have to issue together."""
 
 

@@ -8,17 +8,24 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Kind, Op, Value
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.profile import StageCost, rows_for
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.schedule import Schedule, Sharding
 
 
 class Price:
     """Seconds of entries and bytes of values.
 
-    A cell takes `F + B - overlap * min(F, B)`: with 0 overlapping saves nothing, with 1 it hides the shorter action.
+    A cell takes `F + B - overlap * min(F, B)`: with 0 overlapping saves nothing, with 1 it hides the shorter action. `copies` is
+    the number of data-parallel copies, which may divide optimizer state and gradients among them.
     """
 
     def __init__(
-        self, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster | None = None, *, overlap: float = 0.0
+        self,
+        schedule: Schedule,
+        costs: Sequence[StageCost],
+        cluster: Cluster | None = None,
+        *,
+        overlap: float = 0.0,
+        copies: int = 1,
     ) -> None:
         if not 0.0 <= overlap <= 1.0:
             raise MeshwrightError(f"overlap is the share of the shorter action that a cell hides, 0 to 1, got {overlap}")
@@ -26,6 +33,7 @@ class Price:
         self.costs = tuple(rows_for(costs, schedule.stages))
         self.cluster = cluster or Cluster()
         self.overlap = overlap
+        self.copies = copies
         self.recompute = schedule.recompute or ()
         self.narrow = all(len(team) == 1 for replica in schedule.placement.teams for teams in replica for team in teams)
         self._seconds: dict[tuple[Op, int, int], float] = {}
@@ -53,7 +61,7 @@ class Price:
     def whole_s(self, op: Op, stage: int) -> float:
         """Returns the time of an op on all rows of a microbatch, or of a sync. Inline recompute counts into the backward."""
         if op not in COMPUTE:
-            return self.sync_s(stage) if op is Op.S else 0.0
+            return self.sync_s(stage) if op is Op.S else self.gather_s(stage) if op is Op.G else 0.0
         cost = self.costs[stage]
         share = self.recompute[stage].share if self.recompute else 1.0
         inside = share * cost.recompute_s if self._inline(stage) else 0.0
@@ -74,6 +82,10 @@ class Price:
     def sync_s(self, unit: int) -> float:
         """Returns how long the sync of a unit takes; the sync of a tie group is included in its stages."""
         return self.costs[unit].sync_s if unit < len(self.costs) and not self.schedule.ring else 0.0
+
+    def gather_s(self, unit: int) -> float:
+        """Returns how long it takes to gather the parameters of a unit; a tie group is included in its stages."""
+        return self.costs[unit].gather_s if unit < len(self.costs) else 0.0
 
     def value_bytes(self, worker: int, value: Value) -> float:
         """Returns how much memory a value uses on this worker."""
@@ -100,8 +112,19 @@ class Price:
                 return self._saved_bytes(kind, stage)
             case Kind.PARAM | Kind.WGRAD | Kind.PARTIAL | Kind.SUM:
                 return self.costs[stage].parameter_bytes if stage < len(self.costs) else 0.0
-            case Kind.NORM | Kind.OPT | Kind.TURN:
+            case Kind.OPT:
+                whole = self.costs[stage].optimizer_bytes if stage < len(self.costs) else 0.0
+                return whole / self.shares(stage)
+            case Kind.SHARD if self.schedule.sharding is Sharding.PARAMETERS and stage < len(self.costs):
+                return self.costs[stage].parameter_bytes / self.shares(stage)
+            case Kind.NORM | Kind.TURN | Kind.SHARD:
                 return 0.0
+
+    def shares(self, unit: int) -> int:
+        """Returns among how many holders, over all data-parallel copies, the state of a unit is divided."""
+        if self.schedule.sharding is Sharding.NONE:
+            return 1
+        return self.copies * len(self.schedule.holders[unit])
 
     def message_s(self, value: Value, source: int, target: int) -> tuple[float, float]:
         """Returns how long a message occupies the link, and the latency after that."""

@@ -14,9 +14,10 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.ir import reader as reading
 from meshwright.ir.action import Action, parse
+from meshwright.ir.input_limits import shown
 from meshwright.ir.placement import Placement
 from meshwright.ir.reader import Reader, count, flag, number, parsed, positive, rows
-from meshwright.ir.schedule import ChannelOrder, Lists, Recompute, Schedule
+from meshwright.ir.schedule import ChannelOrder, Lists, Recompute, Schedule, Sharding
 
 SCHEMA = 1
 LARGEST = 5_000_000
@@ -42,6 +43,8 @@ _KEYS = frozenset(
         "flush",
         "ring",
         "norm",
+        "sharding",
+        "first",
         "lowered",
     ]
 )
@@ -84,6 +87,8 @@ def schedule_to_json(schedule: Schedule) -> str:
         "flush": (schedule.flush, True),
         "ring": (schedule.ring, False),
         "norm": (schedule.norm, False),
+        "sharding": (schedule.sharding.value, Sharding.NONE.value),
+        "first": (schedule.first, 0),
         "lowered": (schedule.lowered, False),
     }
     data |= {key: value for key, (value, default) in optional.items() if value != default}
@@ -134,6 +139,8 @@ def schedule_from(data: Any, what: str) -> Schedule:
         flush=read("flush", flag, True),
         ring=read("ring", flag, False),
         norm=read("norm", flag, False),
+        sharding=read("sharding", _sharding, Sharding.NONE),
+        first=read("first", count, 0),
         lowered=read("lowered", flag, False),
     )
     _refuse_large(schedule)
@@ -194,3 +201,9 @@ def _action(text: Any) -> Action:
     if not isinstance(action, Action):
         raise MeshwrightError(f"'{text}' is not a single action")
     return action
+
+
+def _sharding(value: Any) -> Sharding:
+    if value not in list(Sharding):
+        raise MeshwrightError(f"sharding must be one of {', '.join(Sharding)}, got {shown(value)}")
+    return Sharding(value)

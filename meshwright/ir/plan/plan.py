@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from math import inf, nan
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.input_limits import refuse_unfit, shown
+from meshwright.ir.input_limits import shown
+from meshwright.ir.plan.plan_dp import ZERO_3_STAGES, DpMode, parse_dp_mode, refuse_beside_cyclic
+from meshwright.ir.plan.plan_fields import checked_options, checked_recompute, checked_stages, checked_width
 from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
 from meshwright.ir.plan.plan_order import Follows, followed, order_of, refers
 from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS, checked_tensor
@@ -22,10 +21,6 @@ from meshwright.ir.schedule import Schedule
 
 LOCAL_RANKS = 256
 """The most processes that are started on one host."""
-
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]B|[KMG]iB)", re.IGNORECASE)
 
 
 class TransportName(StrEnum):
@@ -53,7 +48,9 @@ class Parallel:
 
     Args:
         pp: Workers of one pipeline.
-        dp: Copies of the pipeline, each with its own rows of the batch.
+        dp: Data-parallel copies, each with its own rows of the batch.
+        dp_mode: What the copies hold and exchange: `replicated`, `zero-1`, `zero-2`, `zero-3`, `cyclic`, `cyclic-zero`,
+            `cyclic-mp` or `cyclic-pp`.
         schedule: A name, a `Schedule`, a schedule file, or `package.module:function`.
         microbatches: Microbatches of one step; 0 stands for as many as workers.
         options: Options of the schedule, such as `{"mode": "halving"}`.
@@ -106,6 +103,7 @@ class Parallel:
     save: str = "shards"
     overlap: bool = False
     replicate: tuple[str, ...] = ()
+    dp_mode: str = "replicated"
 
     def __post_init__(self) -> None:
         self._take_own()
@@ -120,10 +118,17 @@ class Parallel:
             if not isinstance(word := getattr(self, name), str):
                 raise MeshwrightError(f"{name} must be a name, got {shown(word)}", fix=f'{name}="{example}"')
         parse_name(self.transport)
-        options = _options(self.options)
-        self._set(options=options, recompute=_recompute(self.recompute), width=_width(self.width), stages=_stages(self.stages))
+        self._set(options=checked_options(self.options), recompute=checked_recompute(self.recompute))
+        self._set(width=checked_width(self.width), stages=checked_stages(self.stages))
         self._set(costs=() if self.costs in (None, (), []) else costs_from(self.costs, "the costs of a plan"))
-        if self.order is not None:
+        mode = parse_dp_mode(self.dp_mode)
+        if mode.is_cyclic:
+            refuse_beside_cyclic(mode, {f.name: getattr(self, f.name) for f in fields(self)})
+            self._set(pp=1, schedule=UnsaidName("cyclic"), microbatches=self.dp)
+        elif mode is DpMode.ZERO_3 and isinstance(self.schedule, UnsaidName) and self.order is None and self.pp == 1:
+            self._set(pp=1, schedule=UnsaidName("interleaved"), microbatches=int(self.microbatches) or 1)
+            self._set(options={"chunks": ZERO_3_STAGES, **self.options})
+        elif self.order is not None:
             self._follow(self.order)
         elif refers(self.schedule):
             self._set(microbatches=self.microbatches or Unsaid(self.pp))
@@ -155,7 +160,7 @@ class Parallel:
         )
         found = followed(order, given)
         self._set(pp=found.pp, microbatches=found.microbatches, width=found.width, schedule=found.schedule)
-        self._set(options=_options(found.options))
+        self._set(options=checked_options(found.options))
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -184,104 +189,36 @@ class Parallel:
         return self.recompute if isinstance(self.recompute, float) else None
 
     @property
+    def mode(self) -> DpMode:
+        """How the data-parallel copies work together."""
+        return DpMode(self.dp_mode)
+
+    @property
+    def copies(self) -> int:
+        """How many times the schedule runs side by side. The copies of a cyclic mode are the workers of one schedule."""
+        return 1 if self.mode.is_cyclic else self.dp
+
+    @property
     def workers(self) -> int:
-        """The number of workers of one data-parallel copy."""
+        """The number of workers of the schedule."""
+        if self.mode.is_cyclic:
+            return self.mode.workers(self.dp)
         return sum(self.width) if self.width else int(self.pp)
 
     @property
     def processes(self) -> int:
         """The total number of processes."""
-        return self.workers * self.dp * self.tp
+        return self.workers * self.copies * self.tp
+
+    @property
+    def degrees(self) -> tuple[str, ...]:
+        """The numbers whose product is `processes`, as text: pp or width, dp, and tp if ranks share a worker."""
+        pipeline = f"width {'+'.join(map(str, self.width))}" if self.width else f"pp {self.pp}"
+        mode = "" if self.mode is DpMode.REPLICATED else f" ({self.mode})"
+        return (*([] if self.mode.is_cyclic else [pipeline]), f"dp {self.dp}{mode}", *([f"tp {self.tp}"] if self.tp > 1 else []))
 
 
 def refuse_crowd(ranks: int) -> None:
     """Raises if one host would have to start too many workers; called before any of them starts."""
     if ranks > LOCAL_RANKS:
         raise MeshwrightError(f"{ranks} workers exceed the limit of {LOCAL_RANKS} on one host", fix="torchrun on more hosts")
-
-
-def bytes_in(text: str) -> float | None:
-    """Returns a size such as 2GB or 512 MiB in bytes; None if the text is not a size with a unit."""
-    size = _SIZE.fullmatch(text.strip())
-    return float(size[1]) * _UNITS[size[2].upper()] if size else None
-
-
-def _options(given: object) -> dict[str, object]:
-    """Returns the options by name; None means no options."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise MeshwrightError(f"options must be a mapping from names to values, got {shown(given)}", fix="options={'chunks': 2}")
-    for name, value in given.items():
-        if isinstance(value, int) and abs(value) >= LARGEST:
-            raise MeshwrightError(f"option {name} must be below {LARGEST}, got {shown(value)}", fix=f"options={{'{name}': 2}}")
-    refuse_unfit(given, "a mapping of options")
-    return dict(given)
-
-
-def _recompute(given: object) -> str | float | tuple[float, ...] | None:
-    """Returns a mode name, a budget in bytes, or shares. The number of shares is checked later, when stages are known."""
-    if given is None:
-        return None
-    if isinstance(given, str):
-        budget = bytes_in(given)
-        if budget is None:
-            return given
-        if budget < inf:
-            return budget
-    elif 1 < (budget := _number(given)) < inf:
-        return budget
-    if (shares := _listed(given)) is None or not all(_is_share(share) for share in shares):
-        raise MeshwrightError(
-            "recompute must be a mode, a budget in bytes, or for each stage a share of its layers between 0 and 1, "
-            f"got {shown(given)}",
-            fix="recompute='inline', recompute='2GB', or recompute=[0.5, 1]",
-        )
-    return tuple(float(share) for share in shares)
-
-
-def _listed(given: object) -> tuple[Any, ...] | None:
-    """Returns the items of a sequence; None for str and bytes, which count as one value."""
-    single = isinstance(given, str | bytes | bytearray | memoryview)
-    return tuple(given) if isinstance(given, Sequence) and not single else None
-
-
-def _is_share(given: object) -> bool:
-    return 0 <= _number(given) <= 1
-
-
-def _number(given: object) -> float:
-    """Returns a number as a float: infinity if it is too large, NaN if it is not a number."""
-    if not isinstance(given, Real) or isinstance(given, bool):
-        return nan
-    try:
-        return float(given)
-    except OverflowError:
-        return inf
-
-
-def _stages(given: object) -> tuple[str | int, ...]:
-    """Returns where stages begin; None means that Meshwright chooses."""
-    if given is None:
-        return ()
-    found = _listed(given)
-    if found is None or not all(_is_place(at) for at in found):
-        raise MeshwrightError(
-            f"stages must list the modules that stages begin with, got {shown(given)}",
-            fix='stages=["model.layers.4", "model.layers.8"]',
-        )
-    return found
-
-
-def _is_place(given: object) -> bool:
-    return isinstance(given, str) or (isinstance(given, int) and not isinstance(given, bool) and abs(given) < LARGEST)
-
-
-def _width(given: object) -> tuple[int, ...]:
-    """Returns the number of workers of each stage; None means one each."""
-    if given is None:
-        return ()
-    found = _listed(given)
-    if found is None or any(isinstance(w, bool) or not isinstance(w, int) or not 0 < w < LARGEST for w in found):
-        raise MeshwrightError(f"width must list the workers of each stage, got {shown(given)}", fix="width=(4, 2, 1, 1)")
-    return found

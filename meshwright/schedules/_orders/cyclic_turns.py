@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
 from meshwright.ir.profile import StageCost
 
@@ -12,12 +13,13 @@ UNEVEN = 1.001
 """Stages whose times differ by more than this ratio are not equal."""
 
 
-def stagger(workers: int, stages: int, costs: Sequence[StageCost], *, rounds: int) -> list[Turn]:
-    """Returns the turns of equal stages, or only the delayed starts of unequal ones."""
+def staggered(how: str, workers: int, stages: int, costs: Sequence[StageCost], rounds: range) -> list[Turn]:
+    """Returns turns that hold the stagger exactly, or only the delayed starts; `auto` means turns if stages are equal."""
     times = [cost.forward_s + cost.backward_s for cost in costs]
-    if max(times) <= UNEVEN * min(times):
-        return even_turns(stages, range(rounds * workers))
-    return start_turns(workers, stages, costs)
+    even = max(times) <= UNEVEN * min(times) if how == "auto" else how == "turns"
+    found = even_turns(stages, range(len(rounds) * workers)) if even else start_turns(workers, stages, costs)
+    start = rounds.start * workers
+    return [(writer.shifted(start, 0), reader.shifted(start, 0)) for writer, reader in found]
 
 
 def even_turns(stages: int, mbs: range) -> list[Turn]:
@@ -51,3 +53,18 @@ def start_turns(workers: int, stages: int, costs: Sequence[StageCost]) -> list[T
                 turns.append((action, Action(Op.F, 0, worker + 1)))
                 break
     return turns
+
+
+def refuse_sizes(workers: int, microbatches: int, stages: int, rule: str, margin: int | None) -> None:
+    """Raises if a cyclic schedule of these sizes is not possible."""
+    if microbatches != workers:
+        raise MeshwrightError(
+            f"cyclic runs one microbatch per worker and round: {workers} workers, got {microbatches} microbatches",
+            fix=f"--microbatches {workers}",
+        )
+    if not 1 <= stages <= workers:
+        raise MeshwrightError(f"cyclic needs 1 to {workers} stages for {workers} workers, got {stages}", fix=f"chunks={workers}")
+    if margin is not None and not 0 <= margin <= workers:
+        raise MeshwrightError(f"cyclic: margin must be 0 to {workers}, got {margin}", fix="margin=0")
+    if margin is not None and rule == "v1":
+        raise MeshwrightError("cyclic: margin needs rule=v2; v1 has the largest margin", fix="rule=v2")

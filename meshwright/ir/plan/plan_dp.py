@@ -1,0 +1,63 @@
+"""How the data-parallel copies of a plan share parameters, gradients and optimizer state, and what follows from it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.input_limits import shown
+from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
+
+ZERO_3_STAGES = 4
+"""Into how many stages zero-3 cuts a model, unless the option `chunks` says otherwise."""
+
+
+class DpMode(StrEnum):
+    """What a data-parallel copy holds, and when copies exchange it."""
+
+    REPLICATED = "replicated"  # everything whole on every copy
+    ZERO_1 = "zero-1"  # optimizer state in slices
+    ZERO_2 = "zero-2"  # ... and gradients
+    ZERO_3 = "zero-3"  # ... and parameters
+    CYCLIC = "cyclic"  # copies run two time steps apart; gradients go from copy to copy
+    CYCLIC_ZERO = "cyclic-zero"  # ... and parameters too, optimizer state is only at the owner of a stage
+    CYCLIC_MP = "cyclic-mp"  # a stage has as many devices as its microbatches need
+    CYCLIC_PP = "cyclic-pp"  # a stage has one device
+
+    @property
+    def is_cyclic(self) -> bool:
+        """Whether the copies are the workers of a cyclic schedule."""
+        return self.value.startswith("cyclic")
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the holders of a unit divide its state among them after ordinary steps."""
+        return self.value.startswith("zero")
+
+    def workers(self, dp: int) -> int:
+        """Returns the workers of a cyclic schedule for so many copies."""
+        return dp * (dp + 1) // 2 if self is DpMode.CYCLIC_MP else dp
+
+
+def parse_dp_mode(name: object) -> DpMode:
+    """Returns the mode of this name."""
+    if not isinstance(name, str) or name not in list(DpMode):
+        raise MeshwrightError(f"dp_mode must be one of {', '.join(DpMode)}, got {shown(name)}", fix='dp_mode="zero-1"')
+    return DpMode(name)
+
+
+def refuse_beside_cyclic(mode: DpMode, given: dict[str, Any]) -> None:
+    """Raises if a plan says something that a cyclic mode decides itself."""
+    dp, what = given["dp"], f'dp_mode="{mode}"'
+    if given["order"] is not None or not isinstance(given["schedule"], UnsaidName):
+        raise MeshwrightError(f"schedule={shown(given['schedule'])} and {what} cannot be combined", fix="leave out the schedule")
+    if not isinstance(given["pp"], Unsaid) and given["pp"] != 1:
+        raise MeshwrightError(f"pp={given['pp']} and {what} cannot be combined: copies run all stages", fix="pp=1")
+    if given["width"]:
+        raise MeshwrightError(f"width={given['width']} and {what} cannot be combined", fix="leave out the width")
+    if given["microbatches"] not in (0, dp):
+        raise MeshwrightError(
+            f"{what} runs one microbatch per copy and step: dp={dp}, got microbatches={given['microbatches']}",
+            fix=f"microbatches={dp}, or leave it out",
+        )
