@@ -60,13 +60,29 @@ class Mesh:
         """True on one rank of each data-parallel copy, which counts its rows."""
         return self.worker == 0 and self.coordinate == 0
 
+    def seat_of(self, worker: int) -> int:
+        """Returns the seat of a worker in the same data-parallel copy."""
+        return worker + self.workers * self.copy
+
     def rank_of(self, worker: int) -> int:
         """Returns the rank of a worker in the same data-parallel copy, at the same coordinate."""
-        return self._at_coordinate((worker + self.workers * self.copy,))[0]
+        return self._at_coordinate((self.seat_of(worker),))[0]
 
     def holders(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
         """Returns every rank that holds a unit's parameters at this rank's coordinate, over all data-parallel copies."""
         return self._at_coordinate(holders(schedule, self.copies, unit))
+
+    def writers(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
+        """Returns every rank that holds a unit's parameters or parts of them: all ranks of all its seats."""
+        return tuple(seat * self.box + c for seat in holders(schedule, self.copies, unit) for c in range(self.box))
+
+    def shares_seat(self, rank: int) -> bool:
+        """Returns whether a rank belongs to the seat of this rank."""
+        return rank // self.box == self.seat
+
+    def coordinate_of(self, rank: int) -> int:
+        """Returns the coordinate of a rank."""
+        return rank % self.box
 
     def adding(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
         """Returns the ranks that this rank sums a unit's gradients with; empty if it sums them with messages only."""

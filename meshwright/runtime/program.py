@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Kind, Op, Transfer, Value, actions
-from meshwright.ir.analysis.effects import rule
+from meshwright.ir.analysis.effects import final, rule
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.transport.base import Channel
 
@@ -20,7 +20,8 @@ class Instruction:
     """One action or one end of a message.
 
     `reads` and `writes` map kinds to slots. `round` is the round of the gradients. `in_place` is true for an update if no later
-    instruction reads the version that it replaces. `drops` are the versions that this instruction is the last to read.
+    instruction reads the version that it replaces. `drops` are the versions that this instruction is the last to read,
+    `frees` the units that were gathered for it and the instructions before it.
     `releases` is true for the last use of the unit's gradients of this round. `waits` and `signals` are turns. `words` is `name`
     and `stage` as bytes. The executor writes them before it runs the instruction, so that the parent knows where a worker died.
     """
@@ -36,6 +37,7 @@ class Instruction:
     sends: bool = False
     in_place: bool = True
     drops: tuple[Value, ...] = ()
+    frees: tuple[int, ...] = ()
     releases: bool = False
     waits: tuple[int, ...] = ()
     signals: tuple[int, ...] = ()
@@ -126,7 +128,7 @@ def program(schedule: Schedule, worker: int, rank_of: Callable[[int], int]) -> P
             instruction = Instruction(entry, action, _by_kind(found.reads, slots), _by_kind(found.writes, slots), round_)
             instruction.waits, instruction.signals = instruction.reads.get(Kind.TURN, ()), instruction.writes.get(Kind.TURN, ())
             instructions.append(instruction)
-    _mark_versions(instructions, list(slots))
+    _mark_versions(instructions, list(slots), schedule, worker)
     _mark_releases(instructions)
     return Program(schedule, worker, tuple(instructions), tuple(slots))
 
@@ -145,8 +147,9 @@ def _by_kind(values: tuple[Value, ...], slots: dict[Value, int]) -> dict[Kind, t
     return found
 
 
-def _mark_versions(instructions: list[Instruction], values: list[Value]) -> None:
-    """Computes the lifetime of parameter versions: liveness over the worker's list."""
+def _mark_versions(instructions: list[Instruction], values: list[Value], schedule: Schedule, worker: int) -> None:
+    """Computes the lifetime of parameter versions: liveness over the worker's list, and what the next rounds need after it."""
+    kept = set(final(schedule, worker)) if schedule.first else set()
     last: dict[int, int] = {}
     for index, instruction in enumerate(instructions):
         for slot in instruction.reads.get(Kind.PARAM, ()):
@@ -158,8 +161,13 @@ def _mark_versions(instructions: list[Instruction], values: list[Value]) -> None
     }
     for slot, index in last.items():
         value = values[slot]
-        if (update := replaced.get((value.stage, value.version))) is not None:
-            instructions[update].in_place = index <= update
+        if value.mb != NONE:
+            instructions[index].frees += (value.stage,)
+            continue
+        update = replaced.get((value.stage, value.version))
+        if update is not None:
+            instructions[update].in_place = index <= update and value not in kept
+        if value not in kept and (update is not None or value.version < schedule.first):
             instructions[index].drops += (value,)
 
 

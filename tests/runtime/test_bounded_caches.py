@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from meshwright.ir.plan.plan import Parallel
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.executor import executor
 from meshwright.runtime.recent import Recent
 from meshwright.runtime.stage import graphs_by_size

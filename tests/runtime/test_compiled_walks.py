@@ -15,8 +15,9 @@ from meshwright import MeshwrightError
 from meshwright.ir.placement import Rows
 from meshwright.ir.plan.plan import Parallel
 from meshwright.runtime.cpu_scheduling import batch_policy
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.evaluate import Forward
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.executor.executor import FORMS
 from meshwright.runtime.stage.batch import Batch, Own
 from meshwright.runtime.stage.layers import Layers

@@ -164,13 +164,14 @@ def garbled(port: int, state: dict[str, object]) -> None:
     """Write to all keys of the board of a run, from a connection of its own."""
     if "store" not in state:
         state["store"] = TCPStore("127.0.0.1", port, is_master=False)
-    store: Any = state["store"]
+    store: Any = state.pop("store")  # kept only if it worked: after an error the next attack connects anew
     for text in GARBAGE:
         for rank in range(2):
             store.set(f"job1/watch/doing/{rank}", text)
         store.set("job1/watch/failure", text)
     for key, text in forged("job1").items():
         store.set(key, text)
+    state["store"] = store
 
 
 def test_garbage_in_the_store_does_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.stage.layers import Layers

@@ -96,12 +96,13 @@ def stale_version(patch: pytest.MonkeyPatch) -> None:
     plain = Parameters.versions
 
     def versions(self: Parameters, step: Any) -> Any:
-        kept = {n: dict(unit.leaves) for n, unit in self.units.items()}
-        for unit in self.units.values():
-            unit.leaves = {version: unit.leaves[min(unit.leaves)] for version in unit.leaves}
+        held = [unit.versions for unit in self.units.values() if unit.versions is not None]
+        kept = [dict(of.leaves) for of in held]
+        for of in held:
+            of.leaves = {version: of.leaves[min(of.leaves)] for version in of.leaves}
         found = plain(self, step)
-        for n, unit in self.units.items():
-            unit.leaves = kept[n]
+        for of, before in zip(held, kept, strict=True):
+            of.leaves = before
         return found
 
     patch.setattr(Parameters, "versions", versions)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel, verify
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.stage import cpu_formats as probe
 from meshwright.runtime.stage.layers import Layers

@@ -15,7 +15,8 @@ from meshwright import MeshwrightError, Parallel, Placement, Recompute, Schedule
 from meshwright.ir.action import parse
 from meshwright.passes import check as proofs
 from meshwright.passes.check import prove
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.precision import Precision

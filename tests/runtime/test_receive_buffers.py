@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.ir.plan.plan import Parallel
 from meshwright.passes.messages import OUTSTANDING
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.executor.executor import WINDOW_BYTES
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.transport.base import Channel

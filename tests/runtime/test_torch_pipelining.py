@@ -18,7 +18,8 @@ from torch.distributed.pipelining import (
 )
 
 from meshwright.ir.plan.plan import Parallel
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.stage.layers import Layers
 from meshwright.train.models import small_models as models
 from meshwright.train.setup.build_schedule import lists_for, stages_of

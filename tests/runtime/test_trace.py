@@ -18,7 +18,8 @@ from meshwright.ir.plan.plan import Parallel
 from meshwright.report.comparison import versus, versus_text
 from meshwright.report.perfetto import both_to_perfetto
 from meshwright.runtime.emulate.emulate import emulate
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.tracing.clock_offset import common_clock

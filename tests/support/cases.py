@@ -225,6 +225,7 @@ def schedule_files(draw: st.DrawFn) -> dict[str, Any]:
     stage_list = st.lists(st.integers(0, stages), max_size=3)
     extras: dict[str, st.SearchStrategy[Any]] = {
         "repeats": st.integers(0, 3),
+        "first": st.integers(0, 2),
         "options": st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.booleans(), st.text(max_size=5), st.none())),
         "parts": st.integers(1, 3),
         "ties": st.lists(stage_list, max_size=2),

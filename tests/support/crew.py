@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "meshwright.runtime.transport.choose", "pytest"])
 
 
-def run(function: Callable[..., Any], world: int, *args: Any, deadline_s: float = 20.0) -> list[Any]:
-    """What `function(rank, *args)` returns on each rank: its value, its exception as text, or None if it was killed."""
+def run(function: Callable[..., Any], world: int, *args: Any, deadline_s: float = 60.0) -> list[Any]:
+    """What `function(rank, *args)` returns on each rank: its value, its exception as text, or None if it was killed.
+
+    A rank that does not end in time gives "still running" and where each of its threads stands. The deadline is no bar: tests
+    that promise a time measure it themselves.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
         crew = [
@@ -26,15 +33,32 @@ def run(function: Callable[..., Any], world: int, *args: Any, deadline_s: float 
             member.start()
             far.close()
         try:
-            return _collect([near for near, _ in pipes], deadline_s)
+            results = _collect([near for near, _ in pipes], deadline_s)
+            return [_stacks(crew[rank].pid, folder, rank) if result is _LATE else result for rank, result in enumerate(results)]
         finally:
             for member in crew:
                 member.kill()
                 member.join()
 
 
+_LATE = object()
+
+
+def _stacks(pid: int | None, folder: str, rank: int) -> str:
+    """Ask a process that is late where it stands."""
+    if pid is None:
+        return "still running: never started"
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return "still running: the process is gone, but something holds its pipe open"
+    time.sleep(0.5)
+    file = Path(folder, f"stacks-{rank}")
+    return f"still running: {file.read_text() if file.exists() else 'before its first line'}"
+
+
 def _collect(pipes: list[Connection], deadline_s: float) -> list[Any]:
-    results: list[Any] = ["still running"] * len(pipes)
+    results: list[Any] = [_LATE] * len(pipes)
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
     end = time.monotonic() + deadline_s
     while open_pipes and (left := end - time.monotonic()) > 0:
@@ -53,6 +77,7 @@ def _work(pipe: Connection, folder: str, rank: int, world: int, function: Callab
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, open(f"{folder}/stacks-{rank}", "w"), all_threads=True)  # noqa: SIM115 (stays open)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     try:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Schedule, check, lower
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.stage.layers import Layers
 from meshwright.train.verify.serial_reference import Serial

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import MeshwrightError, Parallel
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.stage.layers import Layers
 from meshwright.train.checkpoint.write import Checkpoints
 from meshwright.train.models.small_models import gpt, mlp, mlp_batch, text_batch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -20,16 +20,15 @@ from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.stage_modules import States
 from meshwright.capture.model_graph import line_of
 from meshwright.capture.shard.emit import shard_layers
-from meshwright.capture.shard.parts import cut_parameters, part_of
-from meshwright.capture.shard.settle import Settled, settle
-from meshwright.capture.shard.sizes import sizes_for
+from meshwright.capture.shard.layouts.parts import cut_parameters, part_of
+from meshwright.capture.shard.settle import Settled
+from meshwright.capture.shard.sharded import ShardPlan, TensorCut, shard_plan
 from meshwright.capture.shard.wide_casts import wide_casts, widened
 from meshwright.capture.trace.export import flatten
-from meshwright.costs import modes
 from meshwright.costs.declared import Phase
 from meshwright.costs.scheme import Grid, Save, TensorRequest
-from meshwright.tensor.thread_wires import run
-from meshwright.tensor.wires import Wires
+from meshwright.tensor.wires.thread_wires import run
+from meshwright.tensor.wires.wires import Wires
 from tests.support import captured_models as small
 
 Request = tuple[str, TensorRequest]
@@ -133,22 +132,34 @@ class Outcome:
     """The share of every matrix that a rank holds."""
 
 
-def settled(
-    ref: Reference, asked: Request, *, save: Save = Save.GATHERED, batch: Mapping[str, Tensor] | None = None, **more: Any
-) -> Settled:
-    mode = modes.mode(asked[0])
-    cells = mode.grid(asked[1])
+def tensor_cut(asked: Request, *, save: Save = Save.GATHERED, overlap: bool = False, **more: Any) -> TensorCut:
+    return replace(TensorCut.of(*asked, save=save, **more), overlap=overlap)
+
+
+def plan_of(
+    ref: Reference,
+    asked: Request,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    places: Sequence[int] | None = None,
+    **more: Any,
+) -> ShardPlan:
     shapes = {name: tuple(t.shape) for name, t in (batch or ref.batch).items()}
-    frozen = [name for name, parameter in ref.model.named_parameters() if not parameter.requires_grad]
-    sizes = sizes_for(ref.line.flat, shapes)
-    return settle(ref.line, ref.ties, mode.scheme(cells, save=save), cells, sizes=sizes, frozen=frozen, **more)
+    return shard_plan(ref.model, ref.line.flat, tensor_cut(asked, **more), shapes, places=places)
+
+
+def settled(ref: Reference, asked: Request, **more: Any) -> Settled:
+    return plan_of(ref, asked, **more).settled
 
 
 Pass = Callable[[nn.Module, Wires], Tensor]
 
 
-def on_threads(ref: Reference, found: Settled, work: Pass, *, seed: int | None = None) -> Outcome:
-    """Run forward and backward on every rank; `work` returns the loss and leaves gradients in the parameters."""
+def on_threads(ref: Reference, found: Settled, work: Pass, *, seed: int | None = None, floor: float = 1e-3) -> Outcome:
+    """Run forward and backward on every rank; `work` returns the loss and leaves gradients in the parameters.
+
+    Small gradients are compared with `floor` times the largest of the model.
+    """
     cells = found.grid
     models = [copy.deepcopy(ref.model) for _ in range(cells.ranks)]
 
@@ -165,20 +176,28 @@ def on_threads(ref: Reference, found: Settled, work: Pass, *, seed: int | None =
         return abs(float(loss) - float(ref.loss)), sums, wires
 
     results = run(cells, rank)
-    return _outcome(ref, found, cells, results)
+    return _outcome(ref, found, cells, results, floor)
 
 
-def _outcome(ref: Reference, found: Settled, cells: Grid, results: Sequence[tuple[float, dict[str, Tensor], Wires]]) -> Outcome:
+def _outcome(
+    ref: Reference, found: Settled, cells: Grid, results: Sequence[tuple[float, dict[str, Tensor], Wires]], floor: float
+) -> Outcome:
     assert all(name in found.cuts or not gradient.any() for name, gradient in ref.gradients.items()), "a parameter was lost"
-    largest, worst = max(float(g.abs().max()) for g in ref.gradients.values()), ("", 0.0)
+    largest, worst = max(float(g.abs().max()) for g in ref.gradients.values() if g.numel()), ("", 0.0)
     for name, cut in found.cuts.items():
+        if not ref.gradients[name].numel():
+            continue
         for number, (_, sums, _) in enumerate(results):
             want = part_of(ref.gradients[name], cut.layout, cells, number)
-            scale = max(float(want.abs().max()), 1e-3 * largest)
+            scale = max(float(want.abs().max()), floor * largest)
             error = float((sums[name] - want).abs().max()) / scale
             worst = max(worst, (name, error), key=lambda pair: pair[1])
     log = results[0][2].log
-    shares = {n: results[0][1][n].numel() / g.numel() for n, g in ref.gradients.items() if g.dim() == 2 and n in found.cuts}
+    shares = {
+        n: results[0][1][n].numel() / g.numel()
+        for n, g in ref.gradients.items()
+        if g.dim() == 2 and g.numel() and n in found.cuts
+    }
     return Outcome(
         max(error for error, _, _ in results), worst[1], worst[0], found, {phase: log.words(phase) for phase in Phase}, shares
     )

@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -160,3 +161,28 @@ def vectors(rows: int = 24) -> list[dict[str, Tensor]]:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 8, generator=random)
     return [{"x": row, "labels": row.roll(1)} for row in x]
+
+
+def trains_as_hugging_face(folder: Path, workers: Any, plan: dict[str, Any]) -> None:
+    """Loss, norm, evaluation of rows that divide by nothing, weights, generation, a folder for from_pretrained, a second train().
+
+    A step has 8 rows, whatever the data-parallel copies.
+    """
+    rows = 8 // plan.get("dp", 1)
+    more: dict[str, Any] = {"eval_dataset": text(11), "eval_strategy": "epoch", "num_train_epochs": 1}
+    theirs, model = gpt2(n_head=4), gpt2(n_head=4)
+    wanted = reference(theirs, folder / "hf", text(24), **more)
+    sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    trainer = ours(model, folder / "ours", text(24), workers, parallel=plan, **sizes, **more)
+    trainer.train()
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert series(trainer.state.log_history, key) == pytest.approx(series(wanted, key), rel=1e-5), key
+    assert distance(model, theirs) < 1e-5
+    prompt = torch.tensor([[5, 6, 7], [8, 9, 10], [1, 2, 3]])
+    assert torch.equal(trainer.generate(prompt, max_new_tokens=4), theirs.generate(prompt, max_new_tokens=4, do_sample=False))
+    trainer.save_model(str(folder / "model"))
+    assert distance(GPT2LMHeadModel.from_pretrained(folder / "model"), model) == 0.0
+    trainer.train()
+    assert trainer.optimizer_state is not None
+    shapes = {name: tuple(of["exp_avg"].shape) for name, of in trainer.optimizer_state.tensors.items()}
+    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}, "optimizer states come back whole"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Parallel
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.stage.layers import Layers
 from meshwright.train.setup.build_schedule import lists_for, stages_of

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Kind
 from meshwright.ir.plan.plan import Parallel
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.transport.base import Channel

@@ -39,12 +39,12 @@ def works(program: Program, price: Price) -> dict[int, Work]:
 
     Instructions wait only for values that come by message or collective.
     """
-    ring = program.schedule.ring
+    joint = (Op.G,) if program.schedule.ring else (Op.S, Op.N, Op.G)
     brought = {
         instruction.slot for instruction in program.instructions if instruction.channel is not None and not instruction.sends
     }
     for instruction in program.instructions:
-        if instruction.action.op in (Op.S, Op.N) and not ring and instruction.channel is None:
+        if instruction.action.op in joint and instruction.channel is None:
             brought |= {slot for slots in instruction.writes.values() for slot in slots}
     found: dict[int, Work] = {}
     before: Instruction | None = None

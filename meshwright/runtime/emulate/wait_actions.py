@@ -138,9 +138,10 @@ class WaitActions:
                 self.store.slots, instruction, lambda: Bundle((torch.empty(words, dtype=torch.float64),), (False,))
             )
         match instruction.action.op:
-            case Op.S if not self.program.schedule.ring:
+            case Op.S | Op.G if instruction.action.op is Op.G or not self.program.schedule.ring:
                 members = self.program.schedule.holders[instruction.action.stage]
-                return partial(self._reduce, instruction, self.groups[members] if len(members) > 1 else None, Kind.SUM)
+                made = Kind.PARAM if instruction.action.op is Op.G else Kind.SUM
+                return partial(self._reduce, instruction, self.groups[members] if len(members) > 1 else None, made)
             case Op.N if instruction.round not in self._middle:  # at the end of a run no worker waits for it
                 return lambda: None
             case Op.N:

@@ -2,102 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.analysis.effects import late_units
+from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.engine.rank_runtime import RankRuntime
+from meshwright.runtime.engine.refuse_run import refuse_hooks_of, refuse_run, refuse_unequal
+from meshwright.runtime.engine.settings import Settings
+from meshwright.runtime.executor.executor import Executor
 from meshwright.runtime.executor.train_actions import TrainActions
-from meshwright.runtime.json_exchange import all_gather_json
-from meshwright.runtime.parameters.parameters import Parameters, Rules, refuse_rules
-from meshwright.runtime.parameters.unit import Adder, Collective, Optimizer, Scheduler, Unit
+from meshwright.runtime.parameters.gradient_buffer import Adder, Collective
+from meshwright.runtime.parameters.parameters import Parameters
+from meshwright.runtime.parameters.shares import Shares
+from meshwright.runtime.parameters.unit import Unit
+from meshwright.runtime.program import Program
 from meshwright.runtime.stage.batch import Batch, Batches, Given, Own
-from meshwright.runtime.stage.cpu_formats import require
 from meshwright.runtime.stage.graphs_by_size import Graphs
-from meshwright.runtime.stage.layers import Layers, refuse_hooks, refuse_stray, refuse_tied_hooks, require_layers
-from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective, Tally
-from meshwright.runtime.stage.precision import Precision, refuse
+from meshwright.runtime.stage.layers import Layers, refuse_stray, require_layers
+from meshwright.runtime.stage.objective import Objective, Tally
 from meshwright.runtime.stage.stage import Stage
 from meshwright.runtime.tracing.clock_offset import common_clock
 from meshwright.runtime.tracing.trace import Trace, gather
 from meshwright.runtime.transport.pair_sum import pair_for
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to run a schedule. `microbatches` is per step and data-parallel copy."""
-
-    optimizer: Optimizer
-    microbatches: int
-    copies: int = 1
-    box: int = 1
-    """Ranks that share the tensors of a worker."""
-    scheduler: Scheduler | None = None
-    loss: Loss | None = None
-    count: Count | None = None
-    loss_kind: LossKind = LossKind.MEAN
-    rules: Rules = field(default_factory=Rules)
-    transport: str = "auto"
-    seed: int = 0
-    precision: Precision = field(default_factory=Precision)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
-EQUAL = ("microbatches", "copies", "box", "loss_kind", "rules", "transport", "seed", "precision")
-"""The settings that must be the same on all ranks."""
-
-
 class Engine:
-    """One rank of a run. Every rank creates it with equal arguments, inside an initialised process group."""
+    """One rank of a run. Every rank creates it with equal arguments, inside an initialised process group.
 
-    def __init__(self, schedule: Schedule, layers: Layers, settings: Settings, trace: Trace | None = None) -> None:
+    `segment` returns shorter schedules of the same run, by their number of rounds, if a walk may have fewer than `schedule`.
+    `program`, `parameters`, `actions` and `executor` are those of the last walk.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layers: Layers,
+        settings: Settings,
+        trace: Trace | None = None,
+        segment: Callable[[int], Schedule] | None = None,
+    ) -> None:
         self._is_whole = schedule.flush and all(a.op is not Op.I for entries in schedule.lists for a in walk(entries))
-        _refuse(schedule, layers, settings)
-        _refuse_hooks(schedule, layers, whole=self._is_whole)
-        _refuse_unequal(schedule, layers, settings)
+        refuse_run(schedule, layers, settings)
+        refuse_hooks_of(schedule, layers, whole=self._is_whole)
+        refuse_unequal(schedule, layers, settings)
         self.schedule, self.layers, self.settings = schedule, layers, settings
         self.objective = Objective(settings.loss, weigh=layers.weigh, count=settings.count, kind=settings.loss_kind)
         self.scaler = settings.precision.scaler()
         self.runtime = RankRuntime(
             schedule, copies=settings.copies, box=settings.box, transport=settings.transport, device=settings.device
         )
-        if layers.tensor is not None:
-            self.runtime.connect(layers.tensor.wires)
         self.mesh, self.groups, self.transport = self.runtime.mesh, self.runtime.groups, self.runtime.transport
         self.program = self.runtime.program(schedule)
+        if layers.tensor is not None:
+            self.runtime.connect(layers.tensor.wires)
+            layers.tensor.take_parts((p for unit in self.program.units for p in layers.unit(unit)), settings.device)
         self.stages = {stage: self._stage(stage) for stage in self.program.stages}
         self.graphs = Graphs(layers, self.stages, settings.device, versioned=not schedule.flush)
         self._start_equal()
         self.units = {unit: self._unit(unit) for unit in self.program.units}
-        mine = {p for unit in self.units.values() for p in unit.params}
-        self._others = [p for p in self.layers.names if p not in mine and p.grad is None]
-        layers_here = {stage: at.layers for stage, at in self.stages.items()}
-        self.parameters = Parameters(
-            self.program, self.mesh, self.units, layers_here, settings.rules, settings.device, self.scaler
-        )
-        self.actions = TrainActions(self.program, self.stages, self.parameters, settings.microbatches, self.graphs)
-        self.executor = self.runtime.executor(self.program, self.actions, trace)
+        self.unit_of = {p: unit for unit in self.units.values() for p in unit.params}
+        self._others = [p for p in self.layers.names if p not in self.unit_of and p.grad is None]
+        self._trace, self._shorter = trace, segment
+        self._walkers = {schedule.steps: self._walker(self.program)}
+        self._choose(schedule.steps)
         if trace is not None:
             self._watch(trace)
 
-    def run(self, batch: Callable[[int], Given | Own], first_step: int = 0) -> dict[int, Tally]:
-        """Walks the schedule once with the batches of its steps: one step, or several if its lists contain more microbatches."""
-        _refuse_hooks(self.schedule, self.layers, whole=self._is_whole)
+    def _walker(self, program: Program) -> Executor:
+        """Returns what walks a list with the stages and units of this rank."""
+        layers, settings = {stage: at.layers for stage, at in self.stages.items()}, self.settings
+        parameters = Parameters(
+            program, self.mesh, self.units, layers, settings.rules, settings.device, self.scaler, settings.options
+        )
+        actions = TrainActions(program, self.stages, parameters, settings.microbatches, self.graphs)
+        return self.runtime.executor(program, actions, self._trace)
+
+    def _choose(self, rounds: int) -> None:
+        """Makes the lists of so many rounds those of the next walk. They are built when they are first needed."""
+        if rounds not in self._walkers:
+            assert self._shorter is not None, f"{self.schedule.name} has {self.schedule.steps} rounds, not {rounds}"
+            shorter = self._shorter(rounds)
+            refuse_unproved(shorter)
+            self._walkers[rounds] = self._walker(self.runtime.program(shorter))
+        self.executor = self._walkers[rounds]
+        assert isinstance(self.executor.actions, TrainActions)
+        self.program, self.actions = self.executor.program, self.executor.actions
+        self.parameters = self.actions.parameters
+
+    def run(self, batch: Callable[[int], Given | Own], first_step: int = 0, rounds: int | None = None) -> dict[int, Tally]:
+        """Walks the schedule once with the batches of its steps: one step, or several if its lists contain more microbatches.
+
+        `rounds` walks a shorter segment of the same run.
+        """
+        self._choose(rounds or self.schedule.steps)
+        refuse_hooks_of(self.schedule, self.layers, whole=self._is_whole)
         kept = max(self.schedule.stages, self.schedule.steps)  # a walk reads the forms of all its batches first
         batches = Batches(lambda step: self._cut(batch(step)), kept)
         if self.scaler is not None and not self.scaler.unit:
             self.scaler.measure(self._largest(batches[first_step].count))
         self.executor.run(first_step, batches)
-        if self.executor.walks == 1:
+        if sum(walker.walks for walker in self._walkers.values()) == 1:
             refuse_stray(self.layers, self._others)
         return self.actions.tallies if self.mesh.coordinate == 0 else {}  # all ranks of a box have the same losses
 
@@ -112,7 +126,22 @@ class Engine:
         """Returns the traced timeline of all ranks on one clock, on rank 0, and None elsewhere. All ranks call this together."""
         if self.executor.trace is None:
             raise MeshwrightError("this run was not traced", fix="use Engine(..., trace=Trace()) on all ranks")
-        return gather(self.executor.trace, self.schedule, self.mesh)
+        return gather(self.executor.trace, self.program.schedule, self.mesh)
+
+    @contextmanager
+    def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
+        """Makes all parameters of this rank whole for a while. All ranks do this together."""
+        with ExitStack() as stack:
+            for unit in self.units.values():
+                stack.enter_context(unit.whole(writes=writes))
+            yield
+
+    def make_whole(self) -> None:
+        """Gathers parameters that are divided among ranks, for good. All ranks do this together, after training."""
+        for unit in self.units.values():
+            if not unit.keeps_whole:
+                unit.gather()
+                unit.wait()
 
     def _watch(self, trace: Trace) -> None:
         """Sets the clock of the trace, and lets it record the end of waits for syncs."""
@@ -155,11 +184,23 @@ class Engine:
             adder=partial(self._adder, unit, ranks) if ranks in self.groups else None,
             versioned=not self.schedule.flush,
             rounds=self.schedule.steps,
+            first=self.schedule.first,
+            late=unit in late_units(self.schedule, self.mesh.worker),
             tensor=self.layers.tensor,
+            divided=None if self.schedule.sharding is Sharding.NONE else partial(self._shares, ranks),
+            singly=self.schedule.sharding.sums_singly,
+            pieces=self.settings.pieces,
         )
+
+    def _shares(self, ranks: tuple[int, ...], params: Sequence[nn.Parameter]) -> Shares:
+        """Returns how the holders of a unit divide it among them."""
+        keeps = self.schedule.sharding is not Sharding.PARAMETERS
+        return Shares(params, ranks, self.mesh.rank, self.groups.get(ranks), keeps_whole=keeps)
 
     def _adder(self, unit: int, ranks: tuple[int, ...], flats: Sequence[Tensor]) -> Adder:
         """Returns what sums a unit's gradients. Two ranks that share memory need no collective."""
+        if self.schedule.sharding is not Sharding.NONE:
+            return Collective(self.groups[ranks])
         return pair_for(flats, self.transport, ranks, self.mesh.rank, self.schedule, unit) or Collective(self.groups[ranks])
 
     def _largest(self, count: int) -> float:
@@ -176,63 +217,3 @@ class Engine:
             if group is not None and self.mesh.rank in ranks:
                 for parameter in self.layers.unit(unit):
                     dist.broadcast(parameter.data, src=ranks[0], group=group)
-
-
-def _refuse(schedule: Schedule, layers: Layers, settings: Settings) -> None:
-    """Raises if the run is not possible: before the first collective, and on all ranks alike."""
-    world = dist.get_world_size()
-    needed = schedule.workers * settings.copies * settings.box
-    if world != needed:
-        raise MeshwrightError(
-            f"{schedule.name} needs {schedule.workers} workers x {settings.copies} copies = {needed} ranks, got {world}",
-            fix=f"torchrun --nproc-per-node {needed}",
-        )
-    if layers.stages != schedule.stages:
-        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, but the model is cut into {layers.stages}")
-    if layers.ties != schedule.ties:
-        raise MeshwrightError(f"the model ties stages {layers.ties}, but the schedule was lowered for ties {schedule.ties}")
-    if not schedule.lowered:
-        raise MeshwrightError(f"{schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
-    refuse_unproved(schedule)
-    refuse(settings.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
-    require(settings.precision.dtype, settings.device)
-    refuse_rules(settings.rules, schedule)
-    _refuse_microbatches(schedule, settings.microbatches)
-
-
-def _refuse_hooks(schedule: Schedule, layers: Layers, *, whole: bool) -> None:
-    """Raises if the schedule would not call a gradient hook, or not with a whole gradient. Also called before every walk."""
-    if not whole:
-        why = f"{schedule.name} computes on versions of the parameters, or splits weight gradients from input gradients"
-        refuse_hooks(layers, why, fix="use a schedule with a flush and whole backwards, such as onef1b, or remove the hook")
-    refuse_tied_hooks(layers)
-
-
-def _refuse_microbatches(schedule: Schedule, found: int) -> None:
-    """Raises if rounds and steps of data do not fit.
-
-    Lists with only a part of a step would lose its other rows. A round over two steps would use rows twice.
-    """
-    count, rounds = schedule.microbatches, schedule.steps
-    if type(found) is not int or found < 1 or found % count or count * rounds % found:
-        fits = [count * k for k in range(1, rounds + 1) if not rounds % k]
-        raise MeshwrightError(
-            f"{schedule.name} has {rounds} rounds of {count} microbatches, but a step of data has {found!r}: a step must contain "
-            f"whole rounds, and the lists must contain whole steps",
-            fix=" or ".join(f"microbatches={fit}" for fit in sorted({fits[0], fits[-1]})),
-        )
-
-
-def _refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> None:
-    """Raises if ranks have different arguments: they would exchange wrong data, or wait forever. This is compared first."""
-    mine = {
-        "cut the model in different ways": layers.digest,
-        "have different schedules": f"{schedule.name} {schedule.digest[:16]}",
-    } | {f"have different settings, {name}": repr(getattr(settings, name)) for name in EQUAL}
-    found: list[dict[str, str]] = all_gather_json(mine)
-    for what in mine:
-        if other := [rank for rank, words in enumerate(found) if words[what] != found[0][what]]:
-            raise MeshwrightError(
-                f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
-                fix="use the same model, example batch, plan, settings and version of torch on all ranks",
-            )

@@ -20,8 +20,8 @@ from meshwright.runtime.tracing.trace import Trace
 from meshwright.runtime.transport.base import Transport
 from meshwright.runtime.transport.choose import open_transport
 from meshwright.runtime.transport.edges import Edges
-from meshwright.tensor.group_wires import Groups, GroupWires, make_groups
-from meshwright.tensor.wires import Wires
+from meshwright.tensor.wires.group_wires import Groups, GroupWires, make_groups
+from meshwright.tensor.wires.wires import Wires
 
 CPU = torch.device("cpu")
 

@@ -59,7 +59,8 @@ class Executor:
         seat = None if status is None else status.seated(self)
         self.actions.begin(first_step, batches)
         walk = self._walk()
-        ends = None if self.trace is None or not self.trace.on else self.trace.walk(walk.instructions)
+        traced, rounds = self.trace is not None and self.trace.on, self.program.schedule.steps
+        ends = self.trace.walk(walk.instructions, rounds) if self.trace is not None and traced else None
         with batch_policy(self.edges.device):
             for instruction, do in zip(walk.instructions, walk.functions, strict=True):
                 self.at = instruction

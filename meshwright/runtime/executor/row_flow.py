@@ -22,6 +22,7 @@ class RowFlow:
         self.loads = {kind: way.load for kind, way in carried(program.schedule).items()}
         self.pieces = Pieces(program.schedule, program.worker)
         self.first_step = 0
+        """The training step of round 0, which may be before the walk."""
         self.batches: Mapping[int, Batch] = {}
         computed = [i.action.mb for i in program.instructions if i.channel is None and i.action.op in COMPUTE]
         self._ahead = sorted({mb // microbatches for mb in computed})

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.ir.action import NONE, Kind, Op
+from meshwright.ir.action import COMPUTE, NONE, Kind, Op
 from meshwright.ir.analysis.carried_values import Load
 from meshwright.runtime.device import stream
 from meshwright.runtime.executor.actions import Do, Store
@@ -21,7 +21,7 @@ from meshwright.runtime.stage.graphs_by_size import Graphs
 from meshwright.runtime.stage.objective import Tally
 from meshwright.runtime.stage.reached_parameters import everything
 from meshwright.runtime.stage.stage import Bundle, Record, Stage, leaves, own_leaves
-from meshwright.runtime.transport.edges import Incoming, Outgoing, Pending
+from meshwright.runtime.transport.edges import Bare, Incoming, Outgoing, Pending
 
 
 class TrainActions:
@@ -34,22 +34,35 @@ class TrainActions:
         self.graphs = graphs
         self.store = Store(len(program.values))
         self.flow = RowFlow(program, self.store, microbatches)
-        self.form, self.shape = self.flow.form, self.flow.shape
+        self.form = self.flow.form
         self.tallies: dict[int, Tally] = {}
         self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
     def begin(self, first_step: int, batches: Mapping[int, Any]) -> None:
         """Starts a walk at a training step, with the batches of this step and of the steps after it."""
-        self.flow.first_step, self.flow.batches, self.tallies = first_step, batches, {}
-        self.parameters.begin(first_step)
+        origin = first_step - self.program.schedule.first
+        self.flow.first_step, self.flow.batches, self.tallies = origin, batches, {}
+        self.parameters.begin(origin)
 
     def end(self) -> None:
         """Ends a walk."""
         self.parameters.end()
         self.flow.batches = {}
 
+    def shape(self, instruction: Instruction) -> object:
+        """Returns a key for the shape of a message. Both ends know the size of a sum, so it needs no header."""
+        value = instruction.value
+        if value is not None and self.flow.loads[value.kind] is Load.BUFFER:
+            return Bare(self.parameters.units[value.stage].buffer_bytes)
+        return self.flow.shape(instruction)
+
     def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
         """Compiles an instruction once; the returned function runs it on every walk."""
+        do = self._compiled(instruction, line)
+        computes = line is None and instruction.action.op in COMPUTE
+        return self.parameters.while_whole(instruction, do) if computes and self.parameters.gathers else do
+
+    def _compiled(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
         if isinstance(line, Outgoing):
             return self._send(instruction, line)
         if isinstance(line, Incoming):
@@ -70,7 +83,7 @@ class TrainActions:
             case Op.U:
                 return self._with_sums(instruction, self.parameters.update)
             case Op.G:
-                raise AssertionError("parameters are whole, nothing gathers them")
+                return partial(self.parameters.gather, instruction)
 
     def _stage(self, instruction: Instruction, cut: Cut) -> Stage:
         """Returns the stage of an instruction, in the graph of the captured model that these rows use."""

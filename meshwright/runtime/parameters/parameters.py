@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import Kind, Value
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.action import Kind, Op, Value
+from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.parameters.unit import Unit
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.precision import Scaler
 from meshwright.runtime.stage.reached_parameters import Leaves, Reached
 from meshwright.runtime.stage.stage import Bundle, Weights
+
+Options = Callable[[torch.optim.Optimizer, int], None]
+"""Gives an optimizer the options (learning rate, ...) of a training step, before it updates with the gradient of that step."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class Rules:
         number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
         if self.clip is not None and not (number and self.clip > 0):
             raise MeshwrightError(f"gradients must be clipped to a norm above 0, got {self.clip!r}", fix="clip=1.0, or clip=None")
+
+    def of_each(self, units: int) -> Rules:
+        """Returns the rules of one of so many units that are clipped alone: together they have at most the norm `clip`."""
+        return self if self.clip is None else replace(self, clip=self.clip / units**0.5)
 
     def scale(self, norm: float) -> float:
         """Returns the factor for gradients with this norm. A NaN norm makes all gradients NaN, as in torch."""
@@ -69,17 +76,23 @@ class Parameters:
         rules: Rules,
         device: torch.device,
         scaler: Scaler | None = None,
+        options: Options | None = None,
     ) -> None:
         self.program, self.mesh, self.units, self.layers = program, mesh, units, layers
-        self.rules, self.device, self.scaler = rules, device, scaler
+        self.rules, self.device, self.scaler, self.options = rules, device, scaler, options
         self.schedule = program.schedule
         self.versioned = not self.schedule.flush
-        self.aims = self.versioned or self.schedule.steps > 1
+        self.singly = self.schedule.sharding.sums_singly
+        self.gathers = self.schedule.sharding is Sharding.PARAMETERS
+        self.aims = self.versioned or self.schedule.steps > 1 or self.singly
+        self._last_sync = _last_syncs(program)
         self._counted = {
             stage: [(units[unit], self.schedule.stages_of(unit)[0] == stage) for unit in self.schedule.units_of[stage]]
             for stage in layers
         }
         self.norms: dict[int, float] = {}
+        self._unit_rules = rules.of_each(self.schedule.units)
+        self._squares: dict[int, dict[int, float]] = {}
         self.skipped: list[int] = []
         self._scale: float | None = 1.0
         self._factor = 1.0
@@ -88,11 +101,14 @@ class Parameters:
     def begin(self, first_step: int) -> None:
         """Called at the start of a walk."""
         self._first_step = first_step
+        self._squares.clear()
 
     def end(self) -> None:
         """Called at the end of a walk. The newest version becomes the first of the next walk."""
         for unit in self.units.values():
-            unit.rebase()
+            unit.wait()
+            if unit.versions is not None:
+                unit.versions.rebase()
 
     def versions(self, instruction: Instruction) -> Weights:
         """Returns the parameters that an action reads, if they are `versioned`."""
@@ -100,7 +116,7 @@ class Parameters:
         for slot in instruction.reads[Kind.PARAM]:
             value = self.program.values[slot]
             unit = self.units[value.stage]
-            chosen.update((id(p), t) for p, t in zip(unit.params, unit.leaves[value.version], strict=True))
+            chosen.update((id(p), t) for p, t in zip(unit.params, unit.at(value.version), strict=True))
         layers = self.layers[instruction.action.stage]
         return [{n: chosen.get(id(p), p) for n, p in layer.named_parameters(remove_duplicate=False)} for layer in layers]
 
@@ -109,8 +125,7 @@ class Parameters:
         for slot in instruction.reads[Kind.PARAM]:
             value = self.program.values[slot]
             self.units[value.stage].aim(value.version, instruction.round)
-        for value in instruction.drops if self.versioned else ():
-            self.units[value.stage].drop(value.version)
+        self._drop(instruction)
 
     def counter(self, instruction: Instruction) -> Callable[[float, Reached], None]:
         """Returns a function that adds the weight and the reached parameters of an instruction to the gradients of its round.
@@ -140,7 +155,8 @@ class Parameters:
         """Starts a collective, or adds the partial sum of the ring."""
         unit = self.units[instruction.action.stage]
         if not self.schedule.ring:
-            unit.sync(instruction.round)
+            last = self._last_sync.get((instruction.action.stage, instruction.round)) == instruction.action.mb
+            unit.sync(instruction.round, single=self.singly, last=last)
             return
         buffer = unit.buffer(instruction.round)
         buffer.seal()
@@ -172,7 +188,8 @@ class Parameters:
         if self.rules.clip is None and not self.rules.skip_nonfinite and self.scaler is None:
             return
         self._factor = self.scaler.factor if self.scaler else 1.0
-        mine = [n for n in self.units if self.mesh.holders(self.schedule, n)[0] == self.mesh.rank]
+        divided = self.schedule.sharding is not Sharding.NONE  # then every holder counts its slices
+        mine = [n for n in self.units if divided or self.mesh.holders(self.schedule, n)[0] == self.mesh.rank]
         square = sum(self.units[n].square(instruction.round, self._factor) for n in mine)
         total = torch.tensor([square], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
@@ -188,14 +205,56 @@ class Parameters:
 
     def update(self, instruction: Instruction) -> None:
         """Turns version k into k + 1. Without a flush the norm is that of the unit alone."""
-        unit = self.units[instruction.action.stage]
-        scale = self._scale
+        number, step = instruction.action.stage, self._first_step + instruction.round
+        unit, scale = self.units[number], self._scale
         if not self.schedule.norm and self.rules.clip is not None:
-            scale = self.rules.scale(unit.square(instruction.round) ** 0.5)
+            square = self._squares.setdefault(step, {})[number] = unit.square(instruction.round)
+            scale = self._unit_rules.scale(square**0.5)
+        if self.options is not None and unit.optimizer is not None:
+            self.options(unit.optimizer, step)
         unit.update(
             instruction.round, in_place=instruction.in_place, scale=scale, factor=self._factor, keep=not instruction.releases
         )
         unit.release(instruction.round)
-        if self.versioned:
-            for value in instruction.drops:
-                unit.drop(value.version)
+        self._drop(instruction)
+
+    def norm_of_units(self, step: int) -> float:
+        """Returns the norm of the gradient of a step, from the norms of all units. NaN if this rank has not seen all of them."""
+        squares = self._squares.pop(step, {})
+        return sum(squares[unit] for unit in sorted(squares)) ** 0.5 if len(squares) == self.schedule.units else float("nan")
+
+    def _drop(self, instruction: Instruction) -> None:
+        """Drops the versions that an instruction is the last to read."""
+        for value in instruction.drops:
+            if (versions := self.units[value.stage].versions) is not None:
+                versions.drop(value.version)
+
+    def gather(self, instruction: Instruction) -> None:
+        """Starts to gather a unit. It is awaited before the next use, or at the end of the walk."""
+        unit = self.units[instruction.action.stage]
+        unit.gather()
+        if self.schedule.steps > 1 and not self.gathers:
+            unit.wait()
+
+    def while_whole(self, instruction: Instruction, do: Callable[[], None]) -> Callable[[], None]:
+        """Returns a function that waits for the units that an action reads, runs it, and frees what no later action reads."""
+        units = [self.units[self.program.values[slot].stage] for slot in instruction.reads.get(Kind.PARAM, ())]
+        freed = [self.units[unit] for unit in instruction.frees]
+
+        def run() -> None:
+            for unit in units:
+                unit.wait()
+            do()
+            for unit in freed:
+                unit.free()
+
+        return run
+
+
+def _last_syncs(program: Program) -> dict[tuple[int, int], int]:
+    """Returns which sync of a unit and round is its last one."""
+    found: dict[tuple[int, int], int] = {}
+    for instruction in program.instructions:
+        if instruction.channel is None and instruction.action.op is Op.S:
+            found[instruction.action.stage, instruction.round] = instruction.action.mb
+    return found

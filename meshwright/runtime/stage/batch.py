@@ -30,6 +30,8 @@ class Own:
     """The rows of one data-parallel copy, if each copy loads its own rows."""
 
     tensors: Given
+    microbatch: int | None = None
+    """The only microbatch of the step that these rows are, if each worker runs one microbatch and loads only its rows."""
 
 
 class Cut(NamedTuple):
@@ -70,7 +72,10 @@ class Batch:
         self.microbatches, self.copy, self.copies = microbatches, copy, copies
         whole = Rows(0, self.size)
         cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
-        self.cuts = list(_cuts(whole, first, microbatches, cuts))
+        self.only = given.microbatch if isinstance(given, Own) else None
+        self.cuts = list(
+            _cuts(whole, first, microbatches, cuts) if self.only is None else _one_cut(whole, self.only, microbatches)
+        )
         """The rows of each microbatch of this data-parallel copy, as indices into the tensors of this rank."""
         self.first = copy * microbatches
         """The index of the first of these microbatches in the whole batch."""
@@ -131,7 +136,8 @@ class Batch:
         if rows.start == rows.stop:  # no stage runs them, and `weigh` may not accept them
             return LossWeight(0.0, 0.0)
         if objective.kind is LossKind.SUM:  # sums are added without weights; only the last row of all counts, so the divisor is 1
-            return LossWeight(1.0, float(rows.stop == self.size and self.copy == self.copies - 1))
+            last = self.copy == self.copies - 1 and self.only in (None, self.microbatches - 1)
+            return LossWeight(1.0, float(rows.stop == self.size and last))
         columns = self.named(objective.columns, rows) if objective.weigh is not None else None
         return objective.weight(self.targets(rows) if self.labelled else None, rows, columns)
 
@@ -140,6 +146,11 @@ class Batch:
 def _cuts(rows: Rows, first: int, count: int, cuts: int) -> tuple[Rows, ...]:
     """Returns the cuts `first` to `first + count` out of `cuts` equal cuts of some rows."""
     return tuple(rows.cut(index, cuts) for index in range(first, first + count))
+
+
+def _one_cut(rows: Rows, only: int, count: int) -> tuple[Rows, ...]:
+    """Returns `count` cuts, of which one has all rows."""
+    return tuple(rows if index == only else Rows(0, 0) for index in range(count))
 
 
 def _first_graph(rows: int) -> int:

@@ -48,6 +48,8 @@ class Layers:
     """The digest of a captured model's graph."""
     tensor: TensorParameters | None = None
     """How parameters are shared by the ranks of a box; None if every parameter is whole."""
+    any_size: Layers | None = None
+    """Under a tensor mode: layers for evaluation on batches of any size, which gather whole parameters."""
 
     @classmethod
     def of(cls, built: Any, stages: int) -> Layers:
@@ -88,7 +90,9 @@ class Layers:
     @cached_property
     def digest(self) -> str:
         """Equal on all ranks that cut equal models in the same way."""
-        shapes = [(name, tuple(p.shape), str(p.dtype), self.users[p]) for p, name in self.names.items()]
+        cuts = {} if self.tensor is None else self.tensor.cuts
+        whole = {p: cuts[p].shape if p in cuts else tuple(p.shape) for p in self.names}  # a rank may hold parts of some
+        shapes = [(name, whole[p], str(p.dtype), self.users[p]) for p, name in self.names.items()]
         return sha256(repr((self.starts, shapes, self.columns, self.graph)).encode()).hexdigest()[:16]
 
     def columns_of(self, stage: int) -> tuple[str, ...]:

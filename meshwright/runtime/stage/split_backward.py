@@ -7,8 +7,8 @@
     run(rest)                          W: no forward and no graph; adds to .grad, bit for bit, what B would have added
 
 Linear, transformers' Conv1D, row products that declare it (`splits_rows`), Embedding and convolutions are split if their weight
-is a leaf that needs a gradient. Everything else is left to autograd and gets its gradients during I: other modules, computed
-weights, autocast, and the options that `_kind` checks.
+is a leaf that needs a gradient; so are layers that defer by themselves (`deferred_slot`). Everything else is left to autograd and
+gets its gradients during I: other modules, computed weights, autocast, and the options that `_kind` checks.
 Between I and W a rest holds the tensors themselves, so inputs and received gradients must not be overwritten.
 Hooks on modules run as usual. Hooks on a split parameter get None in I and are not called in W.
 Of torch.func only functional_call is supported. torch.compile is not supported.
@@ -111,7 +111,13 @@ class _Forward:
 
 
 def _slot(module: nn.Module) -> DeferredSlot | None:
-    """Returns the slot of a module, and replaces its forward on the first call; None if autograd keeps the whole backward."""
+    """Returns the slot of a module, and replaces its forward on the first call; None if autograd keeps the whole backward.
+
+    A module that defers its weight gradients by itself has a slot (`deferred_slot`).
+    """
+    own: DeferredSlot | None = getattr(module, "deferred_slot", None)
+    if own is not None:
+        return own
     forward: Any = module.forward
     if isinstance(forward, _Forward):
         return forward.slot

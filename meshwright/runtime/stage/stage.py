@@ -25,6 +25,7 @@ from meshwright.ir.action import Op
 from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.stage.batch import Cut
+from meshwright.runtime.stage.layer_chains import ChainedLayers, Chains
 from meshwright.runtime.stage.layer_inputs import Takes, takes_target, tensors_of
 from meshwright.runtime.stage.layers import columns_of
 from meshwright.runtime.stage.moving_buffers import Moving, Place, changed_late
@@ -91,6 +92,7 @@ class Stage:
         self._all = range(len(self.layers))
         self.moving = Moving(self.layers[: self.recomputed])
         self.deferred = Deferred(nn.ModuleList(self.layers)) if self.splits else None
+        self.chains = Chains(self.layers)
         # A layer that changes its input in place must not change what is kept for the backward, nor the batch. A layer declares
         # this with `inplace`. If it does not, the first run from the start of a graph shows it.
         self.takes_target = takes_target(self.layers[-1])
@@ -154,7 +156,8 @@ class Stage:
         if first is None or (self.is_last and not record.cut.items):
             return self._backward(record, gradients, weights)
         op = Op.B if weights else Op.I
-        found, self.reached[op] = noting(first, lambda _: self._backward(record, gradients, weights))
+        run_it = partial(self._backward, record, gradients, weights)
+        found, self.reached[op] = noting(first, lambda seen: self.chains.noting(seen, run_it))
         return found
 
     def _backward(self, record: Record, gradients: Sequence[Tensor | None], weights: bool) -> tuple[Tensor, ...]:
@@ -177,7 +180,8 @@ class Stage:
     def finish(self, record: Record, first: Leaves | None = None) -> None:
         """Computes the weight gradients that a split backward has deferred. `reached` of W includes what its I has reached."""
         if first is not None and Op.I in self.reached:
-            _, late = noting(first, partial(run, record.rest or []))
+            rest = record.rest or []
+            _, late = noting(first, lambda seen: self.chains.noting(seen, partial(run, rest, seen)))
             self.reached[Op.W] = tuple(map(or_, self.reached[Op.I], late))
         elif record.rest is not None:
             run(record.rest)
@@ -197,9 +201,35 @@ class Stage:
             values = tuple(map(Tensor.clone, values))
             named = {name: t.clone() for name, t in named.items()} if named else named
             watched = () if start in self.untouched else values
-        plain, stream = record.weights is None and not self.mixed, record.cut.stream
-        again: dict[int, Any] = {}
         target = record.target if record.target is None or self.recomputed < len(self.layers) else record.target.clone()
+        chain = self.chains.of(which)
+        if chain is None:
+            values = self._one_by_one(which, record, values, named, target)
+        else:
+            values = self._as_one(chain, which, record, values)
+        if watched and not any(map(write_count, watched)):
+            self.untouched.add(start)
+        if end is not None and which.stop == len(self.layers):
+            loss, record.times = self.objective.mean(values[0], target, record.cut.items)
+            return (loss,)
+        return values
+
+    def _as_one(self, chain: ChainedLayers, which: range, record: Record, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Runs layers that offer to run as one."""
+        assert record.weights is None, "layers that share tensors with other ranks have one version of their weights"
+        seeds = [record.cut.stream ^ self.salts[index] for index in which]
+        with self.precision.autocast(self.device):
+            found = chain(values, record.columns, seeds=seeds, draw=self.draw_from)
+        if self.end is not None and self.end in which and self.keep is not None:
+            self.keep(record.cut.rows, found)
+        return found
+
+    def _one_by_one(
+        self, which: range, record: Record, values: tuple[Tensor, ...], named: Mapping[str, Any], target: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Runs layers one after another."""
+        plain, stream, end = record.weights is None and not self.mixed, record.cut.stream, self.end
+        again: dict[int, Any] = {}
         for index in which:
             takes = self.takes[index]
             if takes is not None:
@@ -212,12 +242,7 @@ class Stage:
             output = self.layers[index](*values, **named) if plain else self._apply(index, record, values, named)
             if index == end and self.keep is not None:
                 self.keep(record.cut.rows, output)
-            values, named = (output,) if isinstance(output, Tensor) else tensors_of(output, first + index), {}
-        if watched and not any(map(write_count, watched)):
-            self.untouched.add(start)
-        if end is not None and which.stop == len(self.layers):
-            loss, record.times = self.objective.mean(values[0], target, record.cut.items)
-            return (loss,)
+            values, named = (output,) if isinstance(output, Tensor) else tensors_of(output, self.first_layer + index), {}
         return values
 
     def _apply(self, index: int, record: Record, values: tuple[Tensor, ...], named: Mapping[str, Any]) -> Any:

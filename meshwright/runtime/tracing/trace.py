@@ -36,10 +36,10 @@ class _Walk:
     for the time from which the instruction counts.
     """
 
-    __slots__ = ("ends", "events", "instructions", "start_s")
+    __slots__ = ("ends", "events", "instructions", "rounds", "start_s")
 
-    def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self.instructions = instructions
+    def __init__(self, instructions: Sequence[Instruction], rounds: int) -> None:
+        self.instructions, self.rounds = instructions, rounds
         self.ends: list[float] = []
         self.events: list[tuple[int, float, Instruction | Sync | None]] = []
         self.start_s = now()
@@ -86,9 +86,9 @@ class Trace:
         """Deletes all walks except the last one, which becomes the first."""
         del self._walks[:-1]
 
-    def walk(self, instructions: Sequence[Instruction]) -> list[float]:
-        """Starts a walk. The caller appends the end of each instruction to the returned list."""
-        self._walks.append(_Walk(instructions))
+    def walk(self, instructions: Sequence[Instruction], rounds: int) -> list[float]:
+        """Starts a walk of some rounds. The caller appends the end of each instruction to the returned list."""
+        self._walks.append(_Walk(instructions, rounds))
         return self._walks[-1].ends
 
     def begin(self) -> None:
@@ -116,7 +116,8 @@ class Trace:
     def spans(self, schedule: Schedule, mesh: Mesh) -> list[Span]:
         """Returns the records as spans on the common clock. Walks are numbered like rounds, and copies like more workers."""
         found: list[Span] = []
-        for number, walk in enumerate(self._walks):
+        before = 0
+        for walk in self._walks:
             cells: dict[Entry, int] = {}
             for instruction, begin, end in walk.records(self._watched):
                 start, stop = begin + self.clock.offset_s, end + self.clock.offset_s
@@ -127,22 +128,26 @@ class Trace:
                 if isinstance(instruction.entry, Cell):
                     cells[instruction.entry] = len(found)
                 found.append(
-                    Span(mesh.rank, _lane(schedule, instruction), _placed(instruction.entry, schedule, mesh, number), start, stop)
+                    Span(mesh.seat, _lane(schedule, instruction), _placed(instruction.entry, schedule, mesh, before), start, stop)
                 )
+            before += walk.rounds
         return found
 
 
 def gather(trace: Trace, schedule: Schedule, mesh: Mesh) -> Timeline | None:
     """Returns the spans of all ranks as one timeline on rank 0, and None elsewhere. All ranks call this together, after the run.
 
-    Time 0 is the start of the first span. Worker w of data-parallel copy j is worker w + workers * j of the timeline.
+    Time 0 is the start of the first span. Worker w of data-parallel copy j is worker w + workers * j of the timeline. A
+    tensor-parallel box acts as one worker: the spans are those of its coordinate 0.
     """
-    mine = [[s.lane.value, str(s.entry), s.start_s, s.end_s] for s in trace.spans(schedule, mesh)]
+    own = trace.spans(schedule, mesh) if mesh.coordinate == 0 else []
+    mine = [[s.lane.value, str(s.entry), s.start_s, s.end_s] for s in own]
     heard = gather_json(mine)
     if heard is None:
         return None
     spans = [
-        [Span(rank, Lane(lane), parse(entry), start, end) for lane, entry, start, end in one] for rank, one in enumerate(heard)
+        [Span(seat, Lane(lane), parse(entry), start, end) for lane, entry, start, end in one]
+        for seat, one in enumerate(heard[:: mesh.box])
     ]
     return assemble(spans, schedule)
 
@@ -156,11 +161,10 @@ def assemble(heard: Sequence[Sequence[Span]], schedule: Schedule, *, start_s: fl
     return Timeline(schedule.name, len(heard), ordered, flush=schedule.flush)
 
 
-def _placed(entry: Entry, schedule: Schedule, mesh: Mesh, walk: int) -> Entry:
-    """Returns an entry with its microbatch, round and peer numbered over the whole run."""
+def _placed(entry: Entry, schedule: Schedule, mesh: Mesh, rounds: int) -> Entry:
+    """Returns an entry with its microbatch, round and peer numbered over the whole run, after so many earlier rounds."""
     if isinstance(entry, Transfer):
-        entry = entry._replace(peer=mesh.rank_of(entry.peer))
-    rounds = walk * schedule.steps
+        entry = entry._replace(peer=mesh.seat_of(entry.peer))
     return entry.shifted(rounds * schedule.microbatches, rounds) if rounds else entry
 
 

@@ -1,0 +1,35 @@
+"""How an engine runs a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.runtime.parameters.parameters import Options, Rules
+from meshwright.runtime.parameters.unit import Optimizer, Pieces, Scheduler
+from meshwright.runtime.stage.objective import Count, Loss, LossKind
+from meshwright.runtime.stage.precision import Precision
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run a schedule. `microbatches` is per step and data-parallel copy."""
+
+    optimizer: Optimizer
+    microbatches: int
+    copies: int = 1
+    box: int = 1
+    """Ranks that share the tensors of a worker."""
+    scheduler: Scheduler | None = None
+    options: Options | None = None
+    loss: Loss | None = None
+    count: Count | None = None
+    loss_kind: LossKind = LossKind.MEAN
+    rules: Rules = field(default_factory=Rules)
+    transport: str = "auto"
+    seed: int = 0
+    precision: Precision = field(default_factory=Precision)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pieces: Pieces | None = None
+    """Is told which parameter each piece belongs to, if holders of a unit divide it among them."""

@@ -1,0 +1,80 @@
+"""Tests that take long beside what they add: they run in `make full` alone.
+
+Each has a sibling in `make test` that covers the same code with another model, plan or size, or a short form of itself. The list
+holds node ids; a name without brackets means all cases of a test.
+"""
+
+from __future__ import annotations
+
+LONG = (
+    "tests/capture/test_capture.py::test_captured_layers_are_the_model[bloom]",
+    "tests/capture/test_capture.py::test_captured_layers_are_the_model[opt]",
+    "tests/capture/test_capture.py::test_captured_layers_are_the_model[t5]",
+    "tests/capture/test_capture_parity.py::test_plan_equals_the_model_itself[gpt2-2-4-zero_bubble]",
+    "tests/capture/test_capture_parity.py::test_plan_equals_the_model_itself[llama tied-2-2-2-chimera]",
+    "tests/capture/test_captured_state.py::test_checkpoints_of_captured_models_know_no_plan[t5]",
+    "tests/capture/test_captured_state.py::test_from_pretrained_gives_equal_logits[t5]",
+    "tests/capture/test_captured_state.py::test_greedy_tokens_are_those_of_generate[llama-onef1b]",
+    "tests/capture/test_captured_state.py::test_greedy_tokens_are_those_of_generate[t5-onef1b]",
+    "tests/capture/test_named_layers.py::test_an_own_loop_starts_from_a_seed_or_from_files",
+    "tests/capture/test_odd_models.py::test_a_layer_runs_again_on_the_buffers_that_it_ran_on[early-spectral]",
+    "tests/capture/test_odd_models.py::test_a_layer_runs_again_on_the_buffers_that_it_ran_on[inline-spectral]",
+    "tests/capture/test_odd_models.py::test_half_precision_does_not_lose_the_loss",
+    "tests/capture/test_odd_models.py::test_what_has_no_rows_cannot_be_cut_by_rows",
+    "tests/capture/test_own_backwards.py::test_own_backwards_on_workers",
+    "tests/capture/test_packed_sequences.py::test_a_cache_that_hides_packing_is_warned_about",
+    "tests/capture/test_packed_sequences.py::test_one_flattened_row_trains_right_and_is_warned_about",
+    "tests/capture/test_sizes.py::test_other_lengths_are_captured_again[zbv]",
+    "tests/capture/test_sizes_trained.py::test_padded_batches_equal_the_hugging_face_trainer[{'pp': 2, 'schedule': 'chimera'}]",
+    "tests/capture/test_sizes_trained.py::test_the_oldest_graphs_are_forgotten",
+    "tests/capture/test_sketch.py::test_a_rank_takes_the_memory_of_its_own_stage",
+    "tests/capture/test_start_check.py::test_every_rank_of_torchrun_finds_the_same[Modes-1.]",
+    "tests/cli/test_compare_tensor.py::test_a_captured_model_has_the_words_that_inspect_shows",
+    "tests/cli/test_flags.py::test_a_plan_file_goes_by_two_names_in_verify_and_train",
+    "tests/cli/test_flags.py::test_the_old_name_of_a_batch_function_still_works_for_functions",
+    "tests/cli/test_inspect.py::test_a_model_without_positions_takes_any_length_and_a_file_takes_none",
+    "tests/cli/test_inspect.py::test_gathered_operands_are_sent_less_and_hold_more",
+    "tests/cli/test_inspect.py::test_one_row_is_reported_as_one",
+    "tests/ir/test_refusals.py::test_a_large_schedule_is_still_read",
+    "tests/passes/test_laws.py::test_training_of_any_length_runs_from_one_lowered_period[cyclic-4]",
+    "tests/passes/test_laws.py::test_training_of_any_length_runs_from_one_period_lowered_for_its_links[cyclic-3]",
+    "tests/passes/test_laws.py::test_training_of_any_length_runs_from_one_period_lowered_for_its_links[cyclic-4]",
+    "tests/report/test_bottleneck.py::test_a_slow_stage_of_a_real_run_is_named",
+    "tests/runtime/test_compiled_walks.py::test_more_forms_than_are_kept_and_some_that_come_back[torch]",
+    "tests/runtime/test_emulate.py::test_the_command_line_adds_what_was_measured",
+    "tests/runtime/test_engine_trials.py::test_a_few_accepted_mutants_train_as_one_process",
+    "tests/runtime/test_kept_state.py::test_gradient_hooks_are_refused_where_nobody_would_call_them[pipedream_2bw]",
+    "tests/runtime/test_kept_state.py::test_layers_with_names_and_gradients_of_their_own[tabular-vectors]",
+    "tests/runtime/test_parity.py::test_a_plan_equals_one_process[pipedream_2bw-4x16x2-inline-plain-gpt-float64-torch]",
+    "tests/runtime/test_proved_runs.py::test_steps_of_data_that_are_no_whole_rounds_are_refused[1-2]",
+    "tests/runtime/test_proved_runs.py::test_steps_of_data_that_are_no_whole_rounds_are_refused[3-2]",
+    "tests/simulate/test_recompute_budget.py::test_a_larger_budget_never_drops_more[hanayo-waves=2]",
+    "tests/train/test_cyclic_trainer.py::test_other_modes_and_cyclic_resume_each_other",
+    "tests/train/test_cyclic_trainer.py::test_predictions_and_a_measurement",
+    "tests/train/test_cyclic_training.py::test_a_session_resumes_exactly",
+    "tests/train/test_cyclic_training.py::test_own_rows_are_one_microbatch",
+    "tests/train/test_cyclic_training.py::test_training_equals_the_delayed_rule_in_one_process[mlp-2-2-v1]",
+    "tests/train/test_cyclic_training.py::test_training_equals_the_delayed_rule_in_one_process[mlp-4-2-v2]",
+    "tests/train/test_cyclic_training.py::test_transport_and_stagger_do_not_change_bits[{'options': {'stagger': 'turns'}}]",
+    "tests/train/test_cyclic_training.py::test_transport_and_stagger_do_not_change_bits[{'transport': 'torch'}]",
+    "tests/train/test_measure.py::test_ranks_that_share_a_worker_are_measured_as_one",
+    "tests/train/test_generate_mask.py::test_forced_tokens_are_those_of_generate[{'forced_eos_token_id': 2}]",
+    "tests/train/test_interrupted_runs.py::test_ctrl_c_ends_with_one_line[2]",
+    "tests/train/test_kill_during_save.py::test_killed_before_some_operations_on_files",
+    "tests/train/test_optimizers.py::test_the_mean_is_over_all_tokens_that_count[chimera-4-2-8-{'pairs': 2}]",
+    "tests/train/test_tensor_trainer.py::test_an_own_loop_starts_equal_and_moves_between_modes",
+    "tests/train/test_tensor_trainer.py::test_optimizers_that_are_not_elementwise_are_refused[{'box': (2, 1, 1)}]",
+    "tests/train/test_train_again.py::test_a_schedule_of_the_user_goes_on",
+    "tests/train/test_train_again.py::test_the_optimizer_goes_on_and_learning_rates_start_anew[None]",
+    "tests/train/test_trainer_models.py::test_short_formats_stay_near_and_are_the_same_under_every_plan[{'bf16': True}]",
+    "tests/train/test_trainer_models.py::test_streams_are_trained_on_again_and_again",
+    "tests/train/test_trainer_sketch.py::test_a_rank_holds_its_own_stages_and_no_more[model]",
+    "tests/train/test_verify.py::test_the_verb_on_an_own_model",
+    "tests/train/test_zero.py::test_adapters_of_peft[zero-2]",
+    "tests/train/test_zero.py::test_two_ranks_give_the_bits_of_whole_copies[zero-3-1-None0]",
+)
+
+
+def is_long(node: str) -> bool:
+    """Does a test, by its node id, run in `make full` alone?"""
+    return node in LONG or node.partition("[")[0] in LONG
