@@ -1,4 +1,4 @@
-"""Draw the pictures of the README and the docs: `make pictures`. Each is one command that users can type."""
+"""Draw the pictures of the README and the docs: `make pictures`. Schedules are commands that users can type."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import shlex
 from pathlib import Path
 
 from meshwright.cli.main import app
+from meshwright.costs.modes import mode
+from meshwright.costs.scheme import TensorRequest
+from meshwright.report.layout_picture import layout_picture
+from meshwright.report.svg import to_svg
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 
@@ -26,6 +30,24 @@ PICTURES = {
 }
 """File name and command, without the format and the output."""
 
+LAYOUTS = {
+    "tensor-line": ("line", TensorRequest(tp=4), "line (1-D): 4 ranks"),
+    "tensor-line-sequence": ("line", TensorRequest(tp=4, sequence=True), "line with sequence=True: 4 ranks"),
+    "tensor-grid": ("grid", TensorRequest(tp=4), "grid (2-D): 2 x 2 ranks"),
+    "tensor-tesseract": ("tesseract", TensorRequest(tp=8, depth=2), "tesseract (2.5-D): 2 x 2 x 2 ranks, depth 2"),
+    "tensor-box": ("box", TensorRequest(box=(2, 2, 2)), "box (3-D): w = 2, a = 2, b = 2"),
+}
+"""File name, and the tensor mode whose layout is drawn, with a title."""
+
+
+def draw_layout(name: str, folder: Path = FOLDER) -> Path:
+    """Write the layout of a tensor mode as SVG and return its file."""
+    mode_name, asked, title = LAYOUTS[name]
+    grid = mode(mode_name).grid(asked)
+    path = folder / f"{name}.svg"
+    path.write_text(to_svg(layout_picture(grid, mode(mode_name).scheme(grid), title=title)))
+    return path
+
 
 def draw(name: str, folder: Path = FOLDER) -> Path:
     """Write one picture as SVG and return its file."""
@@ -38,3 +60,5 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name in PICTURES:
         print(draw(name))
+    for name in LAYOUTS:
+        print(draw_layout(name))

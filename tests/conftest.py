@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.long_tests import is_long
+
 if TYPE_CHECKING:
     from meshwright import Certificate
     from meshwright.runtime.launch.workers import Workers
@@ -68,3 +70,11 @@ def pool() -> Iterator[Pool]:
 def workers(pool: Pool) -> Workers:
     """The pool's workers themselves, for what takes them as an argument."""
     return pool.started()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take long are slow ones."""
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.slow)

@@ -127,8 +127,8 @@ def test_the_plain_path_loads_nothing_heavy() -> None:
 
 def test_public_names_have_docstrings() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                nested = not any(node in getattr(p, "body", ()) for p in [ast.parse(path.read_text())])
-                if isinstance(node, ast.ClassDef) or not nested:
-                    assert ast.get_docstring(node), f"{path}: {node.name}"
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            named = isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and node in tree.body)
+            if named and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path}: {node.name}"

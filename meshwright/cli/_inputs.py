@@ -17,7 +17,7 @@ from meshwright.cli import _outputs as outputs
 from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json
-from meshwright.ir.plan.plan import bytes_in
+from meshwright.ir.plan.plan_fields import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
@@ -66,7 +66,11 @@ ScheduleChoice = Annotated[
 Workers = Annotated[int, size_option("--workers", "-w", help="Workers of one pipeline.")]
 Microbatches = Annotated[int, size_option("--microbatches", "-n", help="Microbatches per step.")]
 PipelineWorkers = Annotated[int | None, size_option("--pp", help="Workers of one pipeline.")]
-PipelineCopies = Annotated[int | None, size_option("--dp", help="Data-parallel copies of the pipeline.")]
+DataCopies = Annotated[int | None, size_option("--dp", help="Data-parallel copies.")]
+DataMode = Annotated[
+    str | None,
+    size_option("--dp-mode", metavar="NAME", show_default="replicated", help="zero-1, zero-2, cyclic, ...: what copies share."),
+]
 StepMicrobatches = Annotated[int | None, size_option("--microbatches", help="Microbatches per step.")]
 Steps = Annotated[int | None, size_option(help="Steps to run: 1, or 4 for schedules without a flush.")]
 Option = Annotated[list[str] | None, size_option("--option", metavar="KEY=VALUE", help="An option of the schedule.")]

@@ -47,7 +47,7 @@ def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) 
     plan = trainer.args.plan
     rate = metrics.get("train_samples_per_second", 0.0)
     typer.echo(
-        f"{plan.schedule}  pp {plan.pp}, dp {plan.dp}, {plan.microbatches} microbatches: {output.global_step} steps, "
+        f"{plan.schedule}  {', '.join(plan.degrees)}, {plan.microbatches} microbatches: {output.global_step} steps, "
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {rate:.0f} rows/s"
     )
     tokens = [f"{metrics[name]:,.0f} tokens/s" for name in ("train_tokens_per_second",) if name in metrics]

@@ -56,18 +56,28 @@ app.command("check", epilog=_examples("check plan.json", "show gpipe --format js
 app.command(
     "simulate", epilog=_examples("simulate chimera -w 4 -n 8 --send 0.1", "simulate plan.json --costs costs.json --json")
 )(simulate.simulate)
-app.command("compare", epilog=_examples("compare -w 8 -n 32 --memory 8", "compare plan.json --costs costs.json --memory 80GB"))(
-    compare.compare
-)
+app.command(
+    "compare",
+    epilog=_examples(
+        "compare -w 8 -n 32 --memory 8",
+        "compare plan.json --costs costs.json --memory 80GB",
+        "compare --tensor --batch 8 --sequence 1024 --hidden 4096 --ranks 8 --memory 40GB",
+        "compare --tensor gpt-small --batch 8 --ranks 8",
+    ),
+)(compare.compare)
 app.command("schedules", epilog=_examples("schedules", "schedules --json"))(schedules.schedules)
 app.command(
     "inspect",
-    epilog=_examples("inspect gpt-small --stages 4", "inspect mine:build --batch-function mine:batch --check"),
+    epilog=_examples(
+        "inspect gpt-small --stages 4", "inspect mine:build --batch-function mine:batch --check", "inspect gpt-tiny --box 2,2,1"
+    ),
 )(inspect.inspect)
 app.command(
     "verify",
     epilog=_examples(
-        "verify gpt-small --schedule chimera --pp 4", "verify mine:build --batch-function mine:batch --plan plan.toml"
+        "verify gpt-small --schedule chimera --pp 4",
+        "verify mine:build --batch-function mine:batch --plan plan.toml",
+        "verify gpt-tiny --tp 2 --sequence-parallel",
     ),
 )(verify.verify)
 app.command(

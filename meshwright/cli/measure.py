@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli._flag_groups import with_groups
+from meshwright.cli._mode_flags import ModeFlags, flag_of
 from meshwright.cli.train import asked_job
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.measurement import FILE, Measurement, measurement_from_json
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
 
+@with_groups
 def measure(
     context: typer.Context,
     model: Annotated[
@@ -31,10 +34,13 @@ def measure(
     ],
     parallel: inputs.Plan = None,
     pp: inputs.PipelineWorkers = None,
-    dp: inputs.PipelineCopies = None,
+    dp: inputs.DataCopies = None,
+    dp_mode: inputs.DataMode = None,
     schedule: inputs.ScheduleChoice = None,
     microbatches: inputs.StepMicrobatches = None,
     costs: inputs.Costs = None,
+    *,
+    tensor: ModeFlags,
     dataset: Annotated[str | None, typer.Option(help="The data set, as in train.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     steps: Annotated[int | None, typer.Option(show_default="3", help="Number of steps to average.")] = None,
@@ -51,10 +57,13 @@ def measure(
     gc.enable()
     outputs.refuse_output(output)
     outputs.refuse_output(trace)
-    degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
+    degrees: dict[str, Any] = {"pp": pp, "dp": dp, "dp_mode": dp_mode, "schedule": schedule, "microbatches": microbatches}
+    degrees["costs"] = inputs.read_costs(costs)
+    degrees |= tensor.plan_fields()
     if Path(model).is_dir():
         extra = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
-        found: Measurement | None = _kept(Path(model), [f"--{n}" for n, v in extra.items() if v is not None] + context.args)
+        given = [f"--{flag_of(name)}" for name, value in extra.items() if value is not None]
+        found: Measurement | None = _kept(Path(model), given + context.args)
     else:
         job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": None})
         found = _run(job.trainer(), 3 if steps is None else steps, as_json=as_json)

@@ -14,6 +14,8 @@ import typer
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
 from meshwright.cli import _running as running
+from meshwright.cli._flag_groups import with_groups
+from meshwright.cli._mode_flags import ModeFlags, flag_of
 from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import toml
 from meshwright.ir.plan.plan import Parallel
@@ -29,6 +31,7 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Flags of the training arguments are parsed separately, by their own names."""
 
 
+@with_groups
 def train(
     context: typer.Context,
     model: Annotated[
@@ -37,10 +40,13 @@ def train(
     ],
     parallel: inputs.Plan = None,
     pp: inputs.PipelineWorkers = None,
-    dp: inputs.PipelineCopies = None,
+    dp: inputs.DataCopies = None,
+    dp_mode: inputs.DataMode = None,
     schedule: inputs.ScheduleChoice = None,
     microbatches: inputs.StepMicrobatches = None,
     costs: inputs.Costs = None,
+    *,
+    tensor: ModeFlags,
     dataset: Annotated[
         str | None,
         typer.Option(help="stdlib, digits, a text or JSONL file, a Hugging Face data set, or package.module:function."),
@@ -56,7 +62,9 @@ def train(
     Exit code 0: trained. 2: the job cannot be used. 3: it ran, but the loss is not a finite number.
     """
     gc.enable()  # unlike other verbs, this one runs for a long time
-    degrees = {"pp": pp, "dp": dp, "schedule": schedule, "microbatches": microbatches, "costs": inputs.read_costs(costs)}
+    degrees: dict[str, Any] = {"pp": pp, "dp": dp, "dp_mode": dp_mode, "schedule": schedule, "microbatches": microbatches}
+    degrees["costs"] = inputs.read_costs(costs)
+    degrees |= tensor.plan_fields()
     job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": resume})
     checkpoint = job.checkpoint
     trainer = job.trainer()
@@ -80,7 +88,7 @@ def asked_job(model: str, flags: list[str], parallel: str | None, degrees: Mappi
     if microbatches is not None and microbatches < 1:
         raise MeshwrightError(f"a step has at least 1 microbatch, got --microbatches {microbatches}", fix="--microbatches 4")
     if parallel is not None and given:
-        raise MeshwrightError(f"--plan and --{next(iter(given))} both say how to split", fix="give only one of them")
+        raise MeshwrightError(f"--plan and --{flag_of(next(iter(given)))} both say how to split", fix="give only one of them")
     plan = asked(parallel) if parallel is not None else given
     if not refers(Parallel.of(plan).schedule):
         settled(Parallel.of(plan))  # the training arguments read or call the user's own schedule, once

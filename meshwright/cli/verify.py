@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,9 @@ import typer
 from meshwright import schedules
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli._flag_groups import with_groups
+from meshwright.cli._mode_flags import ModeFlags, flag_of
+from meshwright.costs.planned import row_unit
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel, refuse_crowd
 from meshwright.ir.plan.plan_file import asked
@@ -24,19 +28,23 @@ if TYPE_CHECKING:
 Maker = Callable[..., Any]
 
 
+@with_groups
 def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}.")],
     plan: inputs.Plan = None,
     schedule: inputs.ScheduleChoice = None,
-    pp: Annotated[int | None, inputs.size_option(show_default="2", help="Workers of one pipeline.")] = None,
+    pp: Annotated[int | None, inputs.size_option(show_default="2; 1 with --tp", help="Workers of one pipeline.")] = None,
     microbatches: Annotated[
         int | None,
         inputs.size_option("--microbatches", "-n", show_default="4", help="Microbatches per step."),
     ] = None,
-    dp: Annotated[int | None, inputs.size_option(show_default="1", help="Data-parallel copies of the pipeline.")] = None,
+    dp: Annotated[int | None, inputs.size_option(show_default="1", help="Data-parallel copies.")] = None,
+    dp_mode: inputs.DataMode = None,
     option: inputs.Option = None,
     costs: inputs.Costs = None,
     steps: Annotated[int, inputs.size_option(help="Steps to train.")] = 5,
+    *,
+    tensor: ModeFlags,
     width: Annotated[str | None, inputs.size_option(metavar="3,2,1", help="Workers that share each stage.")] = None,
     sync: Annotated[Sync | None, inputs.size_option(show_default="eager", help="When gradients are summed.")] = None,
     recompute: Annotated[
@@ -62,12 +70,14 @@ def verify(
     flags: dict[str, Any] = {
         "pp": pp,
         "dp": dp,
+        "dp_mode": dp_mode,
         "schedule": schedule,
         "microbatches": microbatches,
         "options": inputs.pairs(option) or None,
     }
     flags |= {"sync": sync and sync.value, "recompute": _recompute(recompute), "transport": transport}
     flags |= {"costs": inputs.read_costs(costs), "width": tuple(_numbers("--width", width, int)) if width else None}
+    flags |= tensor.plan_fields()
     parallel = _plan(plan, {name: value for name, value in flags.items() if value is not None})
     path = output or (None if as_json else Path("certificate.json"))
     outputs.refuse_output(path)
@@ -80,16 +90,19 @@ def verify(
 
 
 def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
-    """Returns the plan from a file or from flags; the default is 1F1B on two workers."""
+    """Returns the plan from a file or from flags; the default is 1F1B on two workers, or one under a tensor or dp mode."""
     if plan is not None and given:
-        flag = next(iter(given)).replace("options", "option")
-        raise MeshwrightError(f"--plan and --{flag} both say how to split", fix="give only one of them")
+        raise MeshwrightError(f"--plan and --{flag_of(next(iter(given)))} both say how to split", fix="give only one of them")
     count = given.get("microbatches", 4)
     if count < 1:
         raise MeshwrightError(
             f"--microbatches must be at least 1, got {count}", fix=f"--microbatches {max(given.get('pp', 2), 1)}"
         )
-    usual = {"pp": 2, "schedule": "onef1b", "microbatches": 4, "sync": "eager"}
+    usual = {"pp": 1 if {"tp", "box", "dp_mode"} & set(given) else 2, "schedule": "onef1b", "microbatches": 4, "sync": "eager"}
+    if given.get("dp_mode") == "zero-3":
+        del usual["schedule"]
+    if str(given.get("dp_mode", "")).startswith("cyclic"):  # it has its own schedule, with one microbatch per copy
+        usual = {"sync": "eager"}
     own = given.get("schedule")
     if own is not None and refers(own):  # the schedule has its own sizes, or its function takes them as arguments
         wanted = schedules.needed(own) if ":" in own else frozenset()
@@ -134,14 +147,18 @@ def _print(certificate: Certificate, path: Path | None) -> None:
 
 
 def _model(model: str, batch: str | None, length: int | None, parallel: Parallel) -> tuple[Maker, Maker]:
-    """What makes the model, and what makes its batches: two rows for each microbatch, or one for each member of a team."""
+    """What makes the model, and what makes its batches: two rows for each microbatch, or one for each member of a team.
+
+    Under a tensor mode they are what the mode divides; twice that with halves.
+    """
     from meshwright.train.models.example_batches import batches_for
     from meshwright.train.models.model_names import SMALL, resolve_model
     from meshwright.train.setup.build_schedule import stages_of
 
     named = resolve_model(model, stages=stages_of(parallel) if model in SMALL else 1)
-    rows = max((2, *parallel.width)) * parallel.microbatches * parallel.dp
-    return named.build, batches_for(named, batch, rows=rows, length=length)
+    unit = row_unit(parallel) * (2 if parallel.overlap else 1)
+    rows = unit * ceil(max((2, *parallel.width)) / unit)
+    return named.build, batches_for(named, batch, rows=rows * parallel.microbatches * parallel.copies, length=length)
 
 
 def _recompute(text: str | None) -> str | list[float] | None:

@@ -129,7 +129,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
         With one row the capture could treat the number of rows as a constant.
         """
-        return max(2, self.rows.device * self.rows.accumulation // self.plan.microbatches)
+        return max(2, self.rows.step // (self.plan.microbatches * self.plan.copies))
 
     @property
     def precision(self) -> Precision:

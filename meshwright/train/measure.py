@@ -23,6 +23,7 @@ from meshwright.train.loop.on_rank import session_for
 from meshwright.train.loop.rank_job import RankJob
 from meshwright.train.loop.traced_steps import WARM_UP, Tracing
 from meshwright.train.loop.training_loop import RunLength
+from meshwright.train.setup.build_schedule import SEGMENT
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -76,7 +77,9 @@ def _measure_on_rank(job: RankJob, dataset: Any, steps: int) -> Measurement | No
             f"an epoch of {len(batches)} steps is too short to measure", fix=f"at least {WARM_UP + 2} steps of data"
         )
     tracing = Tracing(session, trace, WARM_UP + 1, len(batches))
-    for batch in batches:
-        tracing.step(batch)
+    while batches:
+        count = min(SEGMENT, tracing.steps_to_border or 1) if session.run.is_segmented else 1
+        tracing.train(batches[:count])
+        del batches[:count]
     session.close()
     return tracing.found

@@ -123,7 +123,7 @@ def parallelize(
         if not dist.is_initialized():
             closing.enter_context(attach(device=device) if launched() else one_process())
         rules, where = Rules(clip=clip or float("inf")), device_for(device == "cpu")
-        settings = run.settings(optimizer=rates.optimizer, rules=rules, seed=seed, device=where)
+        settings = run.settings(optimizer=rates.optimizer, rules=rules, seed=seed, device=where, pieces=rates.adopt)
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         fill = None if skeleton is None else partial(materialise, skeleton, weights)
         session = Session(run, module, rates, settings, fill=fill)

@@ -62,7 +62,7 @@ def prepare_for_trainer(
         precision=args.precision,
         weights=inputs.weights,
         one_microbatch=True,
-        step_rows=args.rows.step,
+        step_rows=tuple(sorted({args.rows.step, _last_rows(args, source) if trains else 0} - {0})),
         check_capture=inputs.check_capture,
         stages=stages_to_train(args.plan),
     )
@@ -81,12 +81,17 @@ def refuse_rows(args: TrainingArguments, flat: Flat | None, source: Source, exam
     plan, rows = args.plan, args.rows
     if flat is not None:
         refuse_lossless(flat, example, own_loss=own_loss)
-        last = (source.size or 0) % rows.step if not args.dataloader_drop_last else 0
-        refuse_small_cuts(flat.refusal, example, {rows.step, last} - {0}, plan.microbatches * plan.dp)
+        refuse_small_cuts(flat.refusal, example, {rows.step, _last_rows(args, source)} - {0}, plan.microbatches * plan.copies)
     if isinstance(example, Mapping):
         samples = rows.device * rows.accumulation
-        if note := flattened_note(example, min(samples, source.size or samples), plan.microbatches):
+        cuts = plan.microbatches * plan.copies // plan.dp
+        if note := flattened_note(example, min(samples, source.size or samples), cuts):
             log.warning(note)
+
+
+def _last_rows(args: TrainingArguments, source: Source) -> int:
+    """Returns the rows of the last step of an epoch if it is short, else 0."""
+    return (source.size or 0) % args.rows.step if not args.dataloader_drop_last else 0
 
 
 def refuse_unusable(args: TrainingArguments, model: nn.Module, optimizers: tuple[Any, Any], chosen: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,26 @@ from meshwright.capture.trace.graph import Flat
 from meshwright.capture.weights.sketch import Skeleton
 from meshwright.ir.placement import Rows
 from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
-from meshwright.runtime.engine.engine import Settings
 from meshwright.runtime.engine.evaluate import forward_schedule
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.parameters.parameters import Rules
-from meshwright.runtime.parameters.unit import Optimizer, Scheduler
+from meshwright.runtime.parameters.unit import Optimizer, Pieces, Scheduler
 from meshwright.runtime.stage.batch import Batch, Given
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.data.vocabulary import Vocabulary, refuse_ids, vocabularies
-from meshwright.train.setup.build_schedule import lists_for, refuse_without_flush, stages_of, stages_to_train
+from meshwright.train.setup.build_schedule import (
+    SEGMENT,
+    lists_for,
+    refuse_cyclic_precision,
+    refuse_without_flush,
+    stages_of,
+    stages_to_train,
+)
 from meshwright.train.setup.captured_layers import CutGraph, cut_graph, is_captured, listed_layers
 from meshwright.train.setup.check_capture import Evaluation, Start, check_start
 from meshwright.train.setup.own_weights import fill_small_buffers
@@ -65,8 +73,8 @@ class RunRequest:
     """The number of steps in the schedule. None means one step that is repeated, which needs a flush."""
     one_microbatch: bool = False
     """Whether the example is one microbatch instead of a whole batch."""
-    step_rows: int | None = None
-    """The rows of one step, over all data-parallel copies; those of the example if not given."""
+    step_rows: tuple[int, ...] = ()
+    """The numbers of rows that steps have, over all data-parallel copies; that of the example if not given."""
     more_rows: Given | None = None
     """An example with more rows, to check the loss with."""
     check_capture: bool = True
@@ -99,6 +107,20 @@ class PreparedRun:
     count: Count | None = None
     loss_kind: LossKind = LossKind.MEAN
     precision: Precision = field(default_factory=Precision)
+    costs: tuple[StageCost, ...] | None = None
+    """The costs of the stages that shaped the schedule, if they are known."""
+
+    @property
+    def is_segmented(self) -> bool:
+        """Whether training runs in segments of several steps, because the schedule has no flush."""
+        return self.schedule.first > 0
+
+    def segment(self, rounds: int) -> Schedule:
+        """Returns the proved schedule of a segment of so many steps, at most as many as `schedule` has."""
+        if rounds == self.schedule.steps:
+            return self.schedule
+        plan, ties, first = self.parallel, self.schedule.ties, self.schedule.first
+        return lists_for(plan, ties=ties, steps=rounds, first=first, kept=self.kept, costs=self.costs)
 
     @property
     def flat(self) -> Flat | None:
@@ -113,28 +135,22 @@ class PreparedRun:
     def open(self, model: Any, mesh: Mesh | None = None) -> Layers:
         """Returns the stages of this rank's own copy of the model. Nothing is chosen here, so all ranks get the same.
 
-        With a mesh, parameters are cut to the parts of this rank's tensor coordinate by `cut`; without one they stay whole.
+        With a mesh, they run on the parts of this rank's tensor coordinate. The engine replaces whole parameters by these parts.
         """
         if self.graph is None:
             return listed_layers(model, self.schedule.stages)
         if self.sharded is None or mesh is None:
             return self.graph.open(model)
-        own_loss = self.loss is not None
-        return self.sharded.open(model, self.graph.cuts, self.graph.columns, mesh.coordinate, own_loss=own_loss)
+        return self.sharded.open(model, self.graph, mesh.coordinate)
 
     def held(self, layers: Layers, mesh: Mesh) -> list[nn.Module]:
         """Returns the layers of the stages that this rank holds."""
         stages = sorted({stage for _, stage in self.schedule.placement.held[mesh.worker]})
         return [layer for stage in stages for layer in layers.of_stage(stage)]
 
-    def cut(self, layers: Layers, mesh: Mesh) -> None:
-        """Replaces the whole parameters of this rank's stages by its parts, under a tensor mode."""
-        if self.sharded is not None:
-            self.sharded.cut_held(layers, self.held(layers, mesh), mesh.coordinate)
-
     def mesh(self, rank: int) -> Mesh:
         """Returns the place of a rank in this run."""
-        return Mesh(self.schedule.workers, self.parallel.dp, rank, self.parallel.tp)
+        return Mesh(self.schedule.workers, self.parallel.copies, rank, self.parallel.tp)
 
     def settings(
         self,
@@ -144,13 +160,14 @@ class PreparedRun:
         rules: Rules | None = None,
         seed: int = 0,
         device: torch.device | None = None,
+        pieces: Pieces | None = None,
     ) -> Settings:
         """Returns the settings with which an engine trains this run."""
         plan = self.parallel
         return Settings(
             optimizer=optimizer,
             microbatches=plan.microbatches,
-            copies=plan.dp,
+            copies=plan.copies,
             box=plan.tp,
             scheduler=scheduler,
             loss=self.loss,
@@ -161,6 +178,7 @@ class PreparedRun:
             seed=seed,
             precision=self.precision,
             device=device or torch.device("cpu"),
+            pieces=pieces,
         )
 
 
@@ -183,6 +201,8 @@ def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | Non
         phase: Called with the name of each phase; the phase runs in the context that it returns.
     """
     phase, plan = phase or _silent, request.parallel
+    if request.steps is None:
+        refuse_cyclic_precision(plan, request.precision.compute)
     stages = request.stages or (stages_to_train(plan) if request.steps is None else stages_of(plan))
     if isinstance(request.model, Skeleton):
         fill_small_buffers(request.model, request.weights)
@@ -197,19 +217,22 @@ def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | Non
                 graph = graph.with_evaluation(request.module, evaluation.graph)
     sharded = None
     if (tensor := tensor_cut(plan)) is not None:
-        refuse_unsharded(plan, request.precision, captured=graph is not None)
+        refuse_unsharded(plan, captured=graph is not None)
         with phase("shard"):
             assert graph is not None
-            sharded = shard_graph(request.module, graph.flat, graph.cuts, tensor, _microbatch_rows(request))
+            rows, own_loss = _microbatch_rows(request), request.loss is not None
+            sharded = shard_graph(request.module, graph.flat, graph.cuts, tensor, rows, own_loss=own_loss)
     with phase("schedule"):
         cuts = plan.stages or None
         layers = graph.open(request.module) if graph else listed_layers(request.module, stages, cuts)
         schedule, kept = _lists(request, layers)
-        forwards = forward_schedule(schedule) if schedule.flush else None
         if sharded is not None:
             refuse_versions(plan, flush=schedule.flush)
-    how = (request.loss, request.count, request.loss_kind, request.precision)
-    return PreparedRun(plan, schedule, forwards, graph, kept, evaluation, sharded, *how)
+        how = (request.loss, request.count, request.loss_kind, request.precision, layers.costs)
+        run = PreparedRun(plan, schedule, None, graph, kept, evaluation, sharded, *how)
+        if schedule.flush or run.is_segmented:
+            run = replace(run, forwards=forward_schedule(schedule if schedule.flush else run.segment(1)))
+    return run
 
 
 def _cut(request: RunRequest, flat: Flat, stages: int) -> CutGraph:
@@ -220,9 +243,9 @@ def _cut(request: RunRequest, flat: Flat, stages: int) -> CutGraph:
 def _microbatch_rows(request: RunRequest) -> list[int]:
     """Returns the numbers of rows that microbatches have."""
     plan, example = request.parallel, request.example
-    rows = request.step_rows or len(next(iter(example.values())) if isinstance(example, Mapping) else example[0])
-    copies = [Rows(0, rows).cut(copy, plan.dp) for copy in range(plan.dp)]
-    cuts = [copy.cut(number, plan.microbatches) for copy in copies for number in range(plan.microbatches)]
+    given = len(next(iter(example.values())) if isinstance(example, Mapping) else example[0])
+    steps = [Rows(0, rows).cut(copy, plan.copies) for rows in request.step_rows or (given,) for copy in range(plan.copies)]
+    cuts = [step.cut(number, plan.microbatches) for step in steps for number in range(plan.microbatches)]
     return sorted({cut.size for cut in cuts} - {0}) or [1]
 
 
@@ -236,7 +259,7 @@ def _start(request: RunRequest, graph: CutGraph) -> Start:
         loss=request.loss,
         count=None if request.loss is None else request.count,  # the model's own loss counts its items itself
         loss_kind=request.loss_kind,
-        microbatches=plan.microbatches * plan.dp,
+        microbatches=plan.microbatches * plan.copies,
         more=request.more_rows,
         precision=request.precision,
         weights=request.weights,
@@ -250,10 +273,12 @@ def _lists(request: RunRequest, layers: Layers) -> tuple[Schedule, tuple[KeptByt
     objective = Objective(request.loss, weigh=layers.weigh, count=request.count, kind=request.loss_kind)
     kept = None
     if plan.budget_bytes is not None:
-        cuts, copies = (1, 1) if request.one_microbatch else (plan.microbatches, plan.dp)
+        cuts, copies = (1, 1) if request.one_microbatch else (plan.microbatches, plan.copies)
         batch = Batch(request.example, microbatches=cuts, copies=copies, names=layers.columns)
         kept = saved_bytes(layers, batch, objective=objective, precision=request.precision)
-    schedule = lists_for(plan, ties=layers.ties, steps=request.steps or 1, kept=kept, costs=layers.costs)
+    continues = request.steps is None and plan.mode.is_cyclic
+    steps = request.steps or (SEGMENT if continues else 1)
+    schedule = lists_for(plan, ties=layers.ties, steps=steps, first=int(continues), kept=kept, costs=layers.costs)
     if request.steps is None:
         refuse_without_flush(plan, flush=schedule.flush)
     return schedule, kept

@@ -64,7 +64,7 @@ def test_repeats_of_nothing_take_no_memory(period: list[str]) -> None:
         ("pipedream", {"workers": 2, "microbatches": 1, "steps": 100_000_000}),
         ("interleaved", {"workers": 4, "microbatches": 8, "chunks": 100_000_000}),
         ("hanayo", {"workers": 4, "microbatches": 8, "waves": 10**30}),
-        ("cyclic", {"workers": 4, "microbatches": 8, "stages": 10**9}),
+        ("cyclic", {"workers": 4, "microbatches": 8, "chunks": 10**9}),
     ],
 )
 def test_sizes_beyond_memory_are_refused_at_once(name: str, sizes: dict[str, int]) -> None:

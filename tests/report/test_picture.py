@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -11,13 +12,15 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from examples.pictures import FOLDER, PICTURES, draw
+from examples.pictures import FOLDER, LAYOUTS, PICTURES, draw, draw_layout
 from meshwright import MeshwrightError, schedules, simulate
 from meshwright.cli.main import app
+from meshwright.costs.modes import mode
 from meshwright.ir.action import Cell
 from meshwright.ir.profile import StageCost, even_costs
 from meshwright.ir.timeline import Timeline
-from meshwright.report.picture import HELD, LEFT, RIGHT, ROW, Area, Box, Picture, Text, picture
+from meshwright.report.layout_picture import layout_picture
+from meshwright.report.picture import EDGE, HELD, LEFT, RIGHT, ROW, Area, Box, Picture, Text, picture
 from meshwright.report.png import to_png
 from meshwright.report.svg import to_svg
 
@@ -136,3 +139,26 @@ def test_the_verbs_refuse_pictures_that_they_cannot_give(words: list[str], said:
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_pictures_of_the_docs_are_current(name: str, tmp_path: Path) -> None:
     assert draw(name, tmp_path).read_text() == (FOLDER / f"{name}.svg").read_text(), "make pictures"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layouts_of_tensor_modes_are_current(name: str, tmp_path: Path) -> None:
+    assert draw_layout(name, tmp_path).read_text() == (FOLDER / f"{name}.svg").read_text(), "make pictures"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_shows_every_rank_in_every_matrix(name: str) -> None:
+    """Blocks fill their matrix without overlap, and all ranks are named in each of the six matrices."""
+    mode_name, asked, title = LAYOUTS[name]
+    grid = mode(mode_name).grid(asked)
+    shown = layout_picture(grid, mode(mode_name).scheme(grid), title=title)
+    blocks = [shape for shape in shown.shapes if isinstance(shape, Box) and shape.title]
+    frames = [shape for shape in shown.shapes if isinstance(shape, Box) and shape.fill == EDGE]
+    assert len(frames) == 6
+    for frame in frames:
+        inside = [b for b in blocks if frame.x <= b.x < frame.x + frame.width and frame.y <= b.y < frame.y + frame.height]
+        ranks = [int(n) for b in inside for n in re.findall(r"\d+", b.title.replace("0 to 3", "0, 1, 2, 3"))]
+        assert sorted(ranks) == list(range(grid.ranks))
+        assert len({(b.x, b.y) for b in inside}) == len(inside)
+        assert sum((b.width + 2) * (b.height + 2) for b in inside) == pytest.approx((frame.width - 2) ** 2)
+    assert all(0 <= text.x < shown.width and 0 < text.y < shown.height for text in shown.shapes if isinstance(text, Text))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright import MeshwrightError, Parallel, Recompute, Schedule, StageCost, schedules, simulate, stage_aware
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.stage import Stage

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.stage.layers import Layers
 from meshwright.train.setup.build_schedule import lists_for
 from meshwright.train.verify.verify import momentum

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.train.loop.training_loop import _Losses
+from meshwright.train.loop.loss_sums import LossSums
 from meshwright.train.session.session import StepResult
 from tests.support.paths import ROOT
 from tests.support.trainers import gpt2, ours, text
@@ -112,7 +113,7 @@ def result(step: int, loss: float) -> StepResult:
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_losses_that_are_no_numbers_are_counted(filtered: bool) -> None:
-    losses = _Losses()
+    losses = LossSums()
     for step, loss in enumerate([1.0, NAN, 3.0, float("inf")]):
         assert losses.add(result(step, loss), step, filtered=filtered) is (loss in (1.0, 3.0) or not filtered)
     logs = losses.drain(4)
@@ -124,13 +125,12 @@ def test_losses_that_are_no_numbers_are_counted(filtered: bool) -> None:
 def test_a_trainer_counts_them_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.train.session import session
 
-    step = session.Session.step
+    train = session.Session.train
 
-    def odd(self: Any, batch: Any) -> StepResult:
-        found = step(self, batch)
-        return StepResult(found.step, NAN if found.step == 1 else found.loss, 1.0, found.grad_norm, found.learning_rate)
+    def odd(self: Any, batches: Any) -> list[StepResult]:
+        return [replace(found, loss=NAN if found.step == 1 else found.loss) for found in train(self, batches)]
 
-    monkeypatch.setattr(session.Session, "step", odd)
+    monkeypatch.setattr(session.Session, "train", odd)
     trainer = ours(gpt2(), tmp_path, text(), max_steps=4, logging_steps=2)
     output = trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -97,6 +97,23 @@ def test_traced_steps_leave_a_run_as_it_is(tmp_path: Path, workers: Workers) -> 
     assert {f"0F{mb}" + (f"#{mb // 4}" if mb // 4 else "") for mb in range(16)} <= names and "0F16#4" not in names
 
 
+def test_ranks_that_share_a_worker_are_measured_as_one(tmp_path: Path, workers: Workers) -> None:
+    """Losses bit for bit; a worker's parts weigh what its rank holds: less than the whole, more than a half of it."""
+    losses, plan = [], {"pp": 2, "tp": 2, "microbatches": 2}
+    for traced in (None, Traced(tmp_path / "trace.json")):
+        trainer = ours(gpt2(), tmp_path / "run", text(), workers, parallel=plan, max_steps=5)
+        trainer.traced = traced
+        trainer.train()
+        losses.append([entry.get("loss") for entry in trainer.state.log_history])
+    assert losses[0] == losses[1]
+    kept = measurement_from_json((tmp_path / "run" / "measurement.json").read_text())
+    assert kept.timeline.workers == 2 and kept.copies == 1
+    forwards = [str(span.entry) for span in kept.timeline.spans if span.lane is Lane.COMPUTE and "F" in str(span.entry)]
+    assert sorted(forwards) == ["0F0", "0F1", "1F0", "1F1"]
+    whole = sum(p.numel() * FLOAT for p in gpt2().parameters()) + 256 * 16 * FLOAT  # the tied table is on both workers
+    assert whole / 2 < sum(cost.parameter_bytes for cost in kept.costs) < 0.6 * whole
+
+
 @pytest.mark.parametrize(("steps", "traced"), [(1, (1, 1)), (3, (1, 3)), (5, (2, 5))])
 def test_a_short_run_traces_its_last_steps(steps: int, traced: tuple[int, int], tmp_path: Path) -> None:
     trainer = ours(two_stages(), tmp_path, ROWS, max_steps=steps)

@@ -45,11 +45,12 @@ def adapted() -> Any:
     return peft.get_peft_model(gpt2(), config)
 
 
-def test_adapters_of_peft_are_trained_and_nothing_else(tmp_path: Path, workers: Workers) -> None:
+@pytest.mark.parametrize("plan", [{"pp": 2, "schedule": "chimera"}, {"tp": 2, "pp": 2, "overlap": True}], ids=str)
+def test_adapters_of_peft_are_trained_and_nothing_else(tmp_path: Path, workers: Workers, plan: dict[str, Any]) -> None:
     expected, model = adapted(), adapted()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     log = reference(expected, tmp_path / "hf", text(), max_steps=4)
-    trainer = ours(model, tmp_path, text(), workers, parallel={"pp": 2, "schedule": "chimera"}, max_steps=4)
+    trainer = ours(model, tmp_path, text(), workers, parallel=plan, max_steps=4)
     trainer.train()
     assert series(trainer.state.log_history, "loss") == pytest.approx(series(log, "loss"), rel=CLOSE)
     assert distance(model, expected) < 1e-4

@@ -121,7 +121,7 @@ def test_shares_with_something_else_among_them(text: str) -> None:
 @pytest.mark.parametrize("text", ["2,3", "-1,0", "nan,1", "0,inf"])
 def test_shares_on_the_command_line_have_a_range(text: str) -> None:
     with pytest.raises(MeshwrightError, match="between 0 and 1"):
-        verb.verify("mlp", recompute=text)
+        verb.verify(model="mlp", recompute=text)
 
 
 X = torch.zeros(8, 16)
@@ -220,7 +220,7 @@ def test_more_workers_than_one_host_takes(plan: dict[str, Any]) -> None:
 
 def test_the_verbs_count_workers_first() -> None:
     with pytest.raises(MeshwrightError, match="19998 workers exceed the limit of 256"):
-        verb.verify("mlp", dp=9999)
+        verb.verify(model="mlp", dp=9999)
     with pytest.raises(MeshwrightError, match="300 workers exceed the limit of 256"):
         simulate(name="onef1b", workers=300, microbatches=4, emulate=Timing.WALL)
 
@@ -250,13 +250,13 @@ def test_a_module_that_cannot_be_imported(text: str, said: str, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(MeshwrightError, match=f"{name} raised {said} while it was imported") as found:
-        verb.verify(f"{name}:build", batch=f"{name}:batch")
+        verb.verify(model=f"{name}:build", batch=f"{name}:batch")
     assert "importlib" not in str(found.value) and f"{name}.py" in str(found.value)
 
 
 def test_no_microbatches_on_the_command_line() -> None:
     with pytest.raises(MeshwrightError, match="--microbatches must be at least 1, got 0"):
-        verb.verify("mlp", microbatches=0)
+        verb.verify(model="mlp", microbatches=0)
 
 
 def test_what_is_no_number_equals_itself_bit_by_bit() -> None:

@@ -5,24 +5,38 @@ Every rank reads only what it holds. All errors are found before anything is cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.checkpoint.checkpoint_facts import read_facts
-from meshwright.train.checkpoint.run_state import BUFFER, MODEL, OPTIMIZER, buffers, parameters
+from meshwright.train.checkpoint.run_state import (
+    BUFFER,
+    MODEL,
+    OPTIMIZER,
+    PREVIOUS,
+    buffers,
+    late,
+    parameters,
+    part,
+    put_previous,
+    state_part,
+)
 from meshwright.train.checkpoint.tensor_files import described, read_tensors
 from meshwright.train.optimizer.optimizer_facts import put_back, refuse_mixture
 from meshwright.train.setup.all_ranks import agree
+
+WHOLE_BYTES = 256 << 20
+"""How many bytes of whole tensors are read at a time by a rank that holds parts of them."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +94,9 @@ def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], k
             fix="use the model that it was written with, with the same configuration",
         )
     for key, tensor in mine.items():
-        if (saved := tuple(sizes[key][0])) != tuple(tensor.shape):
-            raise MeshwrightError(f"{key} is {saved} in the checkpoint and {tuple(tensor.shape)} in the model")
+        saved, shape = tuple(sizes[key][0]), _shape(engine, key, tensor)
+        if saved != shape:
+            raise MeshwrightError(f"{key} is {saved} in the checkpoint and {shape} in the model")
     kinds = {type(u.optimizer).__name__ for u in engine.units.values() if u.optimizer is not None}
     if kinds - {known["optimizer"]}:
         raise MeshwrightError(
@@ -94,16 +109,33 @@ def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], k
 
 def _weights(engine: Engine, known: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the parameters and buffers of this rank by their keys in the files. They are filled in place."""
+    params = {name: _held(engine, p) for name, p in parameters(engine).items()}
+    mine = {name: t.detach() for name, t in params.items() if t is not None}
     if known["schema"] > 1:
-        return {name: t.detach() for name, t in {**parameters(engine), **buffers(engine)}.items()}
-    found = {f"{MODEL}/{name}": p.detach() for name, p in parameters(engine).items()}
+        return {**mine, **{name: b.detach() for name, b in buffers(engine).items()}}
+    found = {f"{MODEL}/{name}": t for name, t in mine.items()}
     found |= {f"{BUFFER}/{name}": b.detach() for name, b in buffers(engine).items()}
     return {key: t if t.dim() else t.view(1) for key, t in found.items()}
 
 
+def _held(engine: Engine, parameter: nn.Parameter) -> Tensor | None:
+    """Return what this rank keeps of a parameter: itself, or its piece if parameters are divided among ranks."""
+    unit = engine.unit_of.get(parameter)
+    return parameter if unit is None or unit.keeps_whole else unit.held(parameter)
+
+
+def _shape(engine: Engine, key: str, tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape that a tensor of this rank has in a checkpoint: that of the whole parameter."""
+    parameter = parameters(engine).get(key.removeprefix(f"{MODEL}/"))
+    split = engine.layers.tensor
+    if parameter is not None and _held(engine, parameter) is not parameter:
+        return tuple(parameter.shape)
+    return tuple(tensor.shape) if split is None or parameter is None or not parameter.dim() else split.cuts[parameter].shape
+
+
 def _refuse_strangers(sizes: Mapping[str, object], held: set[str]) -> None:
     """Raise if the checkpoint has a parameter that no rank has: it belongs to another model."""
-    if strange := sorted(key for key in set(sizes) - held if not key.startswith(f"{OPTIMIZER}/")):
+    if strange := sorted(key for key in set(sizes) - held if not key.startswith((f"{OPTIMIZER}/", f"{PREVIOUS}/"))):
         raise MeshwrightError(
             f"the model has no {_list(strange)}, which the checkpoint holds", fix="use the model that it was written with"
         )
@@ -123,12 +155,67 @@ def _fill(
 ) -> None:
     """Read this rank's tensors in place, and the tensors of its optimizers into new ones."""
     params, into = parameters(engine), _weights(engine, known)
-    trained = {engine.layers.names[p] for unit in engine.units.values() for p in unit.params}
+    of = {key: p for key in into if (p := params.get(key.removeprefix(f"{MODEL}/"))) is not None}
+    held = {engine.layers.names[p]: unit.held(p) for unit in engine.units.values() for p in unit.params}
     kept: dict[str, dict[str, Tensor]] = {}
     for key, (size, dtype) in sizes.items():
         if key.startswith(f"{OPTIMIZER}/"):
             _, entry, name = key.split("/", 2)
-            if name in trained:
-                into[key] = kept.setdefault(name, {})[entry] = torch.empty(size, dtype=dtype, device=params[name].device)
-    agree(lambda: read_tensors(reader, into), group=group)
+            if (mine := held.get(name)) is not None:
+                of[key] = params[name]
+                shape = mine.shape if _is_part(engine, key, params[name], size) else size
+                into[key] = kept.setdefault(name, {})[entry] = torch.empty(shape, dtype=dtype, device=params[name].device)
+    older = _previous(engine, sizes)
+    into |= {f"{PREVIOUS}/{name}": t for name, t in older.items()}
+    parts = {key: p for key, p in of.items() if _is_part(engine, key, p, sizes[key][0])}
+    agree(lambda: _read(engine, reader, into, parts, sizes), group=group)
     put_back(engine, known, kept)
+    put_previous(engine, {name: t.view(params[name].shape) for name, t in older.items()})
+
+
+def _previous(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Return empty tensors for the saved parameters of one step ago that this rank reads."""
+    wanted = {engine.layers.names[p]: p for unit in late(engine).values() for p in unit.params}
+    saved = {name: (p, *sizes[key]) for name, p in wanted.items() if (key := f"{PREVIOUS}/{name}") in sizes}
+    return {name: torch.empty(size, dtype=dtype, device=p.device) for name, (p, size, dtype) in saved.items()}
+
+
+def _is_part(engine: Engine, key: str, parameter: nn.Parameter, saved: Sequence[int]) -> bool:
+    """Return whether this rank holds only a part of a saved tensor, or a piece of a saved state."""
+    unit = engine.unit_of.get(parameter)
+    if unit is not None and parameter in unit.pieces and (key.startswith(f"{OPTIMIZER}/") or not unit.keeps_whole):
+        return True
+    return engine.layers.tensor is not None and engine.layers.tensor.is_cut(parameter, saved)
+
+
+def _read(
+    engine: Engine,
+    reader: HuggingFaceStorageReader,
+    into: Mapping[str, Tensor],
+    parts: Mapping[str, nn.Parameter],
+    sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> None:
+    """Fill tensors. Those of which this rank holds parts are read whole, a few at a time."""
+    read_tensors(reader, {key: t for key, t in into.items() if key not in parts})
+    for keys in _some_at_a_time(parts, sizes):
+        whole = {key: torch.empty(sizes[key][0], dtype=sizes[key][1], device=into[key].device) for key in keys}
+        read_tensors(reader, whole)
+        for key in keys:
+            cut = state_part if key.startswith(f"{OPTIMIZER}/") or _held(engine, parts[key]) is not parts[key] else part
+            into[key].copy_(cut(engine, parts[key], whole[key]))
+
+
+def _some_at_a_time(keys: Iterable[str], sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Iterator[list[str]]:
+    """Yield keys in groups whose tensors have at most `WHOLE_BYTES` together, or one larger tensor."""
+    found: list[str] = []
+    filled = 0
+    for key in keys:
+        size, dtype = sizes[key]
+        count = size.numel() * dtype.itemsize
+        if found and filled + count > WHOLE_BYTES:
+            yield found
+            found, filled = [], 0
+        found.append(key)
+        filled += count
+    if found:
+        yield found

@@ -3,6 +3,7 @@
     model/NAME               a parameter, under its first name
     buffer/NAME              a buffer that is in the state_dict
     optimizer/ENTRY/NAME     a tensor of the optimizer state of a parameter (exp_avg, momentum_buffer, ...)
+    previous/NAME            a parameter one step ago, if the next step still reads it (cyclic data parallelism)
 
 Numbers are saved as facts in a JSON file: the options of every parameter (learning rate, decay, ...), its counters, and the
 learning-rate schedule. Nothing here depends on stages, so any plan can read what another plan wrote.
@@ -10,16 +11,24 @@ learning-rate schedule. Nothing here depends on stages, so any plan can read wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.analysis.effects import late_units
+from meshwright.ir.schedule import Sharding
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.json_exchange import all_gather_json
+from meshwright.runtime.parameters.unit import Unit
 from meshwright.train.optimizer.optimizer_facts import entries, put_back
 
-MODEL, BUFFER, OPTIMIZER = "model", "buffer", "optimizer"
+log = logging.getLogger(__name__)
+
+MODEL, BUFFER, OPTIMIZER, PREVIOUS = "model", "buffer", "optimizer", "previous"
 
 
 def parameters(engine: Engine) -> dict[str, nn.Parameter]:
@@ -45,30 +54,132 @@ def _of_stage(engine: Engine, stage: int) -> dict[str, Tensor]:
     return found
 
 
-def shared_out(engine: Engine) -> set[str]:
-    """Return what this rank writes: holders of a unit share its parameters, the first holder of a stage writes its buffers."""
-    found, layers, rank = set(), engine.layers, engine.mesh.rank
+def writers(engine: Engine) -> dict[nn.Parameter, int]:
+    """Return the rank that writes each parameter of this rank: all ranks that hold a unit share its parameters."""
+    found: dict[nn.Parameter, int] = {}
     for unit in engine.units:
-        ranks = engine.mesh.holders(engine.schedule, unit)
-        mine = ranks.index(rank)
-        found |= {layers.names[p] for i, p in enumerate(layers.unit(unit)) if i % len(ranks) == mine}
-    seen: set[str] = set()
-    for stage in range(layers.stages):
-        names = set(_of_stage(engine, stage)) - seen
-        seen |= names
-        if engine.mesh.holders(engine.schedule, stage)[0] == rank:
-            found |= names
+        ranks = engine.mesh.writers(engine.schedule, unit)
+        found |= {p: ranks[i % len(ranks)] for i, p in enumerate(engine.layers.unit(unit))}
     return found
 
 
+def whole(engine: Engine, parameter: nn.Parameter, tensor: Tensor, writer: int) -> Tensor | None:
+    """Return a tensor of a parameter on the rank that writes it, and None on other ranks.
+
+    The ranks of a tensor-parallel box send their parts to the writer, so they call this together.
+    """
+    split = engine.layers.tensor
+    if split is None or tensor.shape != parameter.shape:
+        return tensor.detach() if writer == engine.mesh.rank else None
+    if not engine.mesh.shares_seat(writer):
+        return None
+    return split.whole(parameter, tensor, to=engine.mesh.coordinate_of(writer))
+
+
+def part(engine: Engine, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """Return the part of a saved tensor that this rank holds."""
+    split = engine.layers.tensor
+    return tensor if split is None or not split.is_cut(parameter, tensor.shape) else split.part(parameter, tensor)
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    """Return the parameters and saved buffers that this rank writes, by name; parameters are whole."""
+    names, found, owners = engine.layers.names, dict[str, Tensor](), writers(engine)
+    for number, unit in engine.units.items():
+        with unit.whole():
+            for parameter in engine.layers.unit(number):
+                if (made := whole(engine, parameter, parameter, owners[parameter])) is not None:
+                    found[names[parameter]] = made if unit.keeps_whole else made.clone()
+    seen: set[str] = set()
+    for stage in range(engine.layers.stages):
+        of_stage = {name: b for name, b in _of_stage(engine, stage).items() if name not in seen}
+        seen |= set(of_stage)
+        if engine.mesh.writers(engine.schedule, stage)[0] == engine.mesh.rank:
+            found |= {name: b.detach() for name, b in of_stage.items()}
+    return found
+
+
+def optimizer_tensors(engine: Engine) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors of optimizer states that this rank writes, by parameter name and entry; they are whole."""
+    params, owners, found = parameters(engine), writers(engine), dict[tuple[str, str], Tensor]()
+    for name, entry, value in entries(engine) if engine.schedule.sharding is Sharding.NONE else joined_states(engine):
+        if isinstance(value, Tensor) and value.dim():
+            made = whole(engine, params[name], value, owners[params[name]])
+            if made is not None:
+                found[name, entry] = made
+    return found
+
+
+def joined_states(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the tensors of optimizer states of which holders have pieces, put together: parameter name, entry, value.
+
+    All ranks call this together. It puts one entry of one unit together at a time.
+    """
+    names = engine.layers.names
+    mine = {(name, entry): value for name, entry, value in entries(engine) if isinstance(value, Tensor) and value.dim()}
+    told = [[name, entry, str(value.dtype).removeprefix("torch.")] for (name, entry), value in mine.items()]
+    known = {(name, entry): dtype for part in all_gather_json(told) for name, entry, dtype in part}
+    for unit in engine.units.values():
+        of_unit = {names[p]: p for p in unit.params}
+        for entry in sorted({entry for name, entry in known if name in of_unit}):
+            dtype = next(getattr(torch, dtype) for (name, e), dtype in sorted(known.items()) if e == entry and name in of_unit)
+            assert unit.shares is not None
+            slices = [empty.to(dtype).zero_() for empty in unit.shares.slices()]
+            for p, piece in unit.pieces.items():
+                if (value := mine.get((names[p], entry))) is not None:
+                    slices[piece.span.flat].narrow(0, piece.span.at, value.numel()).copy_(value)
+            wholes = unit.shares.joined(slices)
+            yield from ((name, entry, t.clone()) for name, t in zip(of_unit, wholes, strict=True) if (name, entry) in known)
+
+
+def state_part(engine: Engine, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """Return the part of a saved optimizer state that this rank's optimizer has: of its part, its piece."""
+    mine = part(engine, parameter, tensor)
+    unit = engine.unit_of.get(parameter)
+    piece = None if unit is None else unit.pieces.get(parameter)
+    if piece is None or mine.shape != parameter.shape:
+        return mine
+    return mine.reshape(-1)[piece.span.start : piece.span.stop]
+
+
+def previous_tensors(engine: Engine) -> dict[str, Tensor]:
+    """Return the parameters of one step ago that this rank writes: the first rank that reads a unit late writes it."""
+    found: dict[str, Tensor] = {}
+    for number, unit in late(engine).items():
+        readers = [w for w in range(engine.schedule.workers) if number in late_units(engine.schedule, w)]
+        if engine.mesh.rank == engine.mesh.rank_of(readers[0]):
+            assert unit.versions is not None
+            found |= {engine.layers.names[p]: t for p, t in zip(unit.params, unit.versions.previous, strict=True)}
+    return found
+
+
+def late(engine: Engine) -> dict[int, Unit]:
+    """Return the units of this rank whose parameters of one step ago the next step reads."""
+    return {number: unit for number, unit in engine.units.items() if unit.versions is not None and unit.versions.late}
+
+
+def put_previous(engine: Engine, found: Mapping[str, Tensor]) -> None:
+    """Set the parameters of one step ago, by name. Those that were not saved are set to the current ones, which is said once."""
+    missing = 0
+    for unit in late(engine).values():
+        assert unit.versions is not None
+        names = [engine.layers.names[p] for p in unit.params]
+        missing += sum(name not in found for name in names)
+        older = [found[name].to(p.device, copy=True) if name in found else p for name, p in zip(names, unit.params, strict=True)]
+        unit.versions.restart(older)
+    if missing and engine.mesh.rank == 0:
+        log.warning(
+            "the state was not saved by a run that reads parameters of one step ago: %d of them start with the current values",
+            missing,
+        )
+
+
 def tensors(engine: Engine) -> dict[str, Tensor]:
-    """Return all tensors that this rank writes, by key. They are the live tensors, not copies."""
-    mine = shared_out(engine)
-    found = {f"{MODEL}/{name}": p.detach() for name, p in parameters(engine).items() if name in mine}
-    found |= {f"{BUFFER}/{name}": b.detach() for name, b in buffers(engine).items() if name in mine}
-    for name, entry, value in entries(engine):
-        if name in mine and isinstance(value, Tensor) and value.dim():
-            found[f"{OPTIMIZER}/{entry}/{name}"] = value.detach()
+    """Return all tensors that this rank writes, by key. They are the live tensors, or put together from parts."""
+    params = parameters(engine)
+    found = {f"{MODEL if name in params else BUFFER}/{name}": t for name, t in weights(engine).items()}
+    found |= {f"{OPTIMIZER}/{entry}/{name}": t for (name, entry), t in optimizer_tensors(engine).items()}
+    found |= {f"{PREVIOUS}/{name}": t for name, t in previous_tensors(engine).items()}
     return {key: t if t.dim() else t.view(1) for key, t in found.items()}
 
 
@@ -82,14 +193,18 @@ def put_whole(engine: Engine, found: Mapping[str, Tensor], known: Mapping[str, A
     params = parameters(engine)
     mine: dict[str, Tensor] = {f"{MODEL}/{name}": p for name, p in params.items()}
     mine |= {f"{BUFFER}/{name}": b for name, b in buffers(engine).items()}
+    held = {id(p): p for p in params.values()}
     if missing := sorted(set(mine) - set(found)):
         raise MeshwrightError(f"the state has no {', '.join(missing[:3])}", fix="use the model that it was taken from")
-    for key, tensor in mine.items():
-        tensor.detach().copy_(found[key].view(tensor.shape))
+    with engine.whole_parameters(writes=True):
+        for key, tensor in mine.items():
+            saved = part(engine, held[id(tensor)], found[key]) if id(tensor) in held else found[key]
+            tensor.detach().copy_(saved.view(tensor.shape))
     kept: dict[str, dict[str, Tensor]] = {}
     for key, tensor in found.items():
         if key.startswith(f"{OPTIMIZER}/"):
             _, entry, name = key.split("/", 2)
             if name in params:
-                kept.setdefault(name, {})[entry] = tensor.to(params[name].device, copy=True)
+                kept.setdefault(name, {})[entry] = state_part(engine, params[name], tensor).to(params[name].device, copy=True)
     put_back(engine, known, kept)
+    put_previous(engine, {name: found[key].view(p.shape) for name, p in params.items() if (key := f"{PREVIOUS}/{name}") in found})

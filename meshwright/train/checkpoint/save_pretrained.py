@@ -26,7 +26,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.json_exchange import dtype_name, dtype_named
 from meshwright.train.checkpoint.folders import sync
-from meshwright.train.checkpoint.run_state import buffers, parameters, shared_out
+from meshwright.train.checkpoint.run_state import weights
 from meshwright.train.setup.all_ranks import agree
 
 SHARD_BYTES = 5 << 30
@@ -42,7 +42,7 @@ def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes
     if shard_bytes < 1:
         raise MeshwrightError(f"shards of {shard_bytes} bytes cannot hold anything", fix=f"max_shard_size={SHARD_BYTES}")
     agree(lambda: folder.mkdir(parents=True, exist_ok=True) if rank == 0 else None)
-    held = holdings(engine)
+    held = weights(engine)
     trained = set().union(*agree(lambda: list(held)))
     if rank == 0:
         held |= left_over(model, trained)
@@ -59,13 +59,6 @@ def export(engine: Engine, folder: str | Path, *, model: Any = None, shard_bytes
         mine = {file: names for file, (owner, names) in shards.items() if owner == rank}
         agree(lambda: _write_all(held, mine, folder))
     agree(lambda: _finish(folder, model, held, files, total) if rank == 0 else None)
-
-
-def holdings(engine: Engine) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes."""
-    mine = shared_out(engine)
-    every: dict[str, Tensor] = {**parameters(engine), **buffers(engine)}
-    return {name: t.detach() for name, t in every.items() if name in mine}
 
 
 def left_over(model: Any, trained: set[str]) -> dict[str, Tensor]:

@@ -193,8 +193,9 @@ def _facts_file(job: _Job, engine: Engine, known: dict[str, Any]) -> None:
 
 def _plan(engine: Engine) -> dict[str, Any]:
     """Return the plan of this run. It is only for human readers; no code reads it."""
-    schedule = engine.schedule
-    return {"schedule": schedule.name, "workers": schedule.workers, "stages": schedule.stages, "dp": engine.settings.copies}
+    schedule, how = engine.schedule, engine.settings
+    sizes = {"workers": schedule.workers, "stages": schedule.stages, "dp": how.copies, "tp": how.box}
+    return {"schedule": schedule.name, **sizes}
 
 
 def _refuse(engine: Engine, given: Mapping[str, Any]) -> None:

@@ -44,6 +44,8 @@ class Source:
     needed: frozenset[str] | None = None
     processes: int = 0
     vocabularies: tuple[Vocabulary, ...] = ()
+    microbatch: int | None = None
+    """The microbatch of a step that the rows of this copy are, if they are one."""
 
     @property
     def size(self) -> int | None:
@@ -63,14 +65,14 @@ class Source:
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(rows, self.copy, self.copies)
         given = self._tensors(mine or rows[:1])
-        return Own(stand_ins(given if mine else first_rows(given, 0), self.needed))
+        return Own(stand_ins(given if mine else first_rows(given, 0), self.needed), self.microbatch)
 
     def numbered(self, at: Position, numbers: list[int]) -> Own:
         """Return the tensors of this copy for a step with these row numbers. Rows of other copies are not read."""
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(numbers, self.copy, self.copies)
         given = self._tensors(self._read(mine or numbers[:1]))
-        return Own(stand_ins(given if mine else first_rows(given, 0), self.needed))
+        return Own(stand_ins(given if mine else first_rows(given, 0), self.needed), self.microbatch)
 
     def _tensors(self, rows: list[Any]) -> Given:
         """Collate rows into tensors, and check that the model knows all ids."""

@@ -49,6 +49,8 @@ def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Par
                 f"{name} must be a whole number of at least 1 and below {LARGEST}, got {count!r}", fix=f"{name}=8"
             )
     plan = Parallel.of(asked)
+    if plan.mode.is_cyclic:
+        return _one_microbatch_each(plan, device, accumulation)
     given = asked.get("microbatches") or (plan.microbatches if plan.order is not None else 0)
     microbatches = plan.microbatches if given else accumulation * ceil(plan.pp / accumulation)
     if given and given % accumulation:
@@ -65,6 +67,16 @@ def plan_for(asked: Mapping[str, Any], *, device: int, accumulation: int) -> Par
             else f"per_device_train_batch_size={ceil(given / accumulation)}",
         )
     return Parallel.of({**asked, "microbatches": microbatches})
+
+
+def _one_microbatch_each(plan: Parallel, device: int, accumulation: int) -> Parallel:
+    """Return a cyclic plan, whose copies run one microbatch per step."""
+    if accumulation > 1:
+        raise MeshwrightError(
+            f'dp_mode="{plan.mode}" runs one microbatch per copy and step, got gradient_accumulation_steps={accumulation}',
+            fix=f"gradient_accumulation_steps=1, per_device_train_batch_size={device * accumulation}",
+        )
+    return plan
 
 
 def refuse_small_cuts(refusal: Callable[[Shapes], str | None], example: Given, rows: Iterable[int], cuts: int) -> None:

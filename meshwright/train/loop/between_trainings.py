@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
-from meshwright.train.checkpoint.run_state import parameters, shared_out
+from meshwright.train.checkpoint.run_state import optimizer_tensors, parameters, state_part
 from meshwright.train.optimizer.optimizer_facts import entries, facts, merged, put_back
 from meshwright.train.session.session import Session
 from meshwright.train.setup.where import keeps_own_objects
@@ -36,13 +36,14 @@ class KeptOptimizerState:
 def kept_optimizer_state(session: Session, *, own_schedule: bool) -> KeptOptimizerState:
     """Returns the optimizer state of this rank after training.
 
-    If a parent process merges the states of all ranks, each rank returns only the parameters that it writes.
+    If a parent process merges the states of all ranks, each rank returns whole tensors, of the parameters that it writes.
+    Otherwise it keeps what it holds.
     """
-    mine = None if keeps_own_objects() else shared_out(session.engine)
+    engine = session.engine
+    held = {(name, entry): v for name, entry, v in entries(engine) if isinstance(v, Tensor) and v.dim()}
     found: dict[str, dict[str, Tensor]] = {}
-    for name, entry, value in entries(session.engine):
-        if isinstance(value, Tensor) and value.dim() and (mine is None or name in mine):
-            found.setdefault(name, {})[entry] = value.detach()
+    for (name, entry), value in (held if keeps_own_objects() else optimizer_tensors(engine)).items():
+        found.setdefault(name, {})[entry] = value.detach()
     rates = session.rates.state_dict() if own_schedule else None
     return KeptOptimizerState(found, facts(session.engine), rates, session.scale, session.parallel)
 
@@ -65,7 +66,7 @@ def restore_optimizer_state(session: Session, kept: KeptOptimizerState) -> None:
             fix="train(resume_from_checkpoint=True), which works with any plan, or a new Trainer",
         )
     tensors = {
-        name: {entry: t.to(held[name].device, copy=True) for entry, t in of.items()}
+        name: {entry: state_part(session.engine, held[name], t).to(held[name].device, copy=True) for entry, t in of.items()}
         for name, of in kept.tensors.items()
         if name in held
     }

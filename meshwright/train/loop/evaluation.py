@@ -86,9 +86,8 @@ def _batches(job: RankJob, session: Session, dataset: Any, *, whole: bool) -> It
 
     With `whole` they have all rows, because every rank compares labels. Otherwise they have this data-parallel rank's rows.
     """
-    mesh = session.engine.mesh
     source: Source = job.reader.source(dataset)
-    rows = StepRows(job.args.per_device_eval_batch_size, 1, mesh.copies)
+    rows = StepRows(job.args.per_device_eval_batch_size, 1, session.parallel.dp)
     if not whole:
         source = session.source_for_rank(source)
     if source.size is None:

@@ -181,7 +181,8 @@ def session_for(job: RankJob, steps: int = 1, trace: Trace | None = None) -> Ses
     args, run = job.args, job.run
     rates = rates_for(job.model, args, job.optimizers, job.optimizer_cls_and_kwargs, steps=steps)
     rules = Rules(clip=args.max_grad_norm or float("inf"))
-    settings = run.settings(optimizer=rates.optimizer, rules=rules, seed=args.seed, device=device_for(args.use_cpu))
+    device = device_for(args.use_cpu)
+    settings = run.settings(optimizer=rates.optimizer, rules=rules, seed=args.seed, device=device, pieces=rates.adopt)
     fill: Any = None if keeps_own_objects() else partial(drop_others, job.model)
     if job.skeleton is not None:
         fill = partial(materialise, job.skeleton, job.weights)

@@ -14,10 +14,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from math import prod
 from pathlib import Path
 from statistics import fmean
-
-from torch import nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import NONE, Op, actions
@@ -28,10 +27,13 @@ from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Lane, Timeline
 from meshwright.report.perfetto import to_perfetto
 from meshwright.runtime.json_exchange import all_gather_json
+from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.stage.batch import Given, Own
+from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.tracing.footprint import Footprint, Totals
 from meshwright.runtime.tracing.trace import Trace
-from meshwright.train.session.session import Session, StepResult
+from meshwright.train.session.segment import StepResult
+from meshwright.train.session.session import Session
 
 WARM_UP = 2
 """Steps before the first traced one. First calls allocate memory and select kernels."""
@@ -79,21 +81,32 @@ class Tracing:
         path = None if wanted.path is None else Path(wanted.path)
         return cls(session, trace, first, min(first + wanted.steps - 1, max(steps, 1)), folder, path)
 
-    def step(self, batch: Given | Own) -> StepResult:
-        """Runs the next training step, with tracing if it is one of the traced steps."""
-        self.done += 1
-        self.trace.on = self.first <= self.done <= self.last
+    @property
+    def counted(self) -> int:
+        """The step in which bytes are counted: the one before the first traced step."""
+        return max(1, self.first - 1)
+
+    @property
+    def steps_to_border(self) -> int | None:
+        """The steps until the counted step starts or ends, or tracing ends. A segment must not pass this point."""
+        return min((at - self.done for at in (self.counted - 1, self.counted, self.last) if at > self.done), default=None)
+
+    def train(self, batches: Sequence[Given | Own]) -> list[StepResult]:
+        """Runs the next training steps, up to a border, with tracing if they are traced steps."""
+        start = self.done + 1
+        self.done += len(batches)
+        self.trace.on = self.first <= start <= self.last
         try:
-            if self.done == max(1, self.first - 1):
+            if start == self.counted:
                 with self.bytes.watching(self.session.engine.graphs.stages):
-                    result = self.session.step(batch)
+                    results = self.session.train(batches)
             else:
-                result = self.session.step(batch)
+                results = self.session.train(batches)
         finally:
             self.trace.on = False
         if self.done == self.last:
             self.finish()
-        return result
+        return results
 
     def finish(self) -> None:
         """Merges the traces of all ranks and writes the files. A collective call: all ranks must call it.
@@ -108,14 +121,15 @@ class Tracing:
         self.trace.keep_last()
         one = engine.timeline()
         self.trace.clear()
-        totals = _summed_over_ranks(self.bytes)
+        totals = _summed_over_seats(self.bytes, engine.mesh)
         if whole is None or one is None:
             return
-        costs = costs_of(whole, engine.schedule, rounds=max(1, traced - 1))
+        several = self.session.run.is_segmented  # the last step of a segment is like the others
+        costs = costs_of(whole, engine.schedule, rounds=None if several else max(1, traced - 1))
         sizes = sizes_of(totals, engine.schedule.stages, engine.settings.microbatches * engine.mesh.copies)
-        weights = [_weights(self.session.layers.of_stage(stage)) for stage in range(engine.schedule.stages)]
+        weights = [_weights(self.session.layers, stage) for stage in range(engine.schedule.stages)]
         combined = tuple(_combined(*parts) for parts in zip(costs, sizes, weights, strict=True))
-        self.found = Measurement(engine.schedule, combined, one, (self.first, self.first + traced - 1))
+        self.found = Measurement(engine.program.schedule, combined, one, (self.first, self.first + traced - 1))
         if self.folder is not None:
             _write_or_warn(self.folder / FILE, measurement_to_json(self.found))
         if self.path is not None:
@@ -175,19 +189,22 @@ def sizes_of(totals: dict[int, Totals], stages: int, microbatches: int) -> tuple
     )
 
 
-def _summed_over_ranks(mine: Footprint) -> dict[int, Totals]:
-    """Sums the counts of all ranks. Each row passes each stage on exactly one rank, so nothing is counted twice."""
+def _summed_over_seats(mine: Footprint, mesh: Mesh) -> dict[int, Totals]:
+    """Sums the counts of coordinate 0 of all seats. Each row passes each stage on one seat, so nothing is counted twice."""
     found: dict[int, Totals] = defaultdict(Totals)
-    for one in all_gather_json([[stage, *astuple(totals)] for stage, totals in mine.stages.items()]):
+    stages = mine.stages.items() if mesh.coordinate == 0 else ()
+    for one in all_gather_json([[stage, *astuple(totals)] for stage, totals in stages]):
         for stage, *numbers in one:
             found[stage] += Totals(*numbers)
     return found
 
 
-def _weights(layers: Sequence[nn.Module]) -> int:
-    """Returns the bytes of a stage's parameters. A parameter that several stages share counts for each of them."""
-    held = {p for layer in layers for p in layer.parameters()}
-    return sum(p.numel() * p.element_size() for p in held)
+def _weights(layers: Layers, stage: int) -> int:
+    """Returns the bytes of a stage's parameters on one rank. A parameter that several stages share counts for each of them."""
+    held = {p for layer in layers.of_stage(stage) for p in layer.parameters()}
+    cuts = {} if layers.tensor is None else layers.tensor.cuts
+    shapes = {p: cuts[p].part_shape if p in cuts else tuple(p.shape) for p in held}
+    return sum(prod(shape) * p.element_size() for p, shape in shapes.items())
 
 
 def _combined(times: StageCost, sizes: StageCost, weights: int) -> StageCost:

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from math import ceil, isfinite, nan
+from itertools import islice
+from math import ceil, nan
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from meshwright.train.data.sampler import Sampler
 from meshwright.train.loop.between_trainings import KeptOptimizerState
 from meshwright.train.loop.callbacks import RunCallbacks
 from meshwright.train.loop.evaluation import predict_on
+from meshwright.train.loop.loss_sums import LossSums
 from meshwright.train.loop.rank_job import RankJob
+from meshwright.train.loop.segment_length import segment_length
 from meshwright.train.loop.traced_steps import Tracing
-from meshwright.train.session.session import Session, StepResult
+from meshwright.train.session.segment import StepResult
+from meshwright.train.session.session import Session
 from meshwright.train.session.speed import Speed
 from meshwright.train.setup.all_ranks import peaks
 from meshwright.train.setup.start_phases import phase
@@ -88,47 +92,6 @@ class RunLength:
 
 
 @dataclass
-class _Losses:
-    """Sums of the losses since the last log, and since the start of the run."""
-
-    since_log: float = 0.0
-    total: float = 0.0
-    logged_at: int = 0
-    counted: int = 0
-    nonfinite: int = 0
-    nonfinite_total: int = 0
-    any_counted: bool = False
-    last: StepResult | None = None
-
-    def add(self, result: StepResult, step: int, *, filtered: bool) -> bool:
-        """Adds the loss of one step.
-
-        With `filtered`, a loss that is NaN or infinite is replaced by the mean so far, and the method returns False.
-        """
-        self.nonfinite += not isfinite(result.loss)
-        replaced = filtered and not isfinite(result.loss)
-        self.since_log += self.since_log / (1 + step - self.logged_at) if replaced else result.loss
-        self.counted += not replaced
-        self.any_counted = self.any_counted or not replaced
-        self.last = result
-        return not replaced
-
-    def drain(self, step: int) -> dict[str, float]:
-        """Returns the entries of a log and resets the sums. The loss is NaN if the loss of every step was replaced."""
-        assert self.last is not None
-        logs = {
-            "loss": self.since_log / (step - self.logged_at) if self.counted else nan,
-            "grad_norm": self.last.grad_norm,
-            "learning_rate": self.last.learning_rate,
-        }
-        logs |= {"nan_losses": self.nonfinite} if self.nonfinite else {}
-        self.nonfinite_total += self.nonfinite
-        self.total += self.since_log
-        self.since_log, self.logged_at, self.counted, self.nonfinite = 0.0, step, 0, 0
-        return logs
-
-
-@dataclass
 class Loop:
     """The training loop of one rank."""
 
@@ -141,10 +104,12 @@ class Loop:
     eval_dataset: Any = None
     checkpoints: Checkpoints | None = None
     start: Position = field(default_factory=lambda: Position(0, 0))
-    losses: _Losses = field(default_factory=_Losses)
+    losses: LossSums = field(default_factory=LossSums)
     speed: Speed = field(default_factory=Speed)
     tracing: Tracing | None = None
     peaks: tuple[int, ...] = ()
+    asked: tuple[bool, bool] = (False, False)
+    """Whether a callback has asked for an evaluation or a checkpoint inside a segment."""
 
     def run(self) -> TrainOutput:
         """Trains until the last step."""
@@ -180,23 +145,40 @@ class Loop:
         """Trains for one epoch. Returns False if the data set returned no batch."""
         self._notify("on_epoch_begin")
         begin = self.start.step if epoch == self.start.epoch else 0
-        step = begin - 1
-        for step, batch in enumerate(self.length.batches(self.source, self.job.args, Position(epoch, begin)), begin):
-            self._step(Position(epoch, step), batch)
+        step, batches = begin, self.length.batches(self.source, self.job.args, Position(epoch, begin))
+        while segment := list(islice(batches, self._segment_length())):
+            self._segment(Position(epoch, step), segment)
+            step += len(segment)
             control = self.callbacks.control
             if control.should_epoch_stop or control.should_training_stop:
                 break
-        if step < begin:
+        if step == begin:
             return epoch == self.start.epoch and begin > 0
         self._notify("on_epoch_end")
         self._log_evaluate_save()
         return True
 
-    def _step(self, at: Position, batch: Own) -> None:
-        args, state = self.job.args, self.state
+    def _segment_length(self) -> int:
+        """Returns how many steps to train before the next one at which something must happen: 1, or more without a flush."""
+        traced = self.tracing.steps_to_border if self.tracing is not None else None
+        return segment_length(self.job.args, self.state, traced) if self.session.run.is_segmented else 1
+
+    def _segment(self, at: Position, batches: list[Own]) -> None:
+        """Trains some steps, starting at a position. The events of all steps but the first follow when all have been trained."""
         self._notify("on_step_begin")
-        result = self._train_on(batch)
-        state.total_flos += self.speed.add(result.rows, result.tokens)
+        results = self._train_on(batches)
+        seconds = self.speed.elapsed_s / len(results)
+        for number, result in enumerate(results):
+            if number:
+                self._notify("on_step_begin")
+            self._count(Position(at.epoch, at.step + number), result, seconds)
+            self._log_evaluate_save(ends=number == len(results) - 1)
+        self.speed.go()
+
+    def _count(self, at: Position, result: StepResult, seconds: float) -> None:
+        """Counts a step that has been trained, and notifies the callbacks."""
+        args, state = self.job.args, self.state
+        state.total_flos += self.speed.add(result.rows, result.tokens, seconds)
         if not self.losses.add(result, state.global_step, filtered=args.logging_nan_inf_filter) and state.is_world_process_zero:
             what = "the loss of step %d is %s; the log shows the mean of the other steps (logging_nan_inf_filter)"
             _log.warning(what, state.global_step + 1, result.loss)
@@ -205,22 +187,31 @@ class Loop:
         state.epoch = self.length.epoch_at(at)
         self.position = Position(at.epoch, at.step + 1)
         self._notify("on_step_end")
-        self._log_evaluate_save()
-        self.speed.go()
 
-    def _train_on(self, batch: Own) -> StepResult:
-        """Runs one step, with tracing if requested. The first step of a run is reported as a start-up phase."""
-        step = self.session.step if self.tracing is None else self.tracing.step
+    def _train_on(self, batches: list[Own]) -> list[StepResult]:
+        """Runs some steps, with tracing if requested. The first of a run are reported as a start-up phase."""
+        train = self.session.train if self.tracing is None else self.tracing.train
         if self.speed.steps:
-            return step(batch)
+            return train(batches)
         with phase(self.job.phase_listeners, "first step"):
-            return step(batch)
+            return train(batches)
 
-    def _log_evaluate_save(self) -> None:
-        """Logs, evaluates and saves if the callbacks have set the flags for it."""
+    def _log_evaluate_save(self, *, ends: bool = True) -> None:
+        """Logs, evaluates and saves if the callbacks have set the flags for it.
+
+        Inside a segment the weights are already those of its end. A callback that asks for more than a log gets it there.
+        """
         control, state = self.callbacks.follow_rank_zero(), self.state
         if control.should_log and state.global_step > self.losses.logged_at:
             self.log(self.losses.drain(state.global_step) | self.speed.drain())
+        if not ends:
+            self.asked = (self.asked[0] or control.should_evaluate, self.asked[1] or control.should_save)
+            return
+        control.should_evaluate, control.should_save = (
+            control.should_evaluate or self.asked[0],
+            control.should_save or self.asked[1],
+        )
+        self.asked = (False, False)
         if control.should_evaluate:
             self._evaluate()
             control = self.callbacks.follow_rank_zero()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.capture.check.check_result import Verdict
 from meshwright.capture.model_graph import capture
 from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.capture.weights.sketch import sketch
 from meshwright.errors import MeshwrightError
 from meshwright.ir.imported_function import function
@@ -33,8 +34,34 @@ def checked(
     return None if verdict is None else verdict[0]
 
 
+@dataclass(frozen=True)
+class NamedGraph:
+    """A named model on the meta device, its captured graph for at least two rows, and the number of rows that was asked for."""
+
+    model: nn.Module
+    flat: Flat
+    example: Any
+    rows: int
+
+    def layers(self) -> ModelGraph:
+        """Returns the layers of the model."""
+        two = capture(self.model, self.example, flat=self.flat)
+        return two if self.rows != 1 else one_row(two, capture(self.model, _repeated(_first(self.example), 3)))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every column of the batch."""
+        columns = [node for node in self.flat.nodes if node.kind is NodeKind.COLUMN]
+        return {n.target: (self.rows, *n.size.shape[1:]) for n in columns if n.size is not None}
+
+
 def weightless(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> ModelGraph:
     """Capture a preset, a file or the result of a function on the meta device. The default number of rows is two."""
+    return named_graph(name, rows=rows, length=length, batch=batch).layers()
+
+
+def named_graph(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> NamedGraph:
+    """Build a named model on the meta device and capture its graph."""
     if batch is not None and (rows is not None or length is not None):
         raise MeshwrightError(f"{batch} decides the number of rows and tokens; --rows and --length are for models by name")
     rows = 2 if rows is None else rows
@@ -54,9 +81,9 @@ def weightless(name: str, *, rows: int | None = None, length: int | None = None,
             fix="use gpt-tiny, or a function that returns one module",
         )
     example = example_for(name, model, rows=rows, length=length)(0) if given is None else given
-    if _rows(example) != 1:
-        return capture(model, example)
-    return one_row(capture(model, _repeated(example, 2)), capture(model, _repeated(example, 3)))
+    count = _rows(example)
+    example = _repeated(example, 2) if count == 1 else example
+    return NamedGraph(model, flatten(model, example), example, count)
 
 
 def _rows(example: Any) -> int:
@@ -69,6 +96,13 @@ def _repeated(example: Any, times: int) -> Any:
     if isinstance(example, Mapping):
         return {name: torch.cat([t] * times) for name, t in example.items()}
     return type(example)(torch.cat([t] * times) for t in example)
+
+
+def _first(example: Any) -> Any:
+    """Return the first row of an example."""
+    if isinstance(example, Mapping):
+        return {name: t[:1] for name, t in example.items()}
+    return type(example)(t[:1] for t in example)
 
 
 def one_row(two: ModelGraph, three: ModelGraph) -> ModelGraph:

@@ -57,6 +57,68 @@ def refuse_coupled(
         )
 
 
+def refuse_not_elementwise(make: Made, cut: Sequence[nn.Parameter], why: str) -> None:
+    """Raise if the optimizer's step on a part of a tensor is not the part of its step on the whole tensor.
+
+    Optimizers with factored moments, or with norms of whole tensors (Adafactor, LAMB, Muon), would be other optimizers on the
+    parameters in `cut`, of which each rank holds a part. `why` says what cuts them.
+    """
+    like = next((p for p in cut if p.requires_grad and p.dim() > 1), next((p for p in cut if p.requires_grad), None))
+    if like is None:
+        return
+    with torch.random.fork_rng(devices=[]):
+        try:
+            name, whole, parts = _tried_in_parts(make, like)
+        except MeshwrightError:
+            raise
+        except Exception as error:  # the optimizer cannot run on small tensors, for any reason
+            _log.warning("could not test whether the optimizer is elementwise: %s: %s", type(error).__name__, error)
+            return
+    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise MeshwrightError(
+            f"{name} is not elementwise: its step on a part of a tensor depends on the whole tensor, and {why}",
+            fix="use AdamW, SGD or another optimizer that updates each element separately",
+        )
+
+
+def _tried_in_parts(make: Made, like: nn.Parameter) -> tuple[str, Tensor, Tensor]:
+    """Return a trial parameter after some steps, trained whole, and trained as quarters (halves if it has one dimension)."""
+    torch.manual_seed(0)
+    start = torch.randn([SIDE * 2] * min(like.dim(), 2)).to(like.dtype)
+    whole, parts = nn.Parameter(start.clone()), [nn.Parameter(part.clone()) for part in _quarters(start)]
+    one, many = make([whole], [like]), make(list(parts), [like] * len(parts))
+    for optimizer in (one, many):
+        refuse_closure(optimizer)
+        _raise_rate(optimizer)
+    for _ in range(STEPS):
+        gradient = torch.randn_like(start) * torch.linspace(0.1, 3.0, start.numel()).to(start.dtype).view_as(start)
+        whole.grad = gradient
+        for part, piece in zip(parts, _quarters(gradient), strict=True):
+            part.grad = piece.clone()
+        one.step()
+        many.step()
+    return (
+        type(one).__name__,
+        torch.cat([q.reshape(-1) for q in _quarters(whole.detach())]),
+        torch.cat([p.detach().reshape(-1) for p in parts]),
+    )
+
+
+def _quarters(tensor: Tensor) -> list[Tensor]:
+    """Return the parts of a tensor that is cut in two along each dimension."""
+    found = [tensor]
+    for dim in range(tensor.dim()):
+        found = [half for part in found for half in part.chunk(2, dim)]
+    return found
+
+
+def _raise_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Give groups without a learning rate one: a warmup begins with a rate of 0."""
+    for group in optimizer.param_groups:
+        if "lr" in group and not group["lr"]:
+            group["lr"] = group.get("initial_lr") or 1e-2
+
+
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer needs a closure. The pipeline only gives it gradients and cannot compute them again."""
     if wants_more(optimizer.step):
@@ -77,9 +139,7 @@ def _tried(make: Made, like: tuple[nn.Parameter, nn.Parameter], scale: float) ->
     pair = [nn.Parameter(torch.randn([min(n, SIDE) for n in p.shape]).to(p.dtype)) for p in like]
     optimizer = make(pair, list(like))
     refuse_closure(optimizer)
-    for group in optimizer.param_groups:
-        if "lr" in group and not group["lr"]:  # a warmup begins with a rate of 0
-            group["lr"] = group.get("initial_lr") or 1e-2
+    _raise_rate(optimizer)
     seen = []
     for _ in range(STEPS):
         for p, times in zip(pair, (1.0, scale), strict=True):

@@ -27,7 +27,8 @@ def entries(engine: Engine) -> Iterator[tuple[str, str, Any]]:
     for unit in engine.units.values():
         kept = {} if unit.optimizer is None else unit.optimizer.state
         for p in unit.params:
-            yield from ((names[p], entry, value) for entry, value in kept.get(p, {}).items())
+            held = unit.held(p)
+            yield from ((names[p], entry, value) for entry, value in ({} if held is None else kept.get(held, {})).items())
 
 
 def facts(engine: Engine) -> dict[str, Any]:
@@ -81,10 +82,12 @@ def put_back(engine: Engine, known: Mapping[str, Any], kept: Mapping[str, Mappin
         if unit.optimizer is None:
             continue
         for p in unit.params:
+            if (held := unit.held(p)) is None:
+                continue
             state: dict[str, Any] = dict(kept.get(names[p], {}))
             state |= {entry: _uncounted(value) for entry, value in known["counters"].get(names[p], {}).items()}
             if state:
-                unit.optimizer.state[p] = state
+                unit.optimizer.state[held] = state
         for group, params in _groups(unit):
             for key, value in options_of(known, names[params[0]]).items() if params else ():
                 if not key.startswith("scheduler."):
@@ -110,7 +113,10 @@ def refuse_mixture(engine: Engine, known: Mapping[str, Any]) -> None:
 
 
 def _groups(unit: Unit) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
-    return [(group, list(group["params"])) for group in unit.optimizer.param_groups] if unit.optimizer is not None else []
+    """Return the groups of a unit's optimizer, with whole parameters where it has pieces of them."""
+    whole_of = {piece.parameter: whole for whole, piece in unit.pieces.items()}
+    groups = [] if unit.optimizer is None else unit.optimizer.param_groups
+    return [(group, [whole_of.get(p, p) for p in group["params"]]) for group in groups]
 
 
 def _per_group(unit: Unit, group: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Rates:
         self.scheduler: Any = None
         self.group_of = {p: index for index, group in enumerate(recipe.groups) for p in group["params"]}
         self.followers: list[tuple[torch.optim.Optimizer, list[int]]] = []
+        self._planned: dict[int, list[dict[str, Any]]] = {}
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Make an optimizer for the parameters of a unit, in their groups."""
@@ -63,6 +64,11 @@ class Rates:
         made = self.recipe.kind(groups, **self.recipe.options)
         self.followers.append((made, indices))
         return made
+
+    def adopt(self, piece: nn.Parameter, whole: nn.Parameter) -> None:
+        """Put a piece of a parameter into the group of that parameter."""
+        if whole in self.group_of:
+            self.group_of[piece] = self.group_of[whole]
 
     def trial(self, params: Sequence[nn.Parameter], like: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """Make an optimizer for trial parameters, in the groups of the parameters they represent. It is not updated later."""
@@ -88,6 +94,21 @@ class Rates:
             for group, index in zip(optimizer.param_groups, indices, strict=False):
                 group.update({k: v for k, v in self.reference.param_groups[index].items() if k != "params"})
 
+    def plan(self, steps: range) -> list[float]:
+        """Keep the options of the next steps for `apply`, and advance the schedule past them. Return their learning rates."""
+        self._planned, rates = {}, []
+        for step in steps:
+            self._planned[step] = [_options(group) for group in self.reference.param_groups]
+            rates.append(self.learning_rate)
+            self.step()
+        return rates
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Give the optimizer of a unit the options of a planned step, whenever it updates with the gradient of that step."""
+        indices = next(indices for made, indices in self.followers if made is optimizer)
+        for group, index in zip(optimizer.param_groups, indices, strict=False):
+            group.update(self._planned[step][index])
+
     def step(self, metric: float | None = None) -> None:
         """Advance the schedule by one step. A schedule that needs a metric advances only when it gets one."""
         plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -96,6 +117,12 @@ class Rates:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
             self.scheduler.step(*([metric] if plateau else []))
+
+    @property
+    def momentum(self) -> float:
+        """The largest momentum of a group: `momentum`, or the first of `betas`."""
+        groups = self.reference.param_groups
+        return max(float(group.get("momentum") or (group.get("betas") or (0.0,))[0]) for group in groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the options and the schedule."""
@@ -114,3 +141,8 @@ class Rates:
             group.update(saved)
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _options(group: Group) -> dict[str, Any]:
+    """Return a copy of the options of a group. A schedule may change a tensor in place."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.capture.trace.patches.kept_attributes import MODULE_ATTRIBUTES
 from meshwright.torch_internals import module_tables, write_count
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 DEPTH, LARGE, MOST = 6, 1000, 20_000
 END = object()
 _NOT_SEARCHED = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Enum, logging.Logger, logging.Handler)
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: modes, hooks, and the tables of parameters, buffers and submodules."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class AttachedValues:
         for path, module in model.named_modules():
             owner = path or type(module).__name__
             for name, value in vars(module).items():
-                if name not in _MODULE_ATTRIBUTES:
+                if name not in MODULE_ATTRIBUTES:
                     found._add(f"{owner}.{name}", value, 0)
             for name, buffer in module_tables(module)[2].items():
                 found._add(f"{owner}.{name}", buffer, 0)

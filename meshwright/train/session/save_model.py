@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.train.checkpoint.pretrained_weights import save_adapters
-from meshwright.train.checkpoint.save_pretrained import gathered, holdings
+from meshwright.train.checkpoint.run_state import weights
+from meshwright.train.checkpoint.save_pretrained import gathered
 from meshwright.train.session.session import Session
 from meshwright.train.setup.all_ranks import agree
 from meshwright.train.setup.usable_arguments import refuse_folder
@@ -37,5 +38,5 @@ def save(session: Session, folder: Path) -> None:
         session.export(folder)
         return
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    found = gathered(session.engine, {name: t for name, t in holdings(session.engine).items() if name in trained})
+    found = gathered(session.engine, {name: t for name, t in weights(session.engine).items() if name in trained})
     agree(lambda: save_adapters(model, folder, found) if dist.get_rank() == 0 else None)

@@ -8,9 +8,9 @@ with meshwright.parallelize(model, example, dict(pp=2)) as session:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +19,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.ir.column_names import TARGETS
-from meshwright.runtime.engine.engine import Engine, Settings
+from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
+from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.json_exchange import all_gather_state
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.runtime.stage.layers import Layers
-from meshwright.runtime.stage.objective import LossKind, Tally
 from meshwright.runtime.tracing.trace import Trace
-from meshwright.train.checkpoint.run_state import put_whole, snapshot
+from meshwright.train.checkpoint.run_state import put_whole, snapshot, weights
 from meshwright.train.checkpoint.save_pretrained import SHARD_BYTES, export
 from meshwright.train.data.batches import Source
 from meshwright.train.data.collate import tensors
 from meshwright.train.data.vocabulary import refuse_ids
-from meshwright.train.optimizer.coupled_parameters import refuse_coupled
+from meshwright.train.optimizer.coupled_parameters import refuse_coupled, refuse_not_elementwise
 from meshwright.train.optimizer.optimizer_facts import facts, merged
 from meshwright.train.optimizer.shared_rates import Rates
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.generate import generate, refuse_options, special_tokens
 from meshwright.train.session.model_changes import ModelChanges
+from meshwright.train.session.segment import StepResult, train_segment
 from meshwright.train.session.speed import Amount, amount
+from meshwright.train.setup.build_schedule import SEGMENT
+from meshwright.train.setup.delay_notes import note_delays
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a training step, equal on every rank. `loss` is the mean over the whole batch of all ranks.
-
-    `grad_norm` is the norm of the mean gradient.
-    """
-
-    step: int
-    loss: float
-    weight: float
-    grad_norm: float
-    learning_rate: float
-    skipped: bool = False
-    rows: int = 0
-    tokens: int = 0
 
 
 class Session:
@@ -94,9 +80,13 @@ class Session:
         mesh = run.mesh(dist.get_rank())
         schedule, layers = run.schedule, run.open(model, mesh)
         refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
+        if run.sharded is not None:
+            refuse_not_elementwise(rates.trial, run.sharded.cut_params(layers), f"tp={run.parallel.tp} cuts tensors over ranks")
+        if run.parallel.mode.is_zero:
+            trained = [p for unit in range(schedule.units) for p in layers.unit(unit)]
+            refuse_not_elementwise(rates.trial, trained, f'dp_mode="{run.parallel.mode}" divides tensors among ranks')
         if fill is not None:
             fill(layers, run.held(layers, mesh))
-        run.cut(layers, mesh)
         if layers.moved and (copies := run.parallel.dp * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
             log.warning(
                 "forward changes the buffer %s, and each of the %d copies of the model updates its own buffer from its own rows: "
@@ -104,11 +94,15 @@ class Session:
                 layers.moved[0], copies,
             )  # fmt: skip
         self.run, self.parallel, self.vocabularies = run, run.parallel, run.vocabularies
+        if run.is_segmented:
+            settings = replace(settings, options=rates.apply)
         self.layers, self.rates, self.settings, self.model = layers, rates, settings, model
-        self.engine = Engine(schedule, layers, settings, trace)
+        self.engine = Engine(schedule, layers, settings, trace, run.segment if run.is_segmented else None)
         self.rank, self.steps = self.engine.mesh.rank, 0
         self.closing = ExitStack()
+        self._told = False
         self._forward: Forward | None = None
+        self._any_size: Forward | None = None
         self.model_changes = ModelChanges(model if layers.columns is not None else None)
 
     def __enter__(self) -> Session:
@@ -127,23 +121,22 @@ class Session:
 
     def step(self, batch: Given | Own) -> StepResult:
         """Trains on one batch: the whole batch, or only the rows of this data-parallel rank (`Own`)."""
-        batch = _as_tensors(batch)
-        self._refuse_ids(batch)
-        self.model_changes.check()
-        number, rates = self.steps, self.rates
-        rates.follow()
-        learning_rate = rates.learning_rate
-        self.set_mode(training=True)
-        tally = self.engine.run(lambda _: batch, number).get(number, Tally())
-        loss, weight, rows, tokens = self.sum_over_ranks(float(tally.loss), tally.weight, *self._counted(batch))
-        weight = 1.0 if self.settings.loss_kind is LossKind.SUM else weight
-        skipped = bool(self.engine.parameters.skipped) and self.engine.parameters.skipped[-1] == number
-        if not skipped:
-            rates.step()
-        self.steps += 1
-        norm = self.engine.parameters.norms.pop(number, float("nan"))
-        mean = loss / weight if weight else float("nan")
-        return StepResult(number, mean, weight, norm, learning_rate, skipped, int(rows), int(tokens))
+        return self.train([batch])[0]
+
+    def train(self, batches: Sequence[Given | Own]) -> list[StepResult]:
+        """Trains on several batches, one step each, and returns the results of the steps.
+
+        A cyclic plan runs up to 16 of them as one segment: workers stay staggered in it, and results are known at its end. How
+        steps are cut into segments does not change any bit of the results. Other plans run one step after another.
+        """
+        found: list[StepResult] = []
+        if self.run.is_segmented and not self._told:
+            note_delays(self.run.schedule, self.rates.momentum, self.settings.rules.clip)
+            self._told = True
+        length = SEGMENT if self.run.is_segmented else 1
+        for start in range(0, len(batches), length):
+            found += train_segment(self, [self._tensors(batch) for batch in batches[start : start + length]])
+        return found
 
     @property
     def forward(self) -> Forward:
@@ -153,10 +146,22 @@ class Session:
             self._forward = Forward(self.engine, schedule=self.run.forwards)
         return self._forward
 
+    def _forward_of_any_size(self) -> Forward:
+        """Returns the engine for generation, where every token makes the batch longer.
+
+        A tensor mode would settle each length anew, so its ranks gather whole parameters instead.
+        """
+        if self.layers.any_size is None:
+            return self.forward
+        self.run.evaluation.refuse()
+        if self._any_size is None:
+            self._any_size = Forward(self.engine, self.layers.any_size, schedule=self.run.forwards)
+        return self._any_size
+
     def evaluate(self, batch: Given | Own, *, outputs: bool = False) -> Evaluated:
         """Computes the mean loss of a batch without training. With `outputs` every rank also gets the model's outputs."""
-        batch = _as_tensors(batch)
-        self._refuse_ids(batch)
+        batch = self._tensors(batch)
+        self.check_ids(batch)
         return self.forward(batch, outputs=Outputs.EVERYBODY if outputs else Outputs.NOBODY)
 
     def generate(self, input_ids: Tensor, *, max_new_tokens: int, **more: Any) -> Tensor:
@@ -164,10 +169,10 @@ class Session:
 
         Special tokens default to those of the model's generation_config. `eos_token_id=()` means no end token.
         """
-        self._refuse_ids({"input_ids": input_ids})
+        self.check_ids({"input_ids": input_ids})
         more = {**special_tokens(self.model), **{name: value for name, value in more.items() if value is not None}}
         refuse_options(more)
-        return generate(self.forward, input_ids, max_new_tokens=max_new_tokens, **more)
+        return generate(self._forward_of_any_size(), input_ids, max_new_tokens=max_new_tokens, **more)
 
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Writes a folder that `from_pretrained` can read. No rank needs to hold the whole model."""
@@ -199,8 +204,10 @@ class Session:
 
     def source_for_rank(self, source: Source) -> Source:
         """Returns a data source limited to the rows of this data-parallel rank and the columns of its stages."""
-        mesh = self.engine.mesh
-        return replace(source, copy=mesh.copy, copies=mesh.copies, needed=self.columns)
+        mesh, dp = self.engine.mesh, self.parallel.dp
+        if self.parallel.mode.is_cyclic:
+            return replace(source, copy=mesh.worker, copies=dp, needed=self.columns, microbatch=mesh.worker)
+        return replace(source, copy=mesh.copy, copies=dp, needed=self.columns)
 
     @property
     def columns(self) -> frozenset[str] | None:
@@ -210,25 +217,33 @@ class Session:
         names = {name for stage in self.engine.stages.values() for name in stage.columns}
         return frozenset(names | set(TARGETS) - set(self.layers.columns))
 
-    def sum_over_ranks(self, *numbers: float) -> list[float]:
-        """Sums each number over all ranks, in one all_reduce."""
-        summed = torch.tensor(numbers, dtype=torch.float64, device=self.settings.device)
-        dist.all_reduce(summed)
-        return summed.tolist()
+    def sum_over_ranks(self, *numbers: float, in_order: bool = False) -> list[float]:
+        """Sums each number over all ranks in one collective; `in_order` of ranks, whatever the number of numbers."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.settings.device)
+        if not in_order:
+            dist.all_reduce(mine)
+            return mine.tolist()
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        return [sum(one) for one in zip(*(each.tolist() for each in found), strict=True)]
 
     def rows(self, batch: Given) -> int:
         """Returns the rows of a step over all data-parallel ranks, where `batch` has the rows of one of them."""
-        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-        mine = first.shape[0] if self.engine.mesh.is_first_worker else 0
-        return int(self.sum_over_ranks(mine)[0]) if self.engine.mesh.copies > 1 else int(first.shape[0])
+        mine = amount(batch).rows
+        return int(self.sum_over_ranks(mine if self._counts_rows else 0)[0]) if self.parallel.dp > 1 else mine
 
-    def _counted(self, batch: Given | Own) -> Amount:
+    @property
+    def _counts_rows(self) -> bool:
+        """True on one rank for all rows that a data-parallel copy loads."""
+        return self.engine.mesh.coordinate == 0 if self.parallel.mode.is_cyclic else self.engine.mesh.is_first_worker
+
+    def counted(self, batch: Given | Own) -> Amount:
         """Returns the rows and tokens that this rank adds to the sum over all ranks, so that each is counted once.
 
-        The first worker of each data-parallel copy counts the copy's own rows. Rank 0 counts a whole batch.
+        One worker of each data-parallel copy counts the copy's own rows. Rank 0 counts a whole batch.
         """
         if isinstance(batch, Own):
-            return amount(batch.tensors) if self.engine.mesh.is_first_worker else Amount()
+            return amount(batch.tensors) if self._counts_rows else Amount()
         return amount(batch) if self.rank == 0 else Amount()
 
     def set_mode(self, *, training: bool) -> None:
@@ -237,14 +252,8 @@ class Session:
             layer.train(training)
 
     def owned_weights(self) -> dict[str, Tensor]:
-        """Returns the parameters and buffers for which this rank is the first holder, by name.
-
-        All ranks together return every weight of the model exactly once.
-        """
-        engine, found = self.engine, dict[str, Tensor]()
-        for unit in engine.units:
-            if engine.mesh.holders(engine.schedule, unit)[0] == self.rank:
-                found.update({self.layers.names[p]: p.detach() for p in self.layers.unit(unit)})
+        """Returns whole parameters and buffers, by name. All ranks together return every weight of the model exactly once."""
+        engine, found = self.engine, weights(self.engine)
         if isinstance(self.model, nn.Module):
             mine = {
                 id(b)
@@ -257,26 +266,35 @@ class Session:
         return found
 
     def broadcast_weights(self) -> None:
-        """Copies all parameters and buffers of the model to every rank, as after training in one process."""
-        engine = self.engine
+        """Copies all parameters and buffers of the model to every rank, as after training in one process.
+
+        Parameters become whole again under a tensor mode, so this session cannot train any more.
+        """
+        engine, split = self.engine, self.layers.tensor
+        engine.make_whole()
+        if split is not None:
+            split.restore_wholes(p for unit in engine.units for p in self.layers.unit(unit))
         for unit in range(engine.schedule.units):
-            source = engine.mesh.holders(engine.schedule, unit)[0]
             for parameter in self.layers.unit(unit):
-                dist.broadcast(parameter.data, src=source)
+                dist.broadcast(parameter.data, src=engine.mesh.writers(engine.schedule, unit)[0])
         for stage in range(engine.schedule.stages):
             for layer in self.layers.of_stage(stage):
                 for buffer in layer.buffers():
-                    dist.broadcast(buffer, src=engine.mesh.holders(engine.schedule, stage)[0])
+                    dist.broadcast(buffer, src=engine.mesh.writers(engine.schedule, stage)[0])
 
-    def _refuse_ids(self, batch: Given | Own) -> None:
+    def check_ids(self, batch: Given | Own) -> None:
         """Raises if an id is outside its vocabulary, before this rank sends or receives anything."""
         if self.vocabularies and not isinstance(batch, Own):
             refuse_ids(self.vocabularies, batch, self.layers.columns or ())
 
     def _first_of(self, stage: int) -> bool:
-        return self.engine.mesh.holders(self.engine.schedule, stage)[0] == self.rank
+        return self.engine.mesh.writers(self.engine.schedule, stage)[0] == self.rank
 
+    def _tensors(self, batch: Given | Own) -> Given | Own:
+        """Converts lists and arrays of a batch to tensors. Raises with the name of the column if that is not possible.
 
-def _as_tensors(batch: Given | Own) -> Given | Own:
-    """Converts lists and arrays of a batch to tensors. Raises with the name of the column if that is not possible."""
-    return Own(tensors(batch.tensors)) if isinstance(batch, Own) else tensors(batch)
+        The own rows of a data-parallel copy are one microbatch of a cyclic plan.
+        """
+        if not isinstance(batch, Own):
+            return tensors(batch)
+        return Own(tensors(batch.tensors), self.engine.mesh.worker if self.parallel.mode.is_cyclic else None)

@@ -55,9 +55,14 @@ class Speed:
         """Starts the time of the next step."""
         self._begun = monotonic()
 
-    def add(self, rows: int, tokens: int) -> float:
-        """Ends the time of a step and returns the number of its operations."""
-        self.steps.append(monotonic() - self._begun)
+    @property
+    def elapsed_s(self) -> float:
+        """The time since `go`."""
+        return monotonic() - self._begun
+
+    def add(self, rows: int, tokens: int, seconds: float) -> float:
+        """Adds a step that took so many seconds, and returns the number of its operations."""
+        self.steps.append(seconds)
         self.rows += rows
         self.tokens += tokens
         return self.token_flops * tokens if self.token_flops and tokens else self.row_flops * rows

@@ -13,18 +13,23 @@ from typing import Any
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.plan.plan_dp import DpMode
 from meshwright.ir.plan.plan_order import widths
 from meshwright.ir.profile import StageCost, rows_for
-from meshwright.ir.schedule import Recompute, Schedule
+from meshwright.ir.schedule import Recompute, Schedule, Sharding
 from meshwright.passes.check import prove
 from meshwright.passes.lower import lower
 from meshwright.passes.widen import widen
 from meshwright.simulate.recompute_budget import stage_aware, with_recompute
 from meshwright.train.setup.saved_bytes import KeptBytes
 
+SEGMENT = 16
+"""The most rounds that a schedule without a flush trains before all workers finish their updates."""
+
 
 def stages_of(parallel: Parallel) -> int:
     """Returns the number of stages in the schedule of a plan."""
+    refuse_unbuilt(parallel)
     return (parallel.order or _by_name(parallel, steps=1, costs=None)).stages
 
 
@@ -33,17 +38,20 @@ def lists_for(
     *,
     ties: Sequence[tuple[int, ...]] = (),
     steps: int = 1,
+    first: int = 0,
     kept: Sequence[KeptBytes] | None = None,
     costs: Sequence[StageCost] | None = None,
 ) -> Schedule:
     """Returns the lowered and proved schedule of a plan: one step to repeat, or all steps if the schedule has no flush.
 
+    With `first` > 0 the schedule continues a run at that round. This needs a schedule that can do so, such as cyclic.
     `kept` are the bytes that stages keep. They are needed if recompute is chosen from a memory budget.
     """
-    built = built_for(parallel, steps=steps, costs=costs)
+    refuse_unbuilt(parallel)
+    built = built_for(parallel, steps=steps, first=first, costs=costs)
     if parallel.width and not widths(built):
         built = widen(built, parallel.width)
-    built = _tied(built, tuple(ties))
+    built = _sharded(_tied(built, tuple(ties)), parallel)
     recompute = parallel.recompute
     how: str | Sequence[Recompute] | None = recompute if isinstance(recompute, str) else None
     if isinstance(recompute, float):
@@ -57,20 +65,22 @@ def lists_for(
     return prove(lowered)
 
 
-def built_for(parallel: Parallel, *, steps: int = 1, costs: Sequence[StageCost] | None = None) -> Schedule:
+def built_for(parallel: Parallel, *, steps: int = 1, first: int = 0, costs: Sequence[StageCost] | None = None) -> Schedule:
     """Returns the schedule of a plan before it is widened and lowered."""
     if parallel.order is not None:
         return _rounds(parallel.order, parallel, steps)
-    built = _by_name(parallel, steps=steps, costs=costs)
+    built = _by_name(parallel, steps=steps, first=first, costs=costs)
     if ":" in parallel.schedule:
         Parallel.of({**parallel.given(), "schedule": built.name, "order": built})  # raises if its sizes changed with the costs
         return _rounds(built, parallel, steps)
     return built.repeated(1) if built.flush else built
 
 
-def _by_name(parallel: Parallel, *, steps: int, costs: Sequence[StageCost] | None) -> Schedule:
+def _by_name(parallel: Parallel, *, steps: int, first: int = 0, costs: Sequence[StageCost] | None) -> Schedule:
     """Builds a schedule by its name, with the costs of the plan, or else with those of the captured stages."""
-    given: dict[str, Any] = {"workers": parallel.pp, "microbatches": parallel.microbatches, "steps": steps, **parallel.options}
+    workers = parallel.workers if parallel.mode.is_cyclic else parallel.pp
+    sizes = {"workers": workers, "microbatches": parallel.microbatches, "steps": steps, "first": first}
+    given: dict[str, Any] = {**sizes, **parallel.options}
     rows = parallel.costs or costs
 
     def of_stages(schedule: Schedule) -> Sequence[StageCost] | None:
@@ -110,6 +120,31 @@ def _tied(built: Schedule, ties: tuple[tuple[int, ...], ...]) -> Schedule:
     return replace(built, ties=ties)
 
 
+def _sharded(built: Schedule, parallel: Parallel) -> Schedule:
+    """Adds what the data-parallel copies divide among them. It needs collectives, and a point where a step ends."""
+    if not parallel.mode.is_zero:
+        return built
+    if not built.flush or built.ring or parallel.sync == "ring":
+        why = "has no flush" if not built.flush else "sums gradients along a ring"
+        raise MeshwrightError(
+            f'dp_mode="{parallel.mode}" divides sums among ranks, but {built.name} {why}',
+            fix="a schedule with a flush and sync='eager', such as onef1b",
+        )
+    if parallel.mode is DpMode.ZERO_3 and built.workers > 1:
+        gathers = 2 * parallel.microbatches
+        raise MeshwrightError(
+            f'dp_mode="zero-3" gathers a stage for each use: with pp={parallel.pp} and {parallel.microbatches} microbatches '
+            f"there are {gathers} gathers of every stage in a step, where zero-1 has one",
+            fix='dp_mode="zero-2" with pipelines, or pp=1 with options={"chunks": K} for K stages',
+        )
+    if parallel.mode is DpMode.ZERO_3 and parallel.tp > 1:
+        raise MeshwrightError(
+            f'dp_mode="zero-3" and tp={parallel.tp} cannot be combined',
+            fix=f"box=({parallel.dp}, {parallel.tp}, 1), which divides weights over its first side in the same way",
+        )
+    return replace(built, sharding=Sharding(parallel.dp_mode))
+
+
 def _within_budget(
     schedule: Schedule, budget_bytes: float, kept: Sequence[KeptBytes] | None
 ) -> tuple[Schedule, list[Recompute] | None]:
@@ -132,18 +167,37 @@ def _within_budget(
 def stages_to_train(parallel: Parallel) -> int:
     """Returns the number of stages in the schedule of a plan. Refuses schedules that cannot train any model."""
     refuse_without_flush(parallel, flush=parallel.order is None or parallel.order.flush)
-    if parallel.tp > 1:
-        raise MeshwrightError(
-            f"tp={parallel.tp}: only meshwright.verify runs tensor parallelism so far, the Trainer and parallelize do not",
-            fix="tp=1, or meshwright verify MODEL",
-        )
     return stages_of(parallel)
 
 
+BUILT = (DpMode.REPLICATED, DpMode.ZERO_1, DpMode.ZERO_2, DpMode.ZERO_3, DpMode.CYCLIC)
+"""The modes that run."""
+
+
+def refuse_unbuilt(parallel: Parallel) -> None:
+    """Refuses a data-parallel mode that does not run yet."""
+    if parallel.mode not in BUILT:
+        raise MeshwrightError(f'dp_mode="{parallel.mode}" does not run yet', fix=f"one of {', '.join(BUILT)}")
+
+
 def refuse_without_flush(parallel: Parallel, *, flush: bool) -> None:
-    """Refuses a schedule without a flush: logging, evaluation and checkpoints need a point where a step ends on all workers."""
-    if not flush:
+    """Refuses a schedule without a flush: logging, evaluation and checkpoints need a point where a step ends on all workers.
+
+    A cyclic mode trains in segments, which end at such points and keep both versions of the parameters.
+    """
+    if flush or parallel.mode.is_cyclic:
+        return
+    cyclic = f'dp={parallel.pp}, dp_mode="cyclic", which trains in segments' if parallel.schedule == "cyclic" else ""
+    raise MeshwrightError(
+        f"{parallel.schedule} has no flush: a step never ends on all workers at once, so nothing can be logged or saved",
+        fix=cyclic or "a schedule with a flush: onef1b, chimera, zero_bubble, ... (meshwright.verify runs the others)",
+    )
+
+
+def refuse_cyclic_precision(parallel: Parallel, compute: str) -> None:
+    """Refuses fp16 under a cyclic mode: updates of other stages have already run when the gradient of one overflows."""
+    if parallel.mode.is_cyclic and compute == "fp16":
         raise MeshwrightError(
-            f"{parallel.schedule} has no flush: a step never ends on all workers at once, so nothing can be logged or saved",
-            fix="a schedule with a flush: onef1b, chimera, zero_bubble, ... (meshwright.verify runs the others)",
+            f'dp_mode="{parallel.mode}" has no flush, so a step cannot be skipped as a whole when fp16 overflows',
+            fix="bf16=True, or dp_mode='replicated'",
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import set_seed
 
 from meshwright.capture.weights.sketch import Skeleton, tensors_of
@@ -34,8 +34,15 @@ def fill_small_buffers(skeleton: Skeleton, weights: Where = None) -> None:
 
 
 def materialise(skeleton: Skeleton, weights: Where, layers: Layers, mine: Iterable[nn.Module]) -> None:
-    """Fills these layers and no others."""
-    skeleton.give(_kept(skeleton, layers, mine), weights)
+    """Fills these layers and no others. Under a tensor mode each parameter is cut as soon as its values are there."""
+    split = layers.tensor
+
+    def part(tensor: Tensor, value: Tensor) -> Tensor:
+        if split is None or not isinstance(tensor, nn.Parameter) or tensor not in split.cuts:
+            return value
+        return split.part(tensor, value).clone()
+
+    skeleton.give(_kept(skeleton, layers, mine), weights, part=part)
 
 
 def drop_others(model: nn.Module, layers: Layers, mine: Iterable[nn.Module]) -> None:

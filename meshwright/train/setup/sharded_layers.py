@@ -6,51 +6,47 @@ only if the trace itself does not hold for them. Every rank does this on its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
-from meshwright.capture.shard.open_sharded import TensorCut, counted_here, open_settled, settled_for
-from meshwright.capture.shard.parts import cut_parameters, part_of
-from meshwright.capture.shard.settle import Settled
-from meshwright.capture.shard.steps import ParameterCut
+from meshwright.capture.shard.layouts.layout import axes_of, bare
+from meshwright.capture.shard.layouts.parts import StoredCut, part_of
+from meshwright.capture.shard.layouts.steps import ParameterCut
+from meshwright.capture.shard.sharded import ShardPlan, TensorCut, counted_here, open_split, shard_plan
 from meshwright.capture.split import ChosenCuts, cuts_like
 from meshwright.capture.trace.batch_columns import Columns
 from meshwright.capture.trace.export import trace
-from meshwright.capture.trace.graph import Flat, Node, NodeKind
+from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.costs.planned import planned_grid, planned_scheme
 from meshwright.costs.scheme import Grid
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.profile import relative_costs
 from meshwright.runtime.stage.layers import Layers, Shapes
-from meshwright.runtime.stage.precision import Precision
 from meshwright.runtime.stage.tensor_parameters import TensorParameters
-from meshwright.tensor.group_wires import GroupWires
-from meshwright.tensor.wires import Wires
+from meshwright.tensor.wires.group_wires import GroupWires
+from meshwright.tensor.wires.wires import Wires
+from meshwright.train.setup.captured_layers import CutGraph
+from meshwright.train.setup.whole_layers import whole_layers, whole_shapes
 
 
 def tensor_cut(plan: Parallel) -> TensorCut | None:
     """Returns how a plan shards a model; None if every parameter is whole."""
     grid = planned_grid(plan)
-    return None if grid is None else TensorCut(grid, planned_scheme(plan, grid), plan.replicate)
+    return None if grid is None else TensorCut(grid, planned_scheme(plan, grid), plan.replicate, plan.overlap)
 
 
-def refuse_unsharded(plan: Parallel, precision: Precision, *, captured: bool) -> None:
+def refuse_unsharded(plan: Parallel, *, captured: bool) -> None:
     """Raises for what cannot be combined with tensor parallelism."""
     if not captured:
         raise MeshwrightError(
             f"tp={plan.tp} shards the graph of a captured model, but this model is a list of layers",
             fix="pass the model as one module, or tp=1",
         )
-    if plan.overlap:
-        raise MeshwrightError(f"overlap=True with tp={plan.tp} does not run yet", fix="overlap=False")
     if plan.budget_bytes is not None:
         raise MeshwrightError(f"a recompute budget with tp={plan.tp} does not run yet", fix="recompute='inline'")
-    if precision.dtype is not None:
-        raise MeshwrightError(f"precision {precision.compute} with tp={plan.tp} does not run yet", fix="precision='fp32'")
 
 
 def refuse_versions(plan: Parallel, *, flush: bool) -> None:
@@ -66,15 +62,14 @@ def refuse_versions(plan: Parallel, *, flush: bool) -> None:
 class ShardedGraph:
     """A cut graph under a tensor mode: data that every rank opens."""
 
-    tensor: TensorCut
-    settled: Settled
-    whole: Settled
-    """The same with whole outputs, for evaluation and for loss functions of the user."""
+    train: ShardPlan
+    evaluation: ShardPlan
+    """The same with whole outputs and without halves."""
 
     @property
     def grid(self) -> Grid:
         """The ranks of a box."""
-        return self.tensor.grid
+        return self.train.tensor.grid
 
     def part(self, name: str, tensor: Tensor, coordinate: int) -> Tensor:
         """Returns the part of a whole parameter, or of its gradient, at a coordinate."""
@@ -82,38 +77,62 @@ class ShardedGraph:
 
     def cut(self, name: str) -> ParameterCut:
         """Returns how a parameter is cut, by its first name."""
-        return self.settled.cuts[name]
+        return self.train.settled.cuts[name]
 
-    def cut_held(self, layers: Layers, held: Iterable[nn.Module], coordinate: int) -> None:
-        """Replaces the parameters of some layers by the parts of this coordinate."""
-        assert layers.digest, "computed while parameters are whole, because each rank cuts only those of its own stages"
-        mine = {p for layer in held for p in layer.parameters()}
-        named = {name: p for p, name in layers.names.items() if p in mine}
-        cut_parameters(named, {name: self.cut(name) for name in named}, self.grid, coordinate)
+    def cut_params(self, layers: Layers) -> list[nn.Parameter]:
+        """Returns the parameters of which a rank holds a part."""
+        return [p for p, name in layers.names.items() if axes_of(bare(self.cut(name).layout, self.grid))]
 
-    def open(self, model: nn.Module, cuts: ChosenCuts, columns: Columns | None, coordinate: int, *, own_loss: bool) -> Layers:
-        """Returns the layers of this rank. Their parameters are still whole."""
-        wires = GroupWires(self.grid, coordinate)
-        opened = Opened(model, cuts, columns, None, self.tensor, wires)
-        train = opened.layers(self.whole if own_loss else self.settled, whole_outputs=own_loss)
-        return replace(train, evaluation=opened.layers(self.whole, whole_outputs=True), tensor=self._parameters(train, wires))
+    def open(self, model: nn.Module, graph: CutGraph, coordinate: int) -> Layers:
+        """Returns the layers of this rank. Their parameters are still whole.
 
-    def _parameters(self, layers: Layers, wires: Wires) -> TensorParameters:
-        cuts = {parameter: self.cut(name) for parameter, name in layers.names.items()}
+        Batches of evaluation whose sizes do not divide run on whole layers, and so does a graph that is only for evaluation.
+        """
+        wires, plain = GroupWires(self.grid, coordinate), graph.open(model)
+        parameters = self._parameters(plain.names, wires)
+        whole = whole_layers(plain.evaluation or plain, parameters)
+        opened = Opened(model, graph.cuts, graph.columns, wires, parameters)
+        evaluation = whole if plain.evaluation else opened.layers(self.evaluation, otherwise=whole)
+        return replace(opened.layers(self.train), evaluation=evaluation, tensor=parameters, any_size=whole)
+
+    def _parameters(self, names: Mapping[nn.Parameter, str], wires: Wires) -> TensorParameters:
+        cuts = {parameter: self.cut(name) for parameter, name in names.items()}
         unsummed = {parameter: self.grid.wide(cut.unsummed) for parameter, cut in cuts.items()}
-        return TensorParameters(wires, unsummed, {parameter: counted_here(cut, wires) for parameter, cut in cuts.items()})
+        counted = {parameter: counted_here(cut, wires) for parameter, cut in cuts.items()}
+        stored = {parameter: StoredCut(cut.layout, self.grid) for parameter, cut in cuts.items()}
+        sums = self.train.settled.sum_words()
+        return TensorParameters(wires, unsummed, counted, stored, {parameter: sums[name] for parameter, name in names.items()})
 
 
-def shard_graph(model: nn.Module, flat: Flat, cuts: ChosenCuts, tensor: TensorCut, rows: Sequence[int]) -> ShardedGraph:
+def shard_graph(
+    model: nn.Module, flat: Flat, cuts: ChosenCuts, tensor: TensorCut, rows: Sequence[int], *, own_loss: bool
+) -> ShardedGraph:
     """Settles a cut graph under a tensor mode, for microbatches with these numbers of rows.
+
+    Args:
+        model: The model.
+        flat: Its graph.
+        cuts: Where layers and stages begin.
+        tensor: The mode.
+        rows: The rows of microbatches. All of them must be possible.
+        own_loss: The user's loss function reads the outputs of the model, so that they must be whole.
 
     Raises:
         MeshwrightError: An operation has no rule, or a size does not divide.
     """
-    shapes = {name: node.size.shape for name, node in _columns(flat).items() if node.size is not None}
+    shapes = {node.target: node.size.shape for node in flat.nodes if node.kind is NodeKind.COLUMN and node.size is not None}
     every = [{name: (count, *shape[1:]) for name, shape in shapes.items()} for count in sorted(set(rows), reverse=True)]
-    settled = [settled_for(model, flat, cuts, tensor, of) for of in every]
-    return ShardedGraph(tensor, settled[0], settled_for(model, flat, cuts, tensor, every[0], whole_outputs=True))
+    train = shard_plan(model, flat, tensor, every[0], places=cuts.places, whole_outputs=own_loss)
+    for short in every[1:]:
+        try:
+            train.resized(model, short)
+        except MeshwrightError as error:
+            raise MeshwrightError(
+                f"{error.what}; a short last step of an epoch has such microbatches",
+                fix=f"dataloader_drop_last=True, or batches that divide ({error.fix})",
+            ) from error
+    plain = replace(tensor, overlap=False)
+    return ShardedGraph(train, shard_plan(model, flat, plain, every[0], places=cuts.places, whole_outputs=True))
 
 
 @dataclass(frozen=True)
@@ -123,18 +142,17 @@ class Opened:
     model: nn.Module
     cuts: ChosenCuts
     columns: Columns | None
-    device: torch.device | None
-    tensor: TensorCut
     wires: Wires
+    parameters: TensorParameters
 
-    def layers(self, settled: Settled, *, whole_outputs: bool) -> Layers:
-        """Returns the layers of a settled graph."""
-        split = open_settled(self.model, settled, self.cuts, self.wires, self.device)
+    def layers(self, plan: ShardPlan, *, otherwise: Layers | None = None) -> Layers:
+        """Returns the layers of a plan. `otherwise` are layers for batches that the mode cannot cut."""
+        split = open_split(self.model, plan, self.cuts, self.wires)
         flat = split.flat
-        shapes = {name: settled.sizes.shapes[node.name] for name, node in _columns(flat).items()}
-        again = None if self.columns is None else Resettle(self, flat, self.columns, settled.cuts, whole_outputs)
-        found = Layers(split.modules, split.starts, split.names, flat.columns, split.weigh, OneShape(flat, shapes), again)
-        return replace(found, dtypes=flat.dtypes, moved=flat.moved, costs=relative_costs(self.cuts.flops), graph=flat.digest)
+        again = None if self.columns is None else Resettle(self, plan, self.columns, otherwise)
+        found = Layers(split.modules, split.starts, split.names, flat.columns, split.weigh, OneShape(flat, plan.shapes), again)
+        graph = f"{flat.digest} {plan.tensor}"  # ranks compare it before they share a collective
+        return replace(found, dtypes=flat.dtypes, moved=flat.moved, costs=relative_costs(self.cuts.flops), graph=graph)
 
 
 @dataclass(frozen=True)
@@ -157,23 +175,29 @@ class Resettle:
     """Settles a model again for columns of other shapes."""
 
     opened: Opened
-    flat: Flat
+    plan: ShardPlan
     columns: Columns
-    cuts: Mapping[str, ParameterCut]
-    whole_outputs: bool
+    otherwise: Layers | None = None
 
     def __call__(self, given: Mapping[str, Tensor]) -> Layers:
         """Returns the layers for columns of these shapes."""
         shapes = {name: tuple(t.shape) for name, t in given.items()}
-        flat, opened = self.flat, self.opened
+        flat, opened = self.plan.settled.line.flat, self.opened
         if flat.refusal(shapes) is not None:
-            flat = trace(opened.model, self.columns, given, training=flat.training)
-            opened = replace(opened, cuts=cuts_like(opened.cuts, opened.model, flat))
-        settled = settled_for(opened.model, flat, opened.cuts, opened.tensor, shapes, whole_outputs=self.whole_outputs)
-        if settled.cuts != self.cuts:
-            raise MeshwrightError("columns of these sizes would cut the parameters of the model in another way")
-        return opened.layers(settled, whole_outputs=self.whole_outputs)
+            with whole_shapes(opened.parameters):
+                flat = trace(opened.model, self.columns, given, training=flat.training)
+                opened = replace(opened, cuts=cuts_like(opened.cuts, opened.model, flat))
+        try:
+            plan = self.plan.resized(opened.model, shapes, flat, opened.cuts.places)
+        except MeshwrightError:
+            if self.otherwise is None:
+                raise
+            return self._otherwise(given, shapes)
+        return opened.layers(plan, otherwise=self.otherwise)
 
-
-def _columns(flat: Flat) -> dict[str, Node]:
-    return {node.target: node for node in flat.nodes if node.kind is NodeKind.COLUMN}
+    def _otherwise(self, given: Mapping[str, Tensor], shapes: Shapes) -> Layers:
+        """Returns whole layers for columns of these shapes."""
+        assert self.otherwise is not None
+        if self.otherwise.refusal is None or self.otherwise.refusal(shapes) is None or self.otherwise.again is None:
+            return self.otherwise
+        return self.otherwise.again(given)

@@ -26,9 +26,8 @@ def refuse_world(parallel: Parallel) -> None:
     if launched() or dist.is_initialized():
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
         if world != parallel.processes:
-            degrees = f"width {'+'.join(map(str, parallel.width))}" if parallel.width else f"pp {parallel.pp}"
             raise MeshwrightError(
-                f"the plan needs {degrees} x dp {parallel.dp} = {parallel.processes} ranks, but the job has {world}",
+                f"the plan needs {' x '.join(parallel.degrees)} = {parallel.processes} ranks, but the job has {world}",
                 fix=f"torchrun --nproc-per-node {parallel.processes}, or other degrees",
             )
     else:

@@ -107,6 +107,8 @@ class RankTrace:
     digests: dict[int, dict[str, int]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    """Steps in which the rank sent other words between the ranks of its box than declared."""
 
 
 def certify(
@@ -118,21 +120,19 @@ def certify(
     sharded: ShardedGraph | None = None,
 ) -> Certificate:
     """Compares the records of all ranks with that of one process. If `sharded`, a rank has parts of its parameters."""
-    mesh = Mesh(schedule.workers, case.parallel.dp, 0, case.parallel.tp)
+    mesh = Mesh(schedule.workers, case.parallel.copies, 0, case.parallel.tp)
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
     expected = Expected(reference, mesh, sharded)
     held = expected.names(layers, schedule)
     unequal = list(_unequal(traces, expected))
-    problems = [
-        *_missing(held, trainable, traces, len(reference.gradients)),
-        *unequal,
-        *_different_starts(layers, traces, expected),
-    ]
+    problems = [*_missing(held, trainable, traces, len(reference.gradients)), *unequal]
+    problems += _different_starts(layers, traces, expected)
     problems += [
         f"rank {rank} skipped the updates {trace.skipped}, one process skipped {reference.skipped}"
         for rank, trace in enumerate(traces)
         if trace.skipped != reference.skipped
     ]
+    problems += [f"rank {rank}, {difference}" for rank, trace in enumerate(traces) for difference in trace.words]
     gradients = [(0.0, "nothing"), *_gradient_errors(expected, traces)]
     weights = [(0.0, "nothing"), *_weight_errors(expected, traces)]
     losses = _losses(traces, case.steps)

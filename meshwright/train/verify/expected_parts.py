@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.capture.shard.layout import axes_of
+from meshwright.capture.shard.layouts.layout import axes_of
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.stage.layers import Layers

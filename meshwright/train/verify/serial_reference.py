@@ -126,11 +126,13 @@ class Serial:
         """Clips the norm of the whole gradient, or of each unit if the schedule has no flush."""
         if self.rules.clip is None:
             return
-        for params in [self.params] if self.schedule.flush or self.schedule.norm else list(self.units.values()):
+        whole = self.schedule.flush or self.schedule.norm
+        rules = self.rules if whole else self.rules.of_each(self.schedule.units)
+        for params in [self.params] if whole else list(self.units.values()):
             gradients = [p.grad for p in params if p.grad is not None]
             norm = sum(float(torch.linalg.vector_norm(gradient.double()) ** 2) for gradient in gradients) ** 0.5
             for gradient in gradients:
-                gradient.mul_(self.rules.scale(norm))
+                gradient.mul_(rules.scale(norm))
 
     def _takes_update(self, trace: SerialTrace, round_: int) -> bool:
         """Returns False, and records it, if the gradient of a scaled loss overflows: the update is then skipped."""

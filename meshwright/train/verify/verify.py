@@ -1,7 +1,8 @@
 """`verify`: run a plan on local workers, compare it with one process, and return a certificate.
 
 It compares the loss of every step, the mean gradient of every update on every rank that holds it, and the weights at the end.
-Copies of a parameter (replicas, ties, data parallelism, teams) must be equal bit for bit in every version.
+Copies of a parameter (replicas, ties, data parallelism, teams) must be equal bit for bit in every version. Under a tensor mode
+every rank also compares the words that it sends in each step with those that are declared for its stages.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def serial_trace(case: Case, run: PreparedRun) -> SerialTrace:
         layers,
         case.optimizer,
         parallel.microbatches,
-        parallel.dp,
+        parallel.copies,
         case.loss,
         case.seed,
         precision=case.precision,
@@ -142,7 +143,6 @@ def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
     """Runs this rank of the parallel run. A collective call: all ranks must call it."""
     mesh = run.mesh(dist.get_rank())
     layers, schedule = run.open(case.model(), mesh), run.schedule
-    run.cut(layers, mesh)
     how = run.settings(optimizer=case.optimizer, scheduler=case.scheduler, rules=case.rules, seed=case.seed)
     engine = Engine(schedule, layers, how)
     trace, tallies = RankTrace(), dict[int, Tally]()
@@ -152,11 +152,16 @@ def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
             unit.watch = partial(_record_update, layers, trace, first)
         tallies |= engine.run(case.data, first)
         updates = first + schedule.steps
+        if layers.tensor is not None:
+            log = layers.tensor.wires.log
+            trace.words += [f"step {first}, {difference}" for difference in log.differences()]
+            log.clear()
     trace.skipped = list(engine.parameters.skipped)
     trace.sums = {step: (float(tally.loss), tally.weight) for step, tally in tallies.items()}
     trainable = [p for unit in engine.units.values() for p in unit.params]
-    trace.digests[updates] = {layers.names[p]: digest(p) for p in trainable}
-    trace.weights = {layers.names[p]: p.detach().clone() for unit in engine.units for p in layers.unit(unit)}
+    with engine.whole_parameters():
+        trace.digests[updates] = {layers.names[p]: digest(p) for p in trainable}
+        trace.weights = {layers.names[p]: p.detach().clone() for unit in engine.units for p in layers.unit(unit)}
     engine.close()
     return trace
 

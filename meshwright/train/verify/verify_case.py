@@ -24,7 +24,7 @@ from meshwright.runtime.stage.layers import Layers, require_layers
 from meshwright.runtime.stage.objective import Loss, LossKind
 from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.train.data.vocabulary import refuse_ids, vocabularies
-from meshwright.train.optimizer.coupled_parameters import refuse_closure, refuse_coupled, wants_more
+from meshwright.train.optimizer.coupled_parameters import refuse_closure, refuse_coupled, refuse_not_elementwise, wants_more
 from meshwright.train.prepared import PreparedRun, RunRequest, captured, prepare
 from meshwright.train.setup.build_schedule import stages_of
 from meshwright.train.setup.captured_layers import LISTS, Uncut
@@ -162,7 +162,10 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
         _refuse_dtype(case, built)
         run = prepare(request, case.flat)
     layers, schedule = run.open(built), run.schedule
-    refuse_coupled(lambda pair, _: case.optimizer(pair), [layers.unit(u) for u in range(schedule.units)])
+    trial = lambda params, _: case.optimizer(params)  # noqa: E731
+    refuse_coupled(trial, [layers.unit(u) for u in range(schedule.units)])
+    if run.sharded is not None:
+        refuse_not_elementwise(trial, run.sharded.cut_params(layers), f"tp={case.parallel.tp} cuts tensors over ranks")
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     refuse_rules(case.rules, schedule)
     require(case.precision.dtype, torch.device("cpu"))
@@ -228,7 +231,7 @@ def _refuse_optimizer(case: Case, params: list[nn.Parameter]) -> None:
 def _refuse_rows(case: Case) -> None:
     """Raises if a microbatch of the first batch would have no row. Later batches may have fewer rows."""
     parallel = case.parallel
-    cuts = parallel.microbatches * parallel.dp
+    cuts = parallel.microbatches * parallel.copies
     first = case.data(0)
     if not _same(first, case.data(0)):
         raise MeshwrightError(
@@ -236,10 +239,10 @@ def _refuse_rows(case: Case) -> None:
             fix="random numbers from torch.Generator().manual_seed(step)",
         )
     names = None if case.flat is None else case.flat.columns
-    batch = Batch(first, microbatches=parallel.microbatches, copies=parallel.dp, names=names)
+    batch = Batch(first, microbatches=parallel.microbatches, copies=parallel.copies, names=names)
     rows = batch.size
     if rows < cuts:
-        copies = f" on each of {parallel.dp} data-parallel copies" if parallel.dp > 1 else ""
+        copies = f" on each of {parallel.copies} data-parallel copies" if parallel.copies > 1 else ""
         raise MeshwrightError(
             f"a batch of {rows} rows cannot be cut into {parallel.microbatches} microbatches{copies}",
             fix=f"batches of at least {cuts} rows, or fewer microbatches",
