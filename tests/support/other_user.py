@@ -20,8 +20,8 @@ STRANGER = 65534
 def stranger(attack: Callable[[], None]) -> Iterator[int]:
     """Run `attack()` again and again as another user until the block ends; skips where this process may not become another user.
 
-    An attack that raises is tried again: what the attacked process answers is the business of the test, not of the attacker. A test
-    in which no attack came through fails with the last error.
+    An attack that raises is tried again: what the attacked process answers is the business of the test, not of the attacker. A
+    test in which no attack came through fails with the last error.
     """
     if os.getuid() != 0:
         pytest.skip("only root can act as another user")
