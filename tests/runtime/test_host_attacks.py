@@ -61,7 +61,7 @@ from meshwright.runtime.launch.workers import Workers
 from tests.support.other_user import stranger
 from tests.runtime.test_host_attacks import planted, slowly
 if __name__ == "__main__":
-    with stranger(lambda: planted(Path(sys.argv[1]))), Workers(2) as workers:
+    with stranger(planted, Path(sys.argv[1])), Workers(2) as workers:
         found = workers.run(slowly, torch.zeros(1 << 18))
     print([float(part.sum()) for part in found], os.listdir("/dev/shm"))
 """
@@ -175,11 +175,10 @@ def garbled(port: int, state: dict[str, object]) -> None:
 
 
 def test_garbage_in_the_store_does_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    state: dict[str, object] = {}
     with Workers(2) as workers:
         assert workers.store is not None
         port = workers.store.port
-        with stranger(lambda: garbled(port, state)):
+        with stranger(garbled, port, {}):
             found = workers.run(slowly, torch.zeros(3))
         assert [part.tolist() for part in found] == [[1.0] * 3] * 2
     assert "ignored an unexpected entry under 'failure'" in caplog.text
@@ -230,8 +229,7 @@ def late(rank: int, run_id: str) -> str:
 
 def test_strangers_at_the_door_are_ignored() -> None:
     run_id = f"{os.getpid()}-{time.monotonic_ns()}"
-    state: dict[str, object] = {}
-    with stranger(lambda: knocked(run_id, state)):
+    with stranger(knocked, run_id, {}):
         assert crew.run(late, 2, run_id, deadline_s=60) == ["met [1]", "met [0]"]
 
 
@@ -244,7 +242,7 @@ def test_the_names_of_doors_do_not_tell_each_other() -> None:
     """Who sees the door of one rank cannot take that of the next."""
     one, other = _address("run", 0), _address("run", 1)
     assert one != other and "run" not in one and one[:-1] != other[:-1]
-    run_id, state = f"{os.getpid()}-{time.monotonic_ns()}", dict[str, object]()
-    with stranger(lambda: knocked(run_id, state)):
+    run_id = f"{os.getpid()}-{time.monotonic_ns()}"
+    with stranger(knocked, run_id, {}):
         said = crew.run(silent, 2, run_id, deadline_s=30)[0]
     assert "rank 0 could not connect to rank 1 within 1 s, and ignored processes of user 65534" in said

@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
-import mmap
+import multiprocessing
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
 STRANGER = 65534
 """The user `nobody`, who owns nothing here."""
 
+READY, HIT = "ready", "hit"
+
 
 @contextmanager
-def stranger(attack: Callable[[], None]) -> Iterator[int]:
-    """Run `attack()` again and again as another user until the block ends; skips where this process may not become another user.
+def stranger(attack: Callable[..., None], *args: Any) -> Iterator[int]:
+    """Run `attack(*args)` again and again as another user until the block ends; skips where this process is not root.
 
-    An attack that raises is tried again: what the attacked process answers is the business of the test, not of the attacker. A
-    test in which no attack came through fails with the last error.
+    The attacker is a new process, not a fork: this one has threads, and a fork of it would crash now and then. An attack that
+    raises is tried again. A test in which no attack came through fails with what the attacker said.
     """
     if os.getuid() != 0:
         pytest.skip("only root can act as another user")
-    done = mmap.mmap(-1, mmap.PAGESIZE)  # byte 0: an attack came through; the rest: the last error
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(STRANGER)
-            os.setuid(STRANGER)
-            assert os.getuid() == STRANGER
-            _again_and_again(attack, done)
-        finally:
-            os._exit(1)
+    fresh = multiprocessing.get_context("spawn")
+    here, there = fresh.Pipe()
+    child = fresh.Process(target=_attack_for_ever, args=(attack, args, there), daemon=True)
+    child.start()
     try:
-        yield child
-        assert done[0] == 1, f"no attack came through: {bytes(done[1:]).rstrip(bytes(1)).decode(errors='replace')}"
-        ended, _ = os.waitpid(child, os.WNOHANG)
-        assert ended == 0, "the stranger attacked to the end"
+        assert here.poll(60) and here.recv() == READY
+        yield child.pid or 0
+        assert child.exitcode is None, f"the stranger ended with exit code {child.exitcode}"
+        said = []
+        while here.poll():
+            said.append(here.recv())
+        assert HIT in said, f"no attack came through: {said}"
     finally:
-        try:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
+        child.kill()
+        child.join()
 
 
-def _again_and_again(attack: Callable[[], None], done: mmap.mmap) -> None:
+def _attack_for_ever(attack: Callable[..., None], args: tuple[Any, ...], told: Connection) -> None:
+    os.setgroups([])
+    os.setgid(STRANGER)
+    os.setuid(STRANGER)
+    assert os.getuid() == STRANGER
+    told.send(READY)
+    hits = errors = 0
     while True:
         try:
-            attack()
-            done[0] = 1
+            attack(*args)
+            hits += 1
+            if hits == 1:
+                told.send(HIT)
         except Exception:
-            said = traceback.format_exc().encode()[-(mmap.PAGESIZE - 1) :]
-            done[1:] = said.ljust(mmap.PAGESIZE - 1, bytes(1))
+            errors += 1
+            if errors < 10:
+                told.send(traceback.format_exc())
         time.sleep(0.001)
