@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
 from meshwright.costs.scheme import TensorRequest
 from meshwright.report.layout_picture import layout_picture

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from meshwright import Cluster, Link, MeshwrightError, StageCost, Timeline, cluster_to_json, costs_to_json, schedules
 from meshwright.cli import _outputs as outputs
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 
 
 def meshwright(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

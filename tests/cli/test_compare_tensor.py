@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli._mode_flags import ModeFlags
 from meshwright.cli._tensor import flags_of
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
 from meshwright.costs.planned import planned_grid
 from meshwright.costs.scheme import Save, TensorRequest

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from meshwright import __version__, schedules
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from tests.cli.test_cli import meshwright
 from tests.support.paths import ROOT
 

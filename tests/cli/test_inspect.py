@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from tests.cli.test_cli import meshwright
 from tests.tensor.test_shard_fallback import Distances, Odd
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from meshwright.train.job_file import Job
 
 FLAGS = ["train", "gpt-tiny", "--per-device-train-batch-size", "4", "--length", "16", "--logging-steps", "1"]

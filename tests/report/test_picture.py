@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from examples.pictures import FOLDER, LAYOUTS, PICTURES, draw, draw_layout
 from meshwright import MeshwrightError, schedules, simulate
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
 from meshwright.ir.action import Cell
 from meshwright.ir.profile import StageCost, even_costs

@@ -75,6 +75,19 @@ def test_ctrl_c_while_a_run_starts(after_s: float, tmp_path: Path) -> None:
     assert "Traceback" not in interrupted(run, tmp_path)
 
 
+def test_ctrl_c_while_the_verbs_are_imported() -> None:
+    code = (
+        "import sys, meshwright.cli.main as command\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'meshwright.cli.train': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "command.main()"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (found.returncode, found.stderr) == (130, "interrupted\n")
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})

@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from meshwright.train.models.example_batches import batches_for, example_for
 from meshwright.train.models.model_names import presets, resolve_model
 from meshwright.train.verify import verify as module

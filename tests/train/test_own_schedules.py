@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel, Schedule, StageCost, schedules
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from meshwright.ir.plan.plan_file import asked, plan_table, read_plan
 from meshwright.passes.widen import widen
 from meshwright.report.terminal import timeline_text

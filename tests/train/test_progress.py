@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
 from meshwright.capture.model_graph import capture
-from meshwright.cli.main import app
+from meshwright.cli._verbs import app
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.loop.report_to import refuse_reporters
 from tests.support.trainers import Plain, gpt2, ours, text, vectors
