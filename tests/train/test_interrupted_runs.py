@@ -51,7 +51,8 @@ def interrupted(run: subprocess.Popen[bytes], folder: Path) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
     said = (folder / "said").read_text()
-    assert run.returncode == 130, f"{run.returncode}: {said}"
+    # A shell shows 130 for both. CPython ends by the signal itself if Ctrl-C came inside an `exec`, as dataclasses use it.
+    assert run.returncode in (130, -signal.SIGINT), f"{run.returncode}: {said}"
     return said
 
 
