@@ -18,7 +18,6 @@ from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.byte_sizes import bytes_in
 from meshwright.ir.cluster import Cluster, Duplex, Link
-from meshwright.ir.files.cluster_file import read_cluster
 from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
@@ -176,6 +175,8 @@ class CostFlags:
     def cluster(self) -> Cluster | None:
         """One kind of link between all workers; None if messages are free."""
         if self.cluster_file is not None:
+            from meshwright.ir.files.cluster_file import read_cluster  # most answers need no file
+
             return read_cluster(self.cluster_file)
         if not self.send and self.bandwidth == float("inf"):
             return None
