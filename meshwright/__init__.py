@@ -24,10 +24,16 @@ from meshwright.simulate.recompute_budget import stage_aware
 if TYPE_CHECKING:
     from meshwright import capture
     from meshwright.capture.weights.sketch import sketch
+    from meshwright.ir.cluster import Device, Host
+    from meshwright.ir.files.cluster_file import read_cluster
     from meshwright.ir.files.measurement import Measurement, measurement_from_json, measurement_to_json
     from meshwright.ir.files.model_json import model_from_json, model_to_json
+    from meshwright.ir.files.profile_text import profile_from_text
+    from meshwright.ir.layer_costs import LayerCost, Profile
     from meshwright.ir.model import Cuts, ModelGraph
+    from meshwright.ir.plan.chosen_plan import Plan, PlanStage
     from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json
+    from meshwright.planners import plan
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.measure import measure
     from meshwright.train.parallelize import parallelize
@@ -45,8 +51,11 @@ __all__ = [
     "CheckResult",
     "Cluster",
     "Cuts",
+    "Device",
     "Duplex",
+    "Host",
     "Lane",
+    "LayerCost",
     "Link",
     "Measurement",
     "MeshwrightError",
@@ -54,6 +63,9 @@ __all__ = [
     "Op",
     "Parallel",
     "Placement",
+    "Plan",
+    "PlanStage",
+    "Profile",
     "Recompute",
     "Schedule",
     "Session",
@@ -81,8 +93,11 @@ __all__ = [
     "model_from_json",
     "model_to_json",
     "parallelize",
+    "plan",
     "plan_from_json",
     "plan_to_json",
+    "profile_from_text",
+    "read_cluster",
     "schedule_from_json",
     "schedule_to_json",
     "schedules",
@@ -96,8 +111,14 @@ __all__ = [
 _LATER = {
     "Certificate": "meshwright.train.verify.certificate",
     "Cuts": "meshwright.ir.model",
+    "Device": "meshwright.ir.cluster",
+    "Host": "meshwright.ir.cluster",
+    "LayerCost": "meshwright.ir.layer_costs",
     "Measurement": "meshwright.ir.files.measurement",
     "ModelGraph": "meshwright.ir.model",
+    "Plan": "meshwright.ir.plan.chosen_plan",
+    "PlanStage": "meshwright.ir.plan.chosen_plan",
+    "Profile": "meshwright.ir.layer_costs",
     "Session": "meshwright.train.session.session",
     "Trainer": "meshwright.train.trainer",
     "TrainingArguments": "meshwright.train.arguments",
@@ -108,8 +129,11 @@ _LATER = {
     "model_from_json": "meshwright.ir.files.model_json",
     "model_to_json": "meshwright.ir.files.model_json",
     "parallelize": "meshwright.train.parallelize",
+    "plan": "meshwright.planners",
     "plan_from_json": "meshwright.ir.plan.plan_file",
     "plan_to_json": "meshwright.ir.plan.plan_file",
+    "profile_from_text": "meshwright.ir.files.profile_text",
+    "read_cluster": "meshwright.ir.files.cluster_file",
     "sketch": "meshwright.capture.weights.sketch",
     "verify": "meshwright.train.verify.verify",
 }

@@ -16,8 +16,8 @@ from meshwright import schedules
 from meshwright.cli import _outputs as outputs
 from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json
-from meshwright.ir.plan.plan_fields import bytes_in
+from meshwright.ir.byte_sizes import bytes_in
+from meshwright.ir.cluster import Cluster, Duplex, Link
 from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
@@ -75,6 +75,9 @@ StepMicrobatches = Annotated[int | None, size_option("--microbatches", help="Mic
 Steps = Annotated[int | None, size_option(help="Steps to run: 1, or 4 for schedules without a flush.")]
 Option = Annotated[list[str] | None, size_option("--option", metavar="KEY=VALUE", help="An option of the schedule.")]
 Costs = Annotated[Path | None, cost_option("--costs", help="JSON with one row of costs per stage.")]
+ClusterFile = Annotated[
+    Path | None, cost_option("--cluster", help="Devices and their links, JSON or TOML; replaces --send and --bandwidth.")
+]
 BatchFunction = Annotated[
     str | None, typer.Option("--batch-function", metavar="package.module:function", help="batch(step), for your own model.")
 ]
@@ -112,9 +115,7 @@ class CostFlags:
     )
     overlap: Annotated[float, cost_option(min=0, max=1, help="How much of the shorter action a cell hides.")] = 0.0
     file: Costs = None
-    cluster_file: Annotated[
-        Path | None, cost_option("--cluster", help="JSON with the links between workers, instead of --send.")
-    ] = None
+    cluster_file: ClusterFile = None
 
     def __post_init__(self) -> None:
         """Raises if a file and flags that it replaces are both given."""
@@ -174,7 +175,9 @@ class CostFlags:
     def cluster(self) -> Cluster | None:
         """One kind of link between all workers; None if messages are free."""
         if self.cluster_file is not None:
-            return cluster_from_json(outputs.read(self.cluster_file))
+            from meshwright.ir.files.cluster_file import read_cluster  # most answers need no file
+
+            return read_cluster(self.cluster_file)
         if not self.send and self.bandwidth == float("inf"):
             return None
         if self.bandwidth <= 0:

@@ -20,8 +20,8 @@ from meshwright.costs.planned import planned_grid, planned_scheme
 from meshwright.costs.scheme import Words
 from meshwright.costs.tensor_rows import LayerSizes, TensorRow, best_row, tensor_rows
 from meshwright.errors import MeshwrightError
+from meshwright.ir.byte_sizes import bytes_in
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.plan.plan_fields import bytes_in
 
 WORD_BYTES = 4
 MOST_COUNTED = 1 << 22

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import check, compare, inspect, measure, schedules, show, simulate, train, verify
+from meshwright.cli import check, compare, inspect, measure, plan, schedules, show, simulate, train, verify
 
 
 def _version(asked: bool) -> None:
@@ -59,6 +59,7 @@ app.command(
         "compare --tensor gpt-small --batch 8 --ranks 8",
     ),
 )(compare.compare)
+app.command("plan", epilog=_examples("plan --profile bert-24.txt --cluster cluster.toml --microbatches 16"))(plan.plan)
 app.command("schedules", epilog=_examples("schedules", "schedules --json"))(schedules.schedules)
 app.command(
     "inspect",

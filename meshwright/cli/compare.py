@@ -20,7 +20,7 @@ from meshwright.cli._outputs import Format
 from meshwright.cli._tensor import TensorFlags, compare_tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
-from meshwright.ir.plan.plan_fields import bytes_in
+from meshwright.ir.byte_sizes import bytes_in
 from meshwright.ir.profile import StageCost, costs_from_json
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline

@@ -12,11 +12,15 @@ from tests.support.paths import ROOT
 
 INPUTS = 1_000_000
 PACKAGE = ROOT / "meshwright"
-PARSERS = re.compile(r"\b(json\.loads?|tomllib\.loads?|parsed|toml|safe_open|open_|from_csv|csv\.reader|torch\.load)\(")
+PARSERS = re.compile(
+    r"\b(json\.loads?|tomllib\.loads?|parsed|toml|safe_open|open_|from_csv|csv\.reader|torch\.load|profile_from_text)\("
+)
 READ_BY = {
     "capture/weights/safetensors_files.py": {"index", "safetensors"},
     "cli/train.py": {"job.toml", "model.toml"},
     "ir/cluster.py": {"cluster"},
+    "ir/files/cluster_file.py": {"cluster.toml", "cluster.json"},
+    "ir/files/profile_text.py": {"profile"},
     "ir/files/schedule_csv.py": {"csv"},
     "ir/files/schedule_json.py": {"schedule", "lowered"},
     "ir/input_limits.py": {"plan.toml", "job.toml", "model.toml"},
@@ -37,13 +41,15 @@ READ_BY = {
 }
 """Every file that parses something, with the forms that go through it here."""
 WRITES = {
+    "cli/plan.py",
     "capture/trace/export.py",
     "capture/trace/size_conditions.py",
     "runtime/json_exchange.py",
     "train/checkpoint/pretrained_weights.py",
     "train/checkpoint/write.py",
 }
-"""Parsers that read no user file: conditions of torch, messages of ranks of one run, and files that were just written."""
+"""Files that parse nothing themselves (a verb that calls a reader), or no user file: conditions of torch, messages of ranks of
+one run, and files that were just written."""
 
 
 @pytest.fixture

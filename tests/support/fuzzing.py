@@ -18,7 +18,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshwright import MeshwrightError, Parallel, cluster_from_json, costs_from_json, even_costs, from_csv, schedule_from_json
 from meshwright.capture.weights.safetensors_files import Weights
+from meshwright.ir.files.cluster_file import read_cluster
 from meshwright.ir.files.model_json import model_from_json, model_to_json
+from meshwright.ir.files.profile_text import profile_from_text
 from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
 from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json, read_plan
 from meshwright.ir.timeline import Timeline
@@ -77,6 +79,20 @@ n_positions = 64
 activation = "gelu"
 """
 CONFIG = b'{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 64, "task": {"a": [1, 2.5, null, true]}}'
+CLUSTER_TOML = b"""schema = 1
+[device.a100]
+memory = "80 GB"
+bf16 = 312e12
+[[nodes]]
+count = 2
+per_node = 4
+device = "a100"
+inside = {latency_s = 5e-6, bytes_per_s = 250e9}
+card = {latency_s = 2e-5, bytes_per_s = 25e9}
+"""
+MATRIX = b'{"memory_bytes": [1e9, 2e9, 3e9], "bytes_per_s": [[0, 1.5, 2], [1, 0, 3], [1, 2, 0]], "latency_s": 1e-5}'
+NUMBERS = "forward_compute_time=1.5, backward_compute_time=3, activation_size=8, parameter_size=4"
+PROFILE = f"n1 -- in -- {NUMBERS}\nn2 -- mask -- {NUMBERS}\nn3 -- out -- {NUMBERS}\n\tn1 -- n2\n\tn1 -- n3\n\tn2 -- n3\n".encode()
 INDEX = b'{"metadata": {"total_size": 8}, "weight_map": {"a.weight": "model-1.safetensors", "b": "model-2.safetensors"}}'
 DIGEST = b"a" * 64
 MARKER = (
@@ -178,6 +194,9 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "timeline": (by_text(Timeline.from_json), READERS["timeline"][1].encode()),
     "measurement": (by_text(READERS["measurement"][0]), READERS["measurement"][1].encode()),
     "cluster": (by_text(cluster_from_json), READERS["cluster"][1].encode()),
+    "cluster.toml": (by_file(read_cluster, "cluster.toml"), CLUSTER_TOML),
+    "cluster.json": (by_file(read_cluster, "cluster.json"), MATRIX),
+    "profile": (by_text(profile_from_text), PROFILE),
     "graph": (by_text(model_from_json), model_to_json(GRAPH).encode()),
     "csv": (by_text(from_csv), READERS["csv"][1].encode()),
 }

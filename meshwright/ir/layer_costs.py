@@ -1,0 +1,160 @@
+"""What each layer of a model costs: the input of a planner. `ir/profile.py` has the costs of stages, which a plan makes of it.
+
+A profile may know the times of a layer for several numbers of rows; bytes are for one row. A published profile without rows has
+one time for each layer, and bytes of a whole microbatch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from meshwright.errors import MeshwrightError
+
+
+class ProfileSource(StrEnum):
+    """Where the numbers of a profile come from."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+    PUBLISHED = "published"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What one layer costs.
+
+    Args:
+        name: The layer.
+        forward_s: Seconds of a forward, one number for each of `Profile.rows`.
+        input_s: Seconds of the half of a backward that the previous layer waits for.
+        weight_s: Seconds of the other half.
+        output_bytes: What crosses a cut after this layer, for one row: all tensors that later layers read.
+        saved_bytes: What a forward keeps for the backward, for one row.
+        parameter_bytes: The parameters.
+
+    Examples:
+        >>> from meshwright import LayerCost
+        >>> LayerCost("block", (1.0,), (1.0,), (1.0,), output_bytes=8.0).backward_s
+        (2.0,)
+    """
+
+    name: str
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    output_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = (*self.forward_s, *self.input_s, *self.weight_s, self.output_bytes, self.saved_bytes, self.parameter_bytes)
+        if not all(0.0 <= x < float("inf") for x in numbers):
+            raise MeshwrightError(f"costs of a layer are numbers of at least 0, got {self}")
+
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        """Both halves of a backward."""
+        return tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCost:
+    """The layers of a model for one microbatch, as columns."""
+
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        """Both halves of a backward."""
+        return tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
+
+    def with_times(self, other: ChainCost) -> ChainCost:
+        """Returns these layers with the times of others."""
+        return replace(self, forward_s=other.forward_s, input_s=other.input_s, weight_s=other.weight_s)
+
+    def divided(self, width: int) -> ChainCost:
+        """Returns these layers with their times divided among so many devices."""
+        times = {name: tuple(x / width for x in getattr(self, name)) for name in ("forward_s", "input_s", "weight_s")}
+        return replace(self, **times)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The layers of a model, with the numbers of rows at which their times are known.
+
+    Args:
+        layers: The layers, in order.
+        rows: The numbers of rows of a microbatch that times are given for, increasing. Empty if they are not known: then each
+            layer has one time, and bytes are those of a whole microbatch.
+        device: What it was measured on.
+        precision: The format of the tensors.
+        source: Where the numbers come from.
+
+    Raises:
+        MeshwrightError: There are no layers, or a layer does not have one time for each number of rows.
+
+    Examples:
+        >>> from meshwright import LayerCost, Profile
+        >>> layer = LayerCost("block", (1.0, 3.0), (1.0, 3.0), (1.0, 3.0), output_bytes=8.0)
+        >>> Profile((layer,), rows=(1, 3)).at(2).forward_s
+        (2.0,)
+    """
+
+    layers: tuple[LayerCost, ...]
+    rows: tuple[int, ...] = ()
+    device: str = ""
+    precision: str = "float32"
+    source: ProfileSource = ProfileSource.PUBLISHED
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise MeshwrightError("a profile needs at least one layer", fix="see the documentation for the format of a profile")
+        if list(self.rows) != sorted(set(self.rows)) or any(count < 1 for count in self.rows):
+            raise MeshwrightError(
+                f"the rows of a profile must increase from at least 1, got {list(self.rows)}", fix="rows=(1, 2, 4)"
+            )
+        times = len(self.rows) or 1
+        for layer in self.layers:
+            if {len(layer.forward_s), len(layer.input_s), len(layer.weight_s)} != {times}:
+                raise MeshwrightError(
+                    f"layer {layer.name} has {len(layer.forward_s)}, {len(layer.input_s)} and {len(layer.weight_s)} times, "
+                    f"the profile has {times}",
+                    fix="give one time for each number of rows",
+                )
+
+    def at(self, rows: int | None = None) -> ChainCost:
+        """Returns the costs of a microbatch of so many rows. Times between two known numbers of rows are interpolated."""
+        if not self.rows:
+            rows = None
+        elif rows is None or rows < 1:
+            raise MeshwrightError(f"a microbatch of this profile needs a number of rows, got {rows}", fix="--batch")
+        factor, layers = float(rows or 1), self.layers
+        output = tuple(layer.output_bytes * factor for layer in layers)
+        return ChainCost(
+            forward_s=tuple(self._time(layer.forward_s, rows) for layer in layers),
+            input_s=tuple(self._time(layer.input_s, rows) for layer in layers),
+            weight_s=tuple(self._time(layer.weight_s, rows) for layer in layers),
+            output_bytes=output,
+            gradient_bytes=output,
+            saved_bytes=tuple(layer.saved_bytes * factor for layer in layers),
+            parameter_bytes=tuple(layer.parameter_bytes for layer in layers),
+        )
+
+    def _time(self, times: tuple[float, ...], rows: int | None) -> float:
+        """Interpolates between known numbers of rows; outside of them, continues the nearest line through two of them."""
+        if rows is None:
+            return times[0]
+        if len(times) == 1:
+            return times[0] * rows / self.rows[0]
+        at = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
+        low, high = self.rows[at - 1], self.rows[at]
+        slope = (times[at] - times[at - 1]) / (high - low)
+        return max(0.0, times[at - 1] + slope * (rows - low))

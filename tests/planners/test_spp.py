@@ -1,0 +1,132 @@
+"""SPP: the published profiles, its theorems on random problems, and what it must never lose to."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import meshwright as mw
+from meshwright import Cluster, Host, Link, MeshwrightError, Profile, profile_from_text
+from meshwright.cli._verbs import app
+from meshwright.costs.stages import Charge, stage_costs, stage_links
+from tests.support.paths import ROOT
+from tests.support.plans import cluster_of, random_profile, random_rates
+
+NVLINK = Cluster(hosts=(Host(8, Link(0.0, 25e9), Link(0.0, 3e9)),) * 2)
+PCIE = Cluster(hosts=(Host(4, Link(0.0, 12e9), Link(0.0, 1.25e9)),) * 4)
+
+
+def published(name: str) -> Profile:
+    return profile_from_text((ROOT / "tests" / "data" / f"{name}.txt").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "step_ms", "widths"),
+    [
+        ("vgg-19-pbs-32", NVLINK, 167, (11, 4, 1)),
+        ("vgg-19-pbs-32", PCIE, 172, (8, 4, 3, 1)),
+        ("bert-24-pbs-6", NVLINK, 599, (8, 8)),
+        ("bert-24-pbs-6", PCIE, 671, (4, 4, 4, 4)),
+        ("xlnet-24-pbs-1", NVLINK, 278, (4, 4, 8)),
+        ("xlnet-24-pbs-1", PCIE, 309, (4, 4, 4, 4)),
+    ],
+)
+def test_published_profiles(name: str, cluster: Cluster, step_ms: float, widths: tuple[int, ...]) -> None:
+    plan = mw.plan(published(name), cluster, microbatches=16)
+    assert plan.paper_step_s == pytest.approx(step_ms / 1e3, rel=5e-3) and plan.widths == widths
+    assert plan.step_s >= plan.lower_bound_s * (1 - 1e-12)
+    if name.startswith("bert"):  # no stage is spread over two hosts
+        assert all(len({cluster.host_of[device] for device in stage.devices}) == 1 for stage in plan.stages)
+
+
+def replicated(profile: Profile, cluster: Cluster, microbatches: int) -> float:
+    """The time of plain data parallelism by the published costs."""
+    stages = (mw.PlanStage(0, len(profile.layers) - 1, tuple(range(cluster.size))),)
+    costs = stage_costs(profile, stages, cluster, charge=Charge.PAIRS)
+    return mw.simulate(mw.schedules.build("listed", workers=1, microbatches=microbatches), costs).makespan_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_data_parallelism_is_never_better(seed: int) -> None:
+    profile, cluster = random_profile(seed, 6), cluster_of(random_rates(seed, 4))
+    plan = mw.plan(profile, cluster, microbatches=6)
+    assert plan.paper_step_s is not None
+    assert plan.paper_step_s <= replicated(profile, cluster, 6) * (1 + 1e-12)
+    assert all(other.step_s >= plan.paper_step_s for other in plan.alternatives)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_guarantee_of_its_order(seed: int) -> None:
+    """A step takes at most (M + 4 S - 4) C + max A: C is the work of the busiest stage or channel, A are the sums."""
+    profile, cluster, count = random_profile(seed, 7), cluster_of(random_rates(seed, 5)), 1 + seed % 9
+    plan = mw.plan(profile, cluster, microbatches=count)
+    costs = stage_costs(profile, plan.stages, cluster, charge=Charge.PAIRS)
+    links = stage_links(plan.stages, cluster, charge=Charge.PAIRS)
+    works = [cost.forward_s + cost.backward_s for cost in costs]
+    works += [links.between(k, k + 1).busy_s(c.output_bytes + c.gradient_bytes) for k, c in enumerate(costs[:-1])]
+    bound = (count + 4 * len(costs) - 4) * max(works) + max(cost.sync_s for cost in costs)
+    assert plan.paper_step_s is not None and max(works) * count <= plan.paper_step_s * (1 + 1e-12) <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_names_of_devices_do_not_matter(seed: int) -> None:
+    profile, rates = random_profile(seed, 6), random_rates(seed, 5)
+    names = list(range(5))
+    random.Random(seed).shuffle(names)
+    renamed = tuple(tuple(rates[a][b] for b in names) for a in names)
+    one, other = (mw.plan(profile, cluster_of(given), microbatches=8) for given in (rates, renamed))
+    assert one.paper_step_s == pytest.approx(other.paper_step_s, rel=1e-12)
+
+
+def test_the_larger_server_is_used_if_links_between_servers_are_useless() -> None:
+    cluster = Cluster(hosts=(Host(2, Link(0.0, 1e9), Link(0.0, 1e-3)), Host(3, Link(0.0, 1e9), Link(0.0, 1e-3))))
+    layers = tuple(replace(layer, output_bytes=8.0, parameter_bytes=8.0) for layer in random_profile(4, 6).layers)
+    assert set(mw.plan(Profile(layers), cluster, microbatches=4).ranks) == {2, 3, 4}
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    profile, cluster = random_profile(7, 7), cluster_of(random_rates(7, 5))
+    one, other = (mw.plan(profile, cluster, microbatches=4).to_dict() for _ in range(2))
+    assert one | {"planning_s": 0} == other | {"planning_s": 0}
+
+
+def test_rows_limit_widths() -> None:
+    layers = tuple(mw.LayerCost(f"{n}", (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), output_bytes=1.0) for n in range(4))
+    profile, cluster = Profile(layers, rows=(1, 2)), cluster_of(((1e9,) * 5,) * 5)
+    assert max(mw.plan(profile, cluster, microbatches=2, rows=4, split_rows="even").widths) in (1, 2, 4)
+    assert max(mw.plan(profile, cluster, microbatches=2, rows=3).widths) <= 3
+    uneven = mw.plan(profile, cluster, microbatches=1, rows=5, split_rows="uneven")
+    assert uneven.widths == (5,) and uneven.step_s == pytest.approx(12.0)
+
+
+def test_refusals() -> None:
+    profile = random_profile(0, 3)
+    with pytest.raises(MeshwrightError, match="no planner 'sp'"):
+        mw.plan(profile, NVLINK, microbatches=4, planner="sp")
+    with pytest.raises(MeshwrightError, match="at least 1, got 0"):
+        mw.plan(profile, NVLINK, microbatches=0)
+    with pytest.raises(MeshwrightError, match="no devices"):
+        mw.plan(profile, Cluster(), microbatches=4)
+    with pytest.raises(MeshwrightError, match="too slow for 300 layers on 128 devices"):
+        mw.plan(random_profile(0, 300), Cluster(hosts=(Host(8, Link(), Link()),) * 16), microbatches=4)
+    layers = (mw.LayerCost("a", (1.0,), (1.0,), (1.0,)),)
+    with pytest.raises(MeshwrightError, match="needs the rows of a microbatch"):
+        mw.plan(Profile(layers, rows=(4,)), NVLINK, microbatches=4)
+
+
+def test_the_verb(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(
+        'schema = 1\n[device.v100]\nmemory = "16 GB"\n[[nodes]]\ncount = 2\nper_node = 8\ndevice = "v100"\n'
+        "inside = {bytes_per_s = 25e9}\ncard = {bytes_per_s = 3e9}\n"
+    )
+    flags = ["plan", "--profile", str(ROOT / "tests/data/bert-24-pbs-6.txt"), "--cluster", str(tmp_path / "c.toml")]
+    text = CliRunner().invoke(app, flags, catch_exceptions=False).output
+    assert "spp: 2 stages on 16 of 16 devices, 16 microbatches" in text and "other plans:" in text
+    found = json.loads(CliRunner().invoke(app, [*flags, "--json"], catch_exceptions=False).output)
+    assert [stage["width"] for stage in found["stages"]] == [8, 8] and found["paper_step_s"] == pytest.approx(0.599, rel=5e-3)
+    assert found["stages"][1]["devices"] == sorted(found["stages"][1]["devices"])
