@@ -24,8 +24,8 @@ def with_owners(schedule: Schedule) -> Schedule:
             for worker, row in enumerate(lists)
         )
 
-    parts = {name: owned(getattr(schedule, name)) for name in ("prologue", "period", "drain")}
-    return replace(schedule, owners=owners, **parts)
+    prologue, period, drain = owned(schedule.prologue), owned(schedule.period), owned(schedule.drain)
+    return replace(schedule, owners=owners, prologue=prologue, period=period, drain=drain)
 
 
 def refuse_rule(rule: str, margin: int | None, stages: int) -> None:
