@@ -86,12 +86,15 @@ class Program:
         }
         after: dict[int, list[Instruction]] = defaultdict(list)
         seen: dict[Channel, list[Instruction]] = defaultdict(list)
+        posted: dict[Channel, int] = {}
         for index, instruction in enumerate(self.instructions):
             if instruction.channel is None or instruction.sends:
                 continue
             before, ahead = seen[instruction.channel], depth[instruction.channel]
             place = last_read.get(before[-ahead].slot, index) if len(before) >= ahead else -1
-            after[min(place, index)].append(instruction)
+            # Messages of a channel arrive in its order, but may be read in another one.
+            place = posted[instruction.channel] = max(min(place, index), posted.get(instruction.channel, -1))
+            after[place].append(instruction)
             before.append(instruction)
         found = list(after[-1])
         for index, instruction in enumerate(self.instructions):
