@@ -10,6 +10,9 @@ by sync units: unit s has the parameters of stage s alone; unit `stages + i` is 
 
 A run may be cut into several schedules. One that continues a run has `first` > 0: its rounds are numbered from `first` on, and
 it starts and ends with the last two versions of the parameters that its forwards read one round late.
+
+If stages have owners, only the owner of a unit keeps its parameters and updates them. Other workers get them for a forward or
+a backward, from the worker that used them before. A tie group belongs to the owner of its first stage.
 """
 
 from __future__ import annotations
@@ -92,6 +95,7 @@ class Schedule:
         norm: Whether a step has one global reduction for the norm of its gradient.
         sharding: What the holders of a unit divide among them. If anything, G gathers parameters after U, or before use.
         first: The number of its first round. Above 0 it continues a run, and versions `first` - 1 and `first` exist at its start.
+        owners: For each stage the worker that keeps its parameters; empty if every worker that runs a stage keeps them.
         lowered: Whether syncs, updates, sends and receives are in the lists.
         proof: The digest of what was proved, set by the proof.
 
@@ -120,6 +124,7 @@ class Schedule:
     norm: bool = False
     sharding: Sharding = Sharding.NONE
     first: int = 0
+    owners: tuple[int, ...] = ()
     lowered: bool = False
     proof: str = field(default="", compare=False, repr=False)
     """The digest of the lists that were proved. It is ignored if the lists have changed (`passes/check.py`)."""
@@ -173,7 +178,14 @@ class Schedule:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For each unit, the workers that hold its parameters."""
+        """For each unit, the workers that hold its parameters: its owner, or else all that run it."""
+        if not self.owners:
+            return self.runners
+        return tuple((self.owners[self.stages_of(unit)[0]],) for unit in range(self.units))
+
+    @cached_property
+    def runners(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit, the workers that run a stage with its parameters."""
         found: list[set[int]] = [set() for _ in range(self.units)]
         for worker, pairs in enumerate(self.placement.held):
             for _, stage in pairs:

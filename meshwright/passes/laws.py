@@ -67,6 +67,9 @@ def _shape(schedule: Schedule) -> Iterator[Violation]:
             )
             if not known or a.op not in (Op.F, Op.B, Op.I):
                 yield Violation(Law.CHANNEL, channel.workers[0], 0, None, f"the channel {channel.workers} cannot carry {a}")
+    if schedule.owners and not schedule.forward_only and (schedule.flush or not schedule.ring):
+        reason = "stages have owners: gradients go to them along a ring, and there is no flush"
+        yield Violation(Law.PLACEMENT, 0, 0, None, reason)
     yield from _halved(schedule)
     if not any(schedule.lists):
         yield Violation(Law.ONCE, 0, 0, None, "all lists are empty")
@@ -120,7 +123,8 @@ def _placed(schedule: Schedule, worker: int, entries: tuple[Entry, ...]) -> Iter
             elif action.op is Op.G and schedule.sharding is Sharding.NONE:
                 yield Violation(Law.PLACEMENT, worker, index, entry, "parameters are not sharded here, so nothing is gathered")
             elif action.op is not Op.N and (
-                not 0 <= action.stage < schedule.units or worker not in schedule.holders[action.stage]
+                not 0 <= action.stage < schedule.units
+                or worker not in (schedule.runners if action.op is Op.S else schedule.holders)[action.stage]
             ):
                 yield Violation(Law.PLACEMENT, worker, index, entry, f"worker {worker} does not hold unit {action.stage}")
 

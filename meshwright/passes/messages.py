@@ -5,7 +5,8 @@ partner missing. "Send after the producer, receive before the reader" does not h
 
 The point is right after the producer, but not before the second to last message of the same channel (source, target, kind)
 has been read. So at most two messages wait unread at the receiver, and until then the value stays on its sender. A value with
-several readers is passed on from reader to reader, after the previous one has used it. If a schedule orders a channel itself,
+several readers is passed on from reader to reader, after the previous one has used it. An initial value, which nobody has used
+before, is sent while its reader runs the action before. If a schedule orders a channel itself,
 the channel takes part in the linear order like a worker, and its messages are placed where it carries them.
 """
 
@@ -15,10 +16,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import Action, Entry, Kind, Op, Transfer, Value
+from meshwright.ir.action import COMPUTE, Action, Entry, Kind, Op, Transfer, Value, actions
 from meshwright.ir.analysis.effects import CONSUMED, collective
 from meshwright.ir.analysis.order import JOINT, Flow, Sweep, sweep
 from meshwright.ir.schedule import Schedule
+
+START = -1
+"""The position before all entries, where only initial values exist."""
 
 OUTSTANDING = 2
 """The most messages of a channel that may wait unread at the receiver."""
@@ -41,7 +45,7 @@ def comm(schedule: Schedule, *, flow: Flow | None = None, duration: Duration | N
     lists: list[list[Entry]] = [[] for _ in schedule.lists]
     reads: list[list[tuple[int, ...]]] = [[] for _ in schedule.lists]
     writes: list[list[tuple[int, ...]]] = [[] for _ in schedule.lists]
-    for position, (worker, index) in enumerate(order.sequence):
+    for position, (worker, index) in [(START, (len(lists), 0)), *enumerate(order.sequence)]:
         if worker < len(lists):
             lists[worker].append(flow.lists[worker][index])
             reads[worker].append(flow.reads[worker][index])
@@ -84,13 +88,14 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
     holder: list[int] = [-1] * len(flow.values)
     since: list[int] = [0] * len(flow.values)
     made: list[int] = [0] * len(flow.values)
-    relayed = [value.kind not in CONSUMED and value.kind is not Kind.PARAM for value in flow.values]
+    stays = frozenset() if flow.schedule.owners else {Kind.PARAM}
+    relayed = [value.kind not in CONSUMED and value.kind not in stays for value in flow.values]
     others: dict[int, set[int]] = {}
     hops = []
     workers = flow.schedule.workers
     for worker, values in enumerate(flow.initial):
         for value in values:
-            holder[value] = worker
+            holder[value], made[value], since[value] = worker, START, START
     ends: list[list[int]] = [[0] * len(entries) for entries in flow.lists]
     for position, (worker, index) in enumerate(order.sequence):
         ends[worker][index] = position
@@ -104,7 +109,9 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
             if source != worker and source < workers and worker < workers:
                 had = others.setdefault(value, {source})
                 if worker not in had:
-                    hops.append((since[value] if since[value] < read else made[value], value, source, worker, read))
+                    point = since[value] if since[value] < read else made[value]
+                    point = _just_before(flow, ends, worker, index) if point == START else point
+                    hops.append((point, value, source, worker, read))
                     had.add(worker)
             if relayed[value] and not joint:  # the members of a collective have no order among themselves
                 holder[value], made[value] = worker, position
@@ -112,6 +119,14 @@ def _hops(flow: Flow, order: Sweep) -> list[tuple[int, int, int, int, int]]:
         for value in flow.writes[worker][index]:
             holder[value], made[value], since[value] = worker, position, position
     return hops
+
+
+def _just_before(flow: Flow, ends: list[list[int]], worker: int, index: int) -> int:
+    """Returns the position at which a worker starts its last computation before an entry."""
+    entries = flow.lists[worker]
+    computes = (i for i in reversed(range(index)) if any(action.op in COMPUTE for action in actions(entries[i])))
+    next(computes, None)
+    return ends[worker][before] if (before := next(computes, START)) != START else START
 
 
 def _last_use(flow: Flow, worker: int, index: int) -> int:

@@ -57,7 +57,7 @@ def _units(schedule: Schedule, counts: Counts) -> Iterator[Violation]:
     wanted = [op for op in ends if counts[op] or schedule.lowered]
     adds = contributions(schedule) if schedule.ring else set()
     for op in wanted:
-        for unit, workers in enumerate(schedule.holders):
+        for unit, workers in enumerate(schedule.runners if op is Op.S else schedule.holders):
             if unit >= schedule.stages and not schedule.lowered and all(key[1] != unit for key in counts[op]):
                 continue  # a schedule names its stages; lowering adds the tie groups
             for worker in workers:

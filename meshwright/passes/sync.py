@@ -123,7 +123,7 @@ def _due(
     due: dict[int, list[Issue]] = defaultdict(list)
     for unit, round_ in sorted({(unit, round_) for unit, round_, _ in last}, key=lambda key: (key[1], -key[0])):
         action = Action(Op.S, unit, version=round_)
-        ready = {w: last[unit, round_, w] for w in schedule.holders[unit] if (unit, round_, w) in last}
+        ready = {w: last[unit, round_, w] for w in schedule.runners[unit] if (unit, round_, w) in last}
         members = tuple(ready) if schedule.ring else schedule.holders[unit]
         if schedule.flush and (policy is Sync.LAZY or schedule.ring):
             at_end.append((action, members))

@@ -81,8 +81,10 @@ class ValueCopies:
             return f"{value} stays on its worker: only {', '.join(self.ways)} are sent between workers here"
         if not way.relayed and number in self.came[sender]:
             return f"worker {sender} only received {value}; {value.kind.value} must be sent by the worker that makes it"
-        if way.load is Load.BUFFER and receiver not in self.flow.schedule.holders[value.stage]:
-            return f"worker {receiver} does not hold unit {value.stage} and has no buffer for {value}"
+        schedule = self.flow.schedule
+        if way.load is Load.BUFFER and receiver not in schedule.runners[value.stage]:
+            verb = "run" if schedule.owners else "hold"
+            return f"worker {receiver} does not {verb} unit {value.stage} and has no buffer for {value}"
         return None
 
     def _count(self, worker: int, index: int, made: int, ended: int) -> None:

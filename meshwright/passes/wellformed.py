@@ -10,7 +10,7 @@ from math import isfinite
 
 from meshwright.ir.action import Action, Cell, Kind, Op, Transfer, Value
 from meshwright.ir.placement import Placement
-from meshwright.ir.schedule import ChannelOrder, Recompute, Schedule
+from meshwright.ir.schedule import ChannelOrder, Recompute, Schedule, Sharding
 
 ACTION = (Op, int, int, int, int, int)
 VALUE = (Kind, int, int, int, int, int, int)
@@ -30,9 +30,23 @@ def _counts(schedule: Schedule) -> Iterator[str]:
         found = getattr(schedule, name)
         if type(found) is not int or found < least:
             yield f"{name} must be a whole number of at least {least}, got {found!r}"
+    yield from _owners(schedule)
     for name in ("flush", "ring", "norm", "lowered"):
         if type(found := getattr(schedule, name)) is not bool:
             yield f"{name} must be True or False, got {found!r:.80}"
+
+
+def _owners(schedule: Schedule) -> Iterator[str]:
+    """Owners are one worker for each stage, in a form of schedule that hands parameters from reader to reader."""
+    found = schedule.owners
+    if type(found) is not tuple or not all(type(worker) is int for worker in found):
+        yield f"owners must be a tuple of workers, got {found!r:.80}"
+    elif found and isinstance(schedule.placement, Placement) and _tuples(schedule.placement.teams, 3):
+        stages, workers = schedule.stages, schedule.workers
+        if len(found) != stages or not all(0 <= worker < workers for worker in found):
+            yield f"owners must name one of {workers} workers for each of {stages} stages, got {found!r:.80}"
+        if schedule.parts != 1 or schedule.sharding is not Sharding.NONE or any(map(len, schedule.channels)):
+            yield "a schedule with owners has no parts, no sharding and no channel orders"
 
 
 def _teams(placement: object) -> Iterator[str]:

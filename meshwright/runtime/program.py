@@ -22,6 +22,7 @@ class Instruction:
     `reads` and `writes` map kinds to slots. `round` is the round of the gradients. `in_place` is true for an update if no later
     instruction reads the version that it replaces. `drops` are the versions that this instruction is the last to read,
     `frees` the units that were gathered for it and the instructions before it.
+    `ends` are slots with parameters that others own, of which this instruction is the last use here.
     `releases` is true for the last use of the unit's gradients of this round. `waits` and `signals` are turns. `words` is `name`
     and `stage` as bytes. The executor writes them before it runs the instruction, so that the parent knows where a worker died.
     """
@@ -38,6 +39,7 @@ class Instruction:
     in_place: bool = True
     drops: tuple[Value, ...] = ()
     frees: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
     releases: bool = False
     waits: tuple[int, ...] = ()
     signals: tuple[int, ...] = ()
@@ -84,12 +86,15 @@ class Program:
         }
         after: dict[int, list[Instruction]] = defaultdict(list)
         seen: dict[Channel, list[Instruction]] = defaultdict(list)
+        posted: dict[Channel, int] = {}
         for index, instruction in enumerate(self.instructions):
             if instruction.channel is None or instruction.sends:
                 continue
             before, ahead = seen[instruction.channel], depth[instruction.channel]
             place = last_read.get(before[-ahead].slot, index) if len(before) >= ahead else -1
-            after[min(place, index)].append(instruction)
+            # Messages of a channel arrive in its order, but may be read in another one.
+            place = posted[instruction.channel] = max(min(place, index), posted.get(instruction.channel, -1))
+            after[place].append(instruction)
             before.append(instruction)
         found = list(after[-1])
         for index, instruction in enumerate(self.instructions):
@@ -107,6 +112,12 @@ class Program:
     def units(self) -> tuple[int, ...]:
         """The units whose parameters this worker holds."""
         return tuple(unit for unit, workers in enumerate(self.schedule.holders) if self.worker in workers)
+
+    @property
+    def borrowed(self) -> tuple[int, ...]:
+        """The units whose parameters this worker uses, but does not hold."""
+        used = (unit for unit, workers in enumerate(self.schedule.runners) if self.worker in workers)
+        return tuple(unit for unit in used if unit not in self.units)
 
 
 _MESSAGE = Action(Op.F, NONE)
@@ -149,35 +160,49 @@ def _by_kind(values: tuple[Value, ...], slots: dict[Value, int]) -> dict[Kind, t
 
 def _mark_versions(instructions: list[Instruction], values: list[Value], schedule: Schedule, worker: int) -> None:
     """Computes the lifetime of parameter versions: liveness over the worker's list, and what the next rounds need after it."""
-    kept = set(final(schedule, worker)) if schedule.first else set()
+    kept = {(value.stage, value.version) for value in final(schedule, worker)} if schedule.first else set()
     last: dict[int, int] = {}
     for index, instruction in enumerate(instructions):
-        for slot in instruction.reads.get(Kind.PARAM, ()):
+        for slot in _parameters_of(instruction):
             last[slot] = index
     replaced = {
         (instruction.action.stage, instruction.action.version): index
         for index, instruction in enumerate(instructions)
         if instruction.action.op is Op.U
     }
+    versions: dict[tuple[int, int], int] = {}
     for slot, index in last.items():
         value = values[slot]
         if value.mb != NONE:
             instructions[index].frees += (value.stage,)
             continue
-        update = replaced.get((value.stage, value.version))
+        if worker not in schedule.holders[value.stage]:
+            instructions[index].ends += (slot,)
+        key = value.stage, value.version
+        versions[key] = max(index, versions.get(key, 0))
+    for (unit, version), index in versions.items():
+        update, stays = replaced.get((unit, version)), (unit, version) in kept
         if update is not None:
-            instructions[update].in_place = index <= update and value not in kept
-        if value not in kept and (update is not None or value.version < schedule.first):
-            instructions[index].drops += (value,)
+            instructions[update].in_place = index <= update and not stays
+        ends = update is not None or version < schedule.first or worker not in schedule.holders[unit]
+        if ends and not stays:
+            instructions[index].drops += (Value(Kind.PARAM, unit, version=version),)
+
+
+def _parameters_of(instruction: Instruction) -> tuple[int, ...]:
+    """Returns the slots of the parameters that an instruction reads or passes on."""
+    if instruction.value is not None:
+        return (instruction.slot,) if instruction.sends and instruction.value.kind is Kind.PARAM else ()
+    return instruction.reads.get(Kind.PARAM, ())
 
 
 def _mark_releases(instructions: list[Instruction]) -> None:
-    """Marks the last use of a round's gradients: the update, or the send of the sum after it."""
+    """Marks the last use of a round's gradients: the update, or the send of a sum after it, or without an update here."""
     last: dict[tuple[int, int], Instruction] = {}
     for instruction in instructions:
         if instruction.action.op is Op.U:
             last[instruction.action.stage, instruction.action.version] = instruction
-        elif instruction.value is not None and instruction.value.kind is Kind.SUM and instruction.sends:
+        elif instruction.value is not None and instruction.value.kind in (Kind.SUM, Kind.PARTIAL) and instruction.sends:
             last[instruction.value.stage, instruction.value.version] = instruction
     for instruction in last.values():
         instruction.releases = True

@@ -22,6 +22,7 @@ from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.schedules._orders.cyclic_owners import refuse_rule, with_owners
 from meshwright.schedules._orders.cyclic_turns import refuse_sizes, staggered
 
 
@@ -36,10 +37,13 @@ def build(
     margin: int | None = None,
     chunks: int | None = None,
     stagger: Literal["auto", "turns", "starts"] = "auto",
+    form: Literal["replicated", "zero"] = "replicated",
 ) -> Schedule:
     """M workers, K = `chunks` <= M stages, one microbatch per worker and round."""
     stages = workers if chunks is None else chunks
     refuse_sizes(workers, microbatches, stages, rule, margin)
+    if form == "zero":
+        refuse_rule(rule, margin, stages)
     margin = workers if rule == "v1" else margin or 0
 
     def fresh(worker: int, stage: int) -> bool:
@@ -70,7 +74,7 @@ def build(
     exact = {(a.op, a.stage, a.mb): a for w in range(workers) for t in range(first, settled + 2) for a in round_list(w, t)}
     turns = staggered(stagger, workers, stages, rows_for(costs, stages), range(first, settled + 2))
     edges = [(exact[a.op, a.stage, a.mb], exact[b.op, b.stage, b.mb]) for a, b in turns]
-    return Schedule(
+    found = Schedule(
         "cyclic",
         Placement(((tuple((worker,) for worker in range(workers)),) * stages,)),
         workers,
@@ -83,3 +87,4 @@ def build(
         ring=True,
         first=first,
     )
+    return with_owners(found) if form == "zero" else found

@@ -42,6 +42,8 @@ def fact_of(value: Value) -> Fact:
         return ("partial", value.stage, value.version, value.piece)
     if kind == "sum" and value.piece == WHOLE:
         return ("sum", "ring", value.stage, value.version)
+    if kind == "param" and value.part != WHOLE:
+        return ("param", "tour", value.stage, value.version, value.part)
     return (kind, "as it stands", str(value))
 
 
@@ -77,7 +79,12 @@ class Needs:
 
     def at_start(self, worker: int) -> list[Fact]:
         """Version 0 of what a worker holds, and its optimizer state."""
-        return [(kind, worker, unit, 0) for unit in self._held_by(worker) for kind in ("param", "opt")]
+        held, ops = self._held_by(worker), (Op.F, Op.B) if self.schedule.owners else (Op.F,)
+        return [("opt", worker, unit, 0) for unit in held] + [self._param(worker, unit, 0, op) for unit in held for op in ops]
+
+    def _param(self, worker: int, unit: int, version: int, op: Op) -> Fact:
+        """The parameters that an op reads: its worker's, or where units have owners those that tour the forwards or backwards."""
+        return ("param", "tour", unit, version, int(op is not Op.F)) if self.schedule.owners else ("param", worker, unit, version)
 
     def of(self, worker: int, action: Action) -> tuple[list[Fact], list[Fact], list[Fact]]:
         """(takes, looks, gives)."""
@@ -114,9 +121,10 @@ class Needs:
                 return [], sums, [("norm", worker, action.version)]
             case Op.U:
                 k = action.version
-                looks = [self._sum(worker, stage, k), ("param", worker, stage, k), ("opt", worker, stage, k)]
+                looks = [self._sum(worker, stage, k), self._param(worker, stage, k, Op.F), ("opt", worker, stage, k)]
                 looks += [("norm", worker, k)] if (worker, k) in self.normed else []
-                return [], looks, [("param", worker, stage, k + 1), ("opt", worker, stage, k + 1)]
+                made = {self._param(worker, stage, k + 1, op) for op in (Op.F, Op.B)}
+                return [], looks, [*sorted(made, key=str), ("opt", worker, stage, k + 1)]
         raise AssertionError(op)
 
     def crossing(self, kind: str, action: Action, worker: int, way: str) -> list[Fact]:
@@ -140,11 +148,11 @@ class Needs:
 
     def _weights(self, worker: int, action: Action) -> list[Fact]:
         """The stage's own parameters at the action's version; a tied group's at the version its first stage reads."""
-        found: list[Fact] = [("param", worker, action.stage, action.version)]
+        found = [self._param(worker, action.stage, action.version, action.op)]
         for unit in units_of(self.schedule, action.stage)[1:]:
             first = self.schedule.ties[unit - self.schedule.stages][0]
             version = self.version.get((first, action.replica, action.mb), action.version)
-            found.append(("param", worker, unit, version))
+            found.append(self._param(worker, unit, version, action.op))
         return found
 
     def _gradient(self, worker: int, action: Action) -> list[Fact]:
@@ -177,7 +185,7 @@ def miscounted(schedule: Schedule) -> str:
         return "a tie joins two or more different stages"
     histories: dict[tuple[int, ...], list[Action]] = defaultdict(list)
     rounds: dict[tuple[Op, int, int, int], int] = defaultdict(int)
-    held = holders(schedule)
+    held, run = holders(schedule), runners(schedule)
     for worker, entries in enumerate(schedule.lists):
         for entry in entries:
             if isinstance(entry, Transfer):
@@ -188,7 +196,8 @@ def miscounted(schedule: Schedule) -> str:
                 if action.op not in COMPUTE:
                     if action.op is Op.G or (isinstance(entry, Cell) and action.op in (Op.S, Op.N)):
                         return f"{entry} is not for here"
-                    if action.op is not Op.N and (action.stage >= len(held) or worker not in held[action.stage]):
+                    where = run if action.op is Op.S else held
+                    if action.op is not Op.N and (action.stage >= len(held) or worker not in where[action.stage]):
                         return f"{action} on worker {worker}, which does not hold it"
                     rounds[action.op, worker, action.stage, action.version] += 1
                     continue
@@ -206,6 +215,12 @@ def units_of(schedule: Schedule, stage: int) -> list[int]:
 
 
 def holders(schedule: Schedule) -> list[list[int]]:
+    """For each unit the owner of its first stage, or all workers that run it."""
+    firsts = [*range(schedule.stages), *(tied[0] for tied in schedule.ties)]
+    return [[schedule.owners[stage]] for stage in firsts] if schedule.owners else runners(schedule)
+
+
+def runners(schedule: Schedule) -> list[list[int]]:
     """For each unit the workers that run a stage of it, in any replica and team."""
     copies = schedule.placement.teams
     stages = [{w for copy in copies for team in copy[stage] for w in team} for stage in range(schedule.stages)]

@@ -4,6 +4,7 @@
     turn        one byte that carries no data
     partial     a unit's gradient buffer, passed along a ring of contributors
     sum         the complete buffer, passed on from holder to holder
+    param       a unit's parameters, passed on from reader to reader, where units have owners
 
 All other kinds stay on the worker that makes them. The table depends on the schedule.
 """
@@ -24,6 +25,7 @@ class Load(StrEnum):
     ROWS = "rows"
     TOKEN = "token"
     BUFFER = "buffer"
+    WEIGHTS = "weights"
 
 
 class Way(NamedTuple):
@@ -35,6 +37,7 @@ class Way(NamedTuple):
 
 _ALWAYS = {Kind.ACT: Way(Load.ROWS), Kind.GRAD: Way(Load.ROWS), Kind.TURN: Way(Load.TOKEN)}
 _RING = {**_ALWAYS, Kind.PARTIAL: Way(Load.BUFFER), Kind.SUM: Way(Load.BUFFER, relayed=True)}
+_OWNED = {**_RING, Kind.PARAM: Way(Load.WEIGHTS, relayed=True)}
 
 ROWS = frozenset(kind for kind, way in _ALWAYS.items() if way.load is Load.ROWS)
 """Kinds whose shape only the sender knows."""
@@ -42,4 +45,4 @@ ROWS = frozenset(kind for kind, way in _ALWAYS.items() if way.load is Load.ROWS)
 
 def carried(schedule: Schedule) -> Mapping[Kind, Way]:
     """Returns the kinds that messages of this schedule may have, and how each travels."""
-    return _RING if schedule.ring else _ALWAYS
+    return _OWNED if schedule.owners else _RING if schedule.ring else _ALWAYS

@@ -15,6 +15,8 @@ Checker, communication, simulator, memory curve and executor all use this file o
         (where parameters are sharded, G counts its uses: it reads the slice of version k and writes a param of version k for
         the actions up to the next G of the unit)
 
+If a unit has an owner, its param is two values, which only the owner writes: one for forwards and one for backwards.
+
 Reading an act, grad, saved, kept, rest, wgrad, partial or turn consumes it. Parameters, sums and norms are not consumed:
 they live as long as a later entry of the worker's list reads them.
 """
@@ -27,7 +29,7 @@ from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Kind, Op, Transfer, Value, walk
-from meshwright.ir.analysis.named_values import one_sum, opt, own, param, shard, sum_of, turn, wgrad
+from meshwright.ir.analysis.named_values import held, one_sum, opt, own, param, shard, sum_of, token, turn, wgrad
 from meshwright.ir.schedule import Schedule, Sharding
 
 CONSUMED = frozenset({Kind.ACT, Kind.GRAD, Kind.SAVED, Kind.KEPT, Kind.REST, Kind.WGRAD, Kind.PARTIAL, Kind.TURN})
@@ -97,7 +99,7 @@ class _Rule:
         self.gathered: dict[tuple[int, Action], dict[int, int]] = {}
         self.sums: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
         self.normed: set[tuple[int, int]] = set()
-        self.params: dict[tuple[int, int, int], tuple[Value, ...]] = {}
+        self.params: dict[tuple[int, int, int, bool], tuple[Value, ...]] = {}
         self.version_at: dict[tuple[int, int, int], int] = {}
         self._scan()
         self.rings: dict[tuple[int, int], tuple[int, ...]] = self._rings() if schedule.ring else {}
@@ -208,12 +210,12 @@ class _Rule:
 
     def _update(self, worker: int, action: Action) -> Effects:
         unit, k = action.stage, action.version
-        old = shard if self.schedule.sharding is Sharding.PARAMETERS else param
-        reads = [*self._sums(worker, unit, k), old(unit, k, worker), opt(unit, k, worker)]
+        reads = [*self._sums(worker, unit, k), held(self.schedule, unit, k, worker)[0], opt(unit, k, worker)]
         if (worker, k) in self.normed:
             reads.append(Value(Kind.NORM, 0, version=k, piece=worker))
-        made = shard(unit, k + 1, worker) if self.schedule.sharding is not Sharding.NONE else param(unit, k + 1, worker)
-        return Effects(tuple(reads), (made, opt(unit, k + 1, worker)))
+        if self.schedule.sharding is not Sharding.NONE:
+            return Effects(tuple(reads), (shard(unit, k + 1, worker), opt(unit, k + 1, worker)))
+        return Effects(tuple(reads), (*held(self.schedule, unit, k + 1, worker), opt(unit, k + 1, worker)))
 
     def _sums(self, worker: int, unit: int, round_: int) -> list[Value]:
         """Returns the sums that an update reads: one, or one for each gradient."""
@@ -242,14 +244,17 @@ class _Rule:
         if (found_gathers := self.gathered.get((worker, action))) is not None:
             return self._gathered_params(worker, action, found_gathers)
         if not self.schedule.ties:  # the same for all microbatches, so it is cached
-            key = (worker, action.stage, action.version)
-            return self.params.get(key) or self.params.setdefault(key, (param(action.stage, action.version, worker),))
-        found = [param(action.stage, action.version, worker)]
+            key = (worker, action.stage, action.version, action.op is Op.F)
+            return self.params.get(key) or self.params.setdefault(key, (self._param(worker, action, *key[1:3]),))
+        found = [self._param(worker, action, action.stage, action.version)]
         for unit in self.schedule.units_of[action.stage][1:]:
             first = self.schedule.stages_of(unit)[0]
             version = self.version_at.get((first, action.replica, action.mb), action.version)
-            found.append(param(unit, version, worker))
+            found.append(self._param(worker, action, unit, version))
         return tuple(found)
+
+    def _param(self, worker: int, action: Action, unit: int, version: int) -> Value:
+        return token(unit, version, action.op) if self.schedule.owners else param(unit, version, worker)
 
     def _gathered_params(self, worker: int, action: Action, gathers: dict[int, int]) -> tuple[Value, ...]:
         return tuple(param(unit, action.version, worker)._replace(mb=number) for unit, number in gathers.items())
@@ -267,9 +272,9 @@ def initial(schedule: Schedule, worker: int) -> tuple[Value, ...]:
     If the schedule continues a run, the worker also holds the version before it, of the units that it reads one round late.
     """
     units, first = [unit for unit, workers in enumerate(schedule.holders) if worker in workers], schedule.first
-    older = tuple(param(unit, first - 1, worker) for unit in late_units(schedule, worker))
-    held = shard if schedule.sharding is Sharding.PARAMETERS else param
-    return older + tuple(value for unit in units for value in (held(unit, first, worker), opt(unit, first, worker)))
+    older = tuple(value for unit in late_units(schedule, worker) for value in held(schedule, unit, first - 1, worker))
+    newest = [(*held(schedule, unit, first, worker), opt(unit, first, worker)) for unit in units]
+    return older + tuple(value for values in newest for value in values)
 
 
 def final(schedule: Schedule, worker: int) -> tuple[Value, ...]:
@@ -278,13 +283,14 @@ def final(schedule: Schedule, worker: int) -> tuple[Value, ...]:
 
 
 def late_units(schedule: Schedule, worker: int) -> tuple[int, ...]:
-    """Returns the units whose version before the first one a worker reads. Empty unless the schedule continues a run."""
+    """Returns the units whose version before the first one a worker reads, or owns for others. Empty if it starts a run."""
     if not schedule.first:
         return ()
-    of = rule(schedule)
-    forwards = [action for action in walk(schedule.lists[worker]) if action.op is Op.F]
-    reads = {value for action in forwards for value in of(worker, action).reads if value.kind is Kind.PARAM}
-    return tuple(sorted(value.stage for value in reads if value.version == schedule.first - 1))
+    of, readers = rule(schedule), range(schedule.workers) if schedule.owners else (worker,)
+    forwards = [(reader, action) for reader in readers for action in walk(schedule.lists[reader]) if action.op is Op.F]
+    reads = {value for reader, action in forwards for value in of(reader, action).reads if value.kind is Kind.PARAM}
+    late = {value.stage for value in reads if value.version == schedule.first - 1}
+    return tuple(sorted(unit for unit in late if not schedule.owners or worker in schedule.holders[unit]))
 
 
 def collective(schedule: Schedule, action: Action) -> tuple[int, ...]:

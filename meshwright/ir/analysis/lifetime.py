@@ -10,6 +10,7 @@ its end. The simulator maps moments to times; the byte budget walks through them
                   backward to the update
     parameters    a version lives until its last reader, and so does what was gathered for some actions; an update is in place
                   if the old version is not read later
+                  where units have owners: on the owner as above; on another worker from the start of the message to the last use
     messages      on the sender until sent, on the receiver from the start of the message
 """
 
@@ -47,19 +48,21 @@ class Life(NamedTuple):
 def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
     """Yields everything that a worker holds at some time."""
     entries, values = flow.lists[worker], flow.values
-    last = {value: index for index, reads in enumerate(flow.reads[worker]) for value in reads}
+    last = {_stored(flow, worker, value): index for index, reads in enumerate(flow.reads[worker]) for value in reads}
     gradients = dict(_gradients(flow, worker))
     for number in flow.initial[worker]:
-        if values[number].kind not in UNCOUNTED:
+        if values[number].kind not in UNCOUNTED and _stored(flow, worker, number) == number:
             yield _life(flow, price, worker, number, BEFORE, last)
     for index, (entry, writes) in enumerate(zip(entries, flow.writes[worker], strict=True)):
         for number in writes:
             kind = values[number].kind
             if kind in UNCOUNTED or (kind in SUMS and _in_buffer(values[number], entry, gradients)):
                 continue
+            if _stored(flow, worker, number) != number:
+                continue
             if kind in MESSAGES and not price.value_bytes(worker, values[number]):
                 continue
-            in_place = kind in (Kind.PARAM, Kind.SHARD, Kind.OPT) and values[number].mb == NONE
+            in_place = kind in (Kind.PARAM, Kind.SHARD, Kind.OPT) and values[number].mb == NONE and type(entry) is Action
             yield _life(flow, price, worker, number, 2 * index + in_place, last)
     if price.recompute:
         yield from _working(flow, price, worker)
@@ -91,7 +94,7 @@ def _life(flow: Flow, price: Price, worker: int, number: int, made: int, last: d
     value = flow.values[number]
     active = value.kind in ACTIVATIONS
     ended = None
-    if (use := last.get(number)) is not None and _ends(flow, value):
+    if (use := last.get(number)) is not None and _ends(flow, worker, value):
         ended = 2 * use + (not (active and _swaps(flow.lists[worker][use], value)))
     count = _fraction(price, worker, value) * flow.schedule.workers / flow.schedule.stages if active else 0.0
     return Life(value, made, ended, price.value_bytes(worker, value), count)
@@ -100,7 +103,7 @@ def _life(flow: Flow, price: Price, worker: int, number: int, made: int, last: d
 def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple[int, int | None]]]:
     """For each (unit, round) with gradients here: the entry that makes the first one, and the moment of the last use.
 
-    The last use is the update, or a later send that passes on the sum of a ring.
+    The last use is the update, or a later send that passes on the sum of a ring, also without an update here.
     """
     first: dict[tuple[int, int], int] = {}
     update: dict[tuple[int, int], int] = {}
@@ -112,7 +115,7 @@ def _gradients(flow: Flow, worker: int) -> Iterator[tuple[tuple[int, int], tuple
                 first.setdefault((value.stage, value.mb // microbatches), index)
         if type(entry) is Action and entry.op is Op.U:
             update[entry.stage, entry.version] = 2 * index + 1
-        elif type(entry) is Transfer and entry.sends and entry.value.kind is Kind.SUM:
+        elif type(entry) is Transfer and entry.sends and entry.value.kind in SUMS:
             update[entry.value.stage, entry.value.version] = 2 * index + 1
     yield from ((key, (index, update.get(key))) for key, index in first.items())
 
@@ -142,21 +145,28 @@ def _swaps(entry: Entry, value: Value) -> bool:
     return any((a.op is Op.R or a.op is Op.I) and (a.stage, a.mb) == (value.stage, value.mb) for a in actions(entry))
 
 
-def _ends(flow: Flow, value: Value) -> bool:
-    """True if a value ends with its last local use. Parameters end only if an update replaces them."""
-    if value.kind is Kind.PARAM and value.mb != NONE:
+def _stored(flow: Flow, worker: int, number: int) -> int:
+    """Returns the value in whose memory a value is. On its owner a unit has one copy for forwards and backwards."""
+    value = flow.values[number]
+    owned = value.kind is Kind.PARAM and value.part != NONE and worker in flow.schedule.holders[value.stage]
+    return flow.ids.get(value._replace(part=0), number) if owned else number
+
+
+def _ends(flow: Flow, worker: int, value: Value) -> bool:
+    """True if a value ends with its last local use. Parameters end only if an update replaces them here."""
+    if value.kind is Kind.PARAM and (value.mb != NONE or worker not in flow.schedule.holders[value.stage]):
         return True
     if value.kind in (Kind.PARAM, Kind.SHARD, Kind.OPT):
-        return value._replace(version=value.version + 1) in flow.ids and not _is_kept(flow, value)
+        return value._replace(version=value.version + 1) in flow.ids and not _is_kept(flow, worker, value)
     return value.kind in CONSUMED or value.kind is Kind.SUM or value.kind is Kind.NORM
 
 
-def _is_kept(flow: Flow, value: Value) -> bool:
+def _is_kept(flow: Flow, worker: int, value: Value) -> bool:
     """True if the next rounds need a version at the end of the lists: the last but one, where it was held at their start."""
     first, steps = flow.schedule.first, flow.schedule.steps
     if not first or value.version != first + steps - 1:
         return False
-    return flow.ids.get(value._replace(version=first - 1)) in flow.initial[value.piece]
+    return flow.ids.get(value._replace(version=first - 1)) in flow.initial[worker]
 
 
 def _working(flow: Flow, price: Price, worker: int) -> Iterator[Life]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.ir.action import NONE, Action, Kind, Op, Value
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.schedule import Schedule, Sharding
 
 
 def own(kind: Kind, action: Action, worker: int) -> Value:
@@ -19,6 +19,18 @@ def wgrad(unit: int, action: Action, worker: int) -> Value:
 def param(unit: int, version: int, worker: int) -> Value:
     """A version of the parameters of a unit on a worker."""
     return Value(Kind.PARAM, unit, NONE, 0, version, NONE, worker)
+
+
+def token(unit: int, version: int, op: Op) -> Value:
+    """A version of the parameters of a unit that has an owner: part 0 goes from forward to forward, part 1 to backwards."""
+    return Value(Kind.PARAM, unit, NONE, 0, version, int(op is not Op.F))
+
+
+def held(schedule: Schedule, unit: int, version: int, worker: int) -> tuple[Value, ...]:
+    """What a holder has of a version: its slice, its parameters, or as an owner the parameters for both kinds of readers."""
+    if schedule.owners:
+        return token(unit, version, Op.F), token(unit, version, Op.B)
+    return ((shard if schedule.sharding is Sharding.PARAMETERS else param)(unit, version, worker),)
 
 
 def shard(unit: int, version: int, worker: int) -> Value:

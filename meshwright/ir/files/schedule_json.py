@@ -45,6 +45,7 @@ _KEYS = frozenset(
         "norm",
         "sharding",
         "first",
+        "owners",
         "lowered",
     ]
 )
@@ -89,6 +90,7 @@ def schedule_to_json(schedule: Schedule) -> str:
         "norm": (schedule.norm, False),
         "sharding": (schedule.sharding.value, Sharding.NONE.value),
         "first": (schedule.first, 0),
+        "owners": (schedule.owners, ()),
         "lowered": (schedule.lowered, False),
     }
     data |= {key: value for key, (value, default) in optional.items() if value != default}
@@ -141,6 +143,7 @@ def schedule_from(data: Any, what: str) -> Schedule:
         norm=read("norm", flag, False),
         sharding=read("sharding", _sharding, Sharding.NONE),
         first=read("first", count, 0),
+        owners=read("owners", lambda value: tuple(count(worker) for worker in rows(value)), ()),
         lowered=read("lowered", flag, False),
     )
     _refuse_large(schedule)

@@ -70,19 +70,26 @@ class Engine:
         self.graphs = Graphs(layers, self.stages, settings.device, versioned=not schedule.flush)
         self._start_equal()
         self.units = {unit: self._unit(unit) for unit in self.program.units}
+        self.borrowed = {unit: self._unit(unit, owned=False) for unit in self.program.borrowed}
         self.unit_of = {p: unit for unit in self.units.values() for p in unit.params}
-        self._others = [p for p in self.layers.names if p not in self.unit_of and p.grad is None]
+        used = {p for unit in self.used_units.values() for p in unit.params}
+        self._others = [p for p in self.layers.names if p not in used and p.grad is None]
         self._trace, self._shorter = trace, segment
         self._walkers = {schedule.steps: self._walker(self.program)}
         self._choose(schedule.steps)
         if trace is not None:
             self._watch(trace)
 
+    @property
+    def used_units(self) -> dict[int, Unit]:
+        """All units that this rank's stages use: those that it holds, in `units`, and those that other ranks own."""
+        return {**self.units, **self.borrowed}
+
     def _walker(self, program: Program) -> Executor:
         """Returns what walks a list with the stages and units of this rank."""
         layers, settings = {stage: at.layers for stage, at in self.stages.items()}, self.settings
         parameters = Parameters(
-            program, self.mesh, self.units, layers, settings.rules, settings.device, self.scaler, settings.options
+            program, self.mesh, self.used_units, layers, settings.rules, settings.device, self.scaler, settings.options
         )
         actions = TrainActions(program, self.stages, parameters, settings.microbatches, self.graphs)
         return self.runtime.executor(program, actions, self._trace)
@@ -137,11 +144,17 @@ class Engine:
             yield
 
     def make_whole(self) -> None:
-        """Gathers parameters that are divided among ranks, for good. All ranks do this together, after training."""
+        """Gathers parameters that are divided among ranks, for good. All ranks do this together, after training.
+
+        Those of other owners only get memory.
+        """
         for unit in self.units.values():
             if not unit.keeps_whole:
                 unit.gather()
                 unit.wait()
+        for unit in self.borrowed.values():
+            assert unit.borrowed is not None
+            unit.borrowed.make_room()
 
     def _watch(self, trace: Trace) -> None:
         """Sets the clock of the trace, and lets it record the end of waits for syncs."""
@@ -175,7 +188,7 @@ class Engine:
             splits=any(a.op is Op.I and a.stage == stage for a in walk(schedule.lists[self.mesh.worker])),
         )
 
-    def _unit(self, unit: int) -> Unit:
+    def _unit(self, unit: int, *, owned: bool = True) -> Unit:
         ranks = self.mesh.adding(self.schedule, unit)
         return Unit(
             self.layers.unit(unit),
@@ -190,6 +203,7 @@ class Engine:
             divided=None if self.schedule.sharding is Sharding.NONE else partial(self._shares, ranks),
             singly=self.schedule.sharding.sums_singly,
             pieces=self.settings.pieces,
+            owned=owned,
         )
 
     def _shares(self, ranks: tuple[int, ...], params: Sequence[nn.Parameter]) -> Shares:
@@ -213,6 +227,9 @@ class Engine:
         """Broadcasts the parameters of each unit from its first holder, so that equal starts do not depend on equal seeds."""
         for unit in range(self.schedule.units):
             ranks = self.mesh.holders(self.schedule, unit)
+            if self.schedule.owners:  # others get trained parameters from the owner when they need them
+                for parameter in (p for p in self.layers.unit(unit) if not p.requires_grad):
+                    dist.broadcast(parameter.data, src=ranks[0])
             group = self.groups.get(ranks)
             if group is not None and self.mesh.rank in ranks:
                 for parameter in self.layers.unit(unit):

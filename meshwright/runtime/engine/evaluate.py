@@ -92,8 +92,7 @@ class Forward:
         self.stages = {stage: self._stage(stage, engine.stages[stage]) for stage in self.program.stages}
         self.graphs = Graphs(self.layers, self.stages, device)
         layers_here = {stage: at.layers for stage, at in self.stages.items()}
-        units = {unit: engine.units[unit] for unit in self.program.units}
-        parameters = Parameters(self.program, mesh, units, layers_here, Rules(), device)
+        parameters = Parameters(self.program, mesh, engine.used_units, layers_here, Rules(), device)
         self.actions = TrainActions(self.program, self.stages, parameters, self.schedule.microbatches, self.graphs)
         self.executor = engine.runtime.executor(self.program, self.actions)
         self._found: list[tuple[Rows, tuple[Tensor, ...]]] = []

@@ -180,6 +180,8 @@ class Parameters:
         unit = self.units[value.stage]
         kept = unit.handed.pop(value.version, None) if last else unit.handed.get(value.version)
         flats = tuple(kept if kept is not None else [flat.clone() for flat in unit.buffer(value.version).flats])
+        if last and unit.borrowed is not None:
+            unit.release(value.version)
         return Bundle(flats, (False,) * len(flats))
 
     def norm(self, instruction: Instruction) -> None:
@@ -220,8 +222,12 @@ class Parameters:
 
     def norm_of_units(self, step: int) -> float:
         """Returns the norm of the gradient of a step, from the norms of all units. NaN if this rank has not seen all of them."""
-        squares = self._squares.pop(step, {})
+        squares = self.squares_of(step)
         return sum(squares[unit] for unit in sorted(squares)) ** 0.5 if len(squares) == self.schedule.units else float("nan")
+
+    def squares_of(self, step: int) -> dict[int, float]:
+        """Returns the squares of the norms of the units that this rank has clipped in a step, and forgets them."""
+        return self._squares.pop(step, {})
 
     def _drop(self, instruction: Instruction) -> None:
         """Drops the versions that an instruction is the last to read."""

@@ -53,6 +53,14 @@ def flat_plans(params: Sequence[Tensor], shares: int) -> list[FlatPlan]:
     return found
 
 
+def views_of(plans: Sequence[FlatPlan], flats: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the part of each parameter in flat tensors, with its shape."""
+    found: dict[int, Tensor] = {}
+    for plan, flat in zip(plans, flats, strict=True):
+        found |= {index: flat.narrow(0, at, count).view(params[index].shape) for index, at, count in plan.places}
+    return [found[index] for index in range(len(params))]
+
+
 def spans(plans: Sequence[FlatPlan], share: int) -> list[SliceSpan]:
     """Returns the pieces of the slices of one holder. The pieces of all holders cover every parameter exactly once."""
     found = []
@@ -110,10 +118,7 @@ class Shares:
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns the part of each parameter in flat tensors, with its shape."""
-        found: dict[int, Tensor] = {}
-        for plan, flat in zip(self.plans, flats, strict=True):
-            found |= {index: flat.narrow(0, at, count).view(self.params[index].shape) for index, at, count in plan.places}
-        return [found[index] for index in range(len(self.params))]
+        return views_of(self.plans, flats, self.params)
 
     def slices(self) -> list[Tensor]:
         """Returns empty tensors for the sums of this holder's slices."""

@@ -4,7 +4,8 @@ A schedule with a flush has one version and updates in place. Without a flush, f
 their version. If the old version is still needed, an update moves the parameters to new storage.
 
 `gradient_buffer.py` has their gradients. Ranks that hold a unit may divide its update and the state of its optimizer among them
-(`shares.py`): then `updated` are pieces of the parameters, otherwise the parameters themselves.
+(`shares.py`): then `updated` are pieces of the parameters, otherwise the parameters themselves. If another rank owns the unit,
+this one has its gradients until it has passed them on, and its parameters while it uses them (`borrowed.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from meshwright.runtime.parameters.borrowed import Borrowed
 from meshwright.runtime.parameters.gradient_buffer import Adder, Buffer
 from meshwright.runtime.parameters.shares import Shares
 from meshwright.runtime.parameters.sliced_buffer import SlicedBuffer
@@ -49,29 +51,34 @@ class Unit:
         divided: Callable[[Sequence[nn.Parameter]], Shares] | None = None,
         singly: bool = False,
         pieces: Pieces | None = None,
+        owned: bool = True,
     ) -> None:
         """`rounds` is the number of rounds of a walk, `first` and `late` are those of its `Versions`.
 
         A unit with one version and one round has one buffer.
         With `divided`, the holders divide the unit among them, and with `singly` they sum after every backward. `pieces` is told
-        which parameter each piece belongs to, before the optimizer is made.
+        which parameter each piece belongs to, before the optimizer is made. Without `owned`, another rank keeps and updates the
+        parameters.
         """
         self.params = [p for p in params if p.requires_grad]
         self.tensor = tensor
         self.rounds = rounds
-        self.versions = Versions(self.params, first=first, late=late) if versioned else None
+        self.borrowed = None if owned else Borrowed(self.params)
+        self.versions = Versions(self.params, first=first, late=late) if versioned and owned else None
         self.shares = divided(self.params) if divided is not None and self.params else None
         self.pieces = {} if self.shares is None else {piece.whole: piece for piece in self.shares.pieces}
         self.updated = self.params if self.shares is None else [piece.parameter for piece in self.pieces.values()]
         if pieces is not None:
             for piece in self.pieces.values():
                 pieces(piece.parameter, piece.whole)
-        self.optimizer = optimizer(self.updated) if self.updated else None
+        self.optimizer = optimizer(self.updated) if self.updated and owned else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.buffers: dict[int, Buffer] = {}
         self.spare = [self._empty()]
         self.buffer_bytes = sum(flat.nbytes for flat in self.spare[0].flats)
         self.adder = None if adder is None else adder(self.spare[0].flats)
+        if not owned:
+            self.spare.clear()
         self.handed: dict[int, list[Tensor]] = {}
         self.watch: Callable[[int, list[nn.Parameter], list[Tensor]], None] | None = None
         self.landed: Callable[[int], None] | None = None
@@ -105,6 +112,8 @@ class Unit:
 
     def at(self, version: int) -> Sequence[Tensor]:
         """Returns the leaves that forwards of a version read."""
+        if self.borrowed is not None:
+            return self.borrowed.leaves[version]
         return self.params if self.versions is None else self.versions.leaves[version]
 
     def sync(self, round_: int, *, single: bool = False, last: bool = True) -> None:
@@ -206,7 +215,8 @@ class Unit:
         return buffer
 
     def release(self, round_: int) -> None:
-        """Frees the gradients of a round."""
+        """Frees the gradients of a round. A rank that owns the unit keeps the memory for the next round."""
         buffer = self.buffers.pop(round_)
-        buffer.clear()
-        self.spare.append(buffer)
+        if self.borrowed is None:
+            buffer.clear()
+            self.spare.append(buffer)

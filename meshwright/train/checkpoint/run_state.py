@@ -32,9 +32,10 @@ MODEL, BUFFER, OPTIMIZER, PREVIOUS = "model", "buffer", "optimizer", "previous"
 
 
 def parameters(engine: Engine) -> dict[str, nn.Parameter]:
-    """Return every parameter that this rank holds, including frozen ones."""
+    """Return every parameter that this rank holds, including frozen ones, also of units that other ranks own."""
     names = engine.layers.names
-    return {names[p]: p for unit in engine.units for p in engine.layers.unit(unit)}
+    frozen = [p for unit in engine.borrowed for p in engine.layers.unit(unit) if not p.requires_grad]
+    return {names[p]: p for p in (*(p for unit in engine.units for p in engine.layers.unit(unit)), *frozen)}
 
 
 def buffers(engine: Engine) -> dict[str, Tensor]:

@@ -55,12 +55,23 @@ def train_segment(session: Session, batches: Sequence[Given | Own]) -> list[Step
     if not skipped and not several:
         rates.step()
     session.steps += count
-    norms = [parameters.norm_of_units(first + i) if several else parameters.norms.pop(first, nan) for i in range(count)]
+    norms = _norms_of_units(session, range(first, first + count)) if several else [parameters.norms.pop(first, nan)]
     losses = _mean_losses(sums, summed=session.settings.loss_kind is LossKind.SUM)
     return [
         StepResult(first + i, loss, weight, norms[i], learning_rates[i], skipped, rows, tokens)
         for i, (loss, weight, rows, tokens) in enumerate(losses)
     ]
+
+
+def _norms_of_units(session: Session, steps: range) -> list[float]:
+    """Returns the norms of the gradients of some steps. If units have owners, each owner knows the norm of its own."""
+    engine, clips = session.engine, session.settings.rules.clip is not None
+    if not engine.schedule.owners or not clips:
+        return [engine.parameters.norm_of_units(step) for step in steps]
+    units = engine.schedule.units
+    mine = [engine.parameters.squares_of(step) for step in steps]
+    sums = session.sum_over_ranks(*[squares.get(unit, 0.0) for squares in mine for unit in range(units)], in_order=True)
+    return [sum(sums[at : at + units]) ** 0.5 for at in range(0, len(sums), units)]
 
 
 def _mean_losses(sums: Sequence[float], *, summed: bool) -> Iterator[tuple[float, float, int, int]]:

@@ -81,6 +81,8 @@ def _by_name(parallel: Parallel, *, steps: int, first: int = 0, costs: Sequence[
     workers = parallel.workers if parallel.mode.is_cyclic else parallel.pp
     sizes = {"workers": workers, "microbatches": parallel.microbatches, "steps": steps, "first": first}
     given: dict[str, Any] = {**sizes, **parallel.options}
+    if parallel.mode is DpMode.CYCLIC_ZERO:
+        given["form"] = "zero"
     rows = parallel.costs or costs
 
     def of_stages(schedule: Schedule) -> Sequence[StageCost] | None:
@@ -170,7 +172,7 @@ def stages_to_train(parallel: Parallel) -> int:
     return stages_of(parallel)
 
 
-BUILT = (DpMode.REPLICATED, DpMode.ZERO_1, DpMode.ZERO_2, DpMode.ZERO_3, DpMode.CYCLIC)
+BUILT = (DpMode.REPLICATED, DpMode.ZERO_1, DpMode.ZERO_2, DpMode.ZERO_3, DpMode.CYCLIC, DpMode.CYCLIC_ZERO)
 """The modes that run."""
 
 
