@@ -49,14 +49,15 @@ def train_segment(session: Session, batches: Sequence[Given | Own]) -> list[Step
     tallies = engine.run(lambda step: batches[step - first], first, count if several else None)
     mine = [(tallies.get(first + i, Tally()), session.counted(batch)) for i, batch in enumerate(batches)]
     flat = [x for tally, counted in mine for x in (float(tally.loss), tally.weight, *counted)]
-    sums = session.sum_over_ranks(*flat, in_order=several)
     parameters = engine.parameters
+    squares = [parameters.square_of_units(first + i) for i in range(count)] if several else []
+    sums = session.sum_over_ranks(*flat, *squares, in_order=several)
     skipped = bool(parameters.skipped) and parameters.skipped[-1] == first
     if not skipped and not several:
         rates.step()
     session.steps += count
-    norms = [parameters.norm_of_units(first + i) if several else parameters.norms.pop(first, nan) for i in range(count)]
-    losses = _mean_losses(sums, summed=session.settings.loss_kind is LossKind.SUM)
+    norms = [square**0.5 for square in sums[len(flat) :]] if several else [parameters.norms.pop(first, nan)]
+    losses = _mean_losses(sums[: len(flat)], summed=session.settings.loss_kind is LossKind.SUM)
     return [
         StepResult(first + i, loss, weight, norms[i], learning_rates[i], skipped, rows, tokens)
         for i, (loss, weight, rows, tokens) in enumerate(losses)

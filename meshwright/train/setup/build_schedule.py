@@ -80,7 +80,8 @@ def _by_name(parallel: Parallel, *, steps: int, first: int = 0, costs: Sequence[
     """Builds a schedule by its name, with the costs of the plan, or else with those of the captured stages."""
     workers = parallel.workers if parallel.mode.is_cyclic else parallel.pp
     sizes = {"workers": workers, "microbatches": parallel.microbatches, "steps": steps, "first": first}
-    given: dict[str, Any] = {**sizes, **parallel.options}
+    form = {} if parallel.mode.form is None else {"form": parallel.mode.form}
+    given: dict[str, Any] = {**sizes, **parallel.options, **form}
     rows = parallel.costs or costs
 
     def of_stages(schedule: Schedule) -> Sequence[StageCost] | None:
@@ -170,14 +171,15 @@ def stages_to_train(parallel: Parallel) -> int:
     return stages_of(parallel)
 
 
-BUILT = (DpMode.REPLICATED, DpMode.ZERO_1, DpMode.ZERO_2, DpMode.ZERO_3, DpMode.CYCLIC)
-"""The modes that run."""
+UNBUILT = (DpMode.CYCLIC_ZERO,)
+"""The modes that do not run yet."""
 
 
 def refuse_unbuilt(parallel: Parallel) -> None:
     """Refuses a data-parallel mode that does not run yet."""
-    if parallel.mode not in BUILT:
-        raise MeshwrightError(f'dp_mode="{parallel.mode}" does not run yet', fix=f"one of {', '.join(BUILT)}")
+    if parallel.mode in UNBUILT:
+        built = [mode for mode in DpMode if mode not in UNBUILT]
+        raise MeshwrightError(f'dp_mode="{parallel.mode}" does not run yet', fix=f"one of {', '.join(built)}")
 
 
 def refuse_without_flush(parallel: Parallel, *, flush: bool) -> None:
