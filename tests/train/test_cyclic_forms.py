@@ -6,10 +6,21 @@ but the last of the model-parallel form, and tied parameters), each device adds 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from meshwright import Parallel, lower
+from meshwright.ir.action import Op, walk
+from meshwright.ir.placement import Placement
+from meshwright.passes.check import prove
+from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.stage.stage import Record
+from meshwright.schedules._orders.cyclic_forms import placed
+from meshwright.train.prepared import RunRequest, prepare
 from tests.conftest import Pool
 from tests.support.delayed_rule import Delayed, labelled, language
 from tests.support.thin import slow
@@ -85,3 +96,43 @@ def test_training_equals_the_delayed_rule_in_one_process(
         again = pool.run(trained, name, plan, segments, 4 * dp, None, ranks=ranks)
         assert again[0][1:3] == whole[0][1:3]
         equal(again[0][0], wanted)
+
+
+def on_one_device(n: int) -> tuple[dict[str, torch.Tensor], int]:
+    """On the only rank: the weights after training with n microbatches at once, and how many stage activations were alive."""
+    plan = Parallel(dp=n, dp_mode="cyclic", stages=tuple(cuts_of("mlp", n)))
+    model = MODELS["mlp"]()
+    asked = RunRequest(model, batch("mlp", 0, 4 * n), plan, loss=nn.functional.cross_entropy, steps=STEPS, check_capture=False)
+    run = prepare(asked)
+    read = {(a.mb, a.stage): a.version for entries in run.schedule.lists for a in walk(entries) if a.op is Op.F}
+    everything = Placement.of(lambda _, stage: 0, stages=n)
+    one = placed(everything, microbatches=n, rounds=range(STEPS), version=lambda mb, stage: read[mb, stage])
+    run = replace(run, schedule=prove(lower(one)))
+    settings = run.settings(optimizer=lambda params: tools(nn.ParameterList(params))[0], scheduler=lambda o: milestones(o))
+    engine = Engine(run.schedule, run.open(model), settings)
+    alive = 0
+
+    def counted(forward: Any) -> Any:
+        def counts(record: Record) -> Any:
+            nonlocal alive
+            alive = max(alive, 1 + sum(isinstance(value, Record) for value in engine.actions.store.slots))
+            return forward(record)
+
+        return counts
+
+    for stage in engine.stages.values():
+        stage.forward = counted(stage.forward)  # type: ignore[method-assign]
+    engine.run(lambda step: batch("mlp", step, 4 * n))
+    engine.close()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, alive
+
+
+def milestones(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.3)
+
+
+def test_one_device_with_all_microbatches_at_once(pool: Pool) -> None:
+    """The same bits, and (N + 1) / 2 of the activations of a microbatch, which are those of N stages."""
+    ((weights, alive),) = pool.run(on_one_device, 3, ranks=1)
+    equal(weights, expected("mlp", "pp", 3, 3, 0)[0])
+    assert alive == 3 * (3 + 1) // 2
