@@ -18,6 +18,7 @@ from meshwright.ir.action import Op, walk
 from meshwright.ir.placement import Placement
 from meshwright.passes.check import prove
 from meshwright.runtime.engine.engine import Engine
+from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.stage.stage import Record
 from meshwright.schedules._orders.cyclic_forms import placed
 from meshwright.train.prepared import RunRequest, prepare
@@ -65,13 +66,14 @@ CASES = [
             ("mlp", "pp", 3, 2, "margin 1"),
             ("convolutions", "pp", 4, 4, "v1"),
             ("convolutions", "pp", 4, 4, "margin 1"),
+            ("deep", "pp", 6, 6, "v1"),
+            ("deep", "pp", 6, 6, "v2"),
             ("gpt2", "pp", 3, 3, "v1"),
             ("gpt2", "pp", 4, 4, "v2"),
             ("mlp", "mp", 2, 2, "v1"),
             ("mlp", "mp", 3, 3, "v1"),
             ("mlp", "mp", 3, 3, "margin 1"),
             ("mlp", "mp", 4, 3, "v2"),
-            ("mlp", "mp", 4, 4, "v2"),
             ("convolutions", "mp", 3, 3, "v2"),
             ("gpt2", "mp", 2, 2, "v2"),
             ("gpt2", "mp", 3, 3, "v1"),
@@ -96,6 +98,18 @@ def test_training_equals_the_delayed_rule_in_one_process(
         again = pool.run(trained, name, plan, segments, 4 * dp, None, ranks=ranks)
         assert again[0][1:3] == whole[0][1:3]
         equal(again[0][0], wanted)
+
+
+@pytest.mark.slow
+def test_four_stages_on_ten_workers() -> None:
+    plan, wanted = plan_for("mlp", "mp", 4, 4), expected("mlp", "mp", 4, 4, 0)[0]
+    workers = Workers(10)
+    try:
+        for segments in ([STEPS], [3, 1, 4]):
+            for weights, *_ in workers.run(trained, "mlp", plan, segments, 16, None, ranks=10):
+                equal(weights, wanted)
+    finally:
+        workers.close()
 
 
 def on_one_device(n: int) -> tuple[dict[str, torch.Tensor], int]:
