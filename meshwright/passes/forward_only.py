@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.ir.action import Cell, Entry, Op, actions
+from meshwright.ir.placement import Placement
 from meshwright.ir.schedule import Schedule
 
 
@@ -38,6 +39,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     channels = (c._replace(producers=tuple(a for a in c.producers if a.op is Op.F)) for c in schedule.channels)
     return replace(
         schedule,
+        placement=_counted_from(schedule.placement, start),
         period=tuple(tuple(_forwards(entries, start)) for entries in lists),
         prologue=(),
         drain=(),
@@ -52,6 +54,12 @@ def forward_only(schedule: Schedule) -> Schedule:
         first=0,
         lowered=False,
     )
+
+
+def _counted_from(placement: Placement, start: int) -> Placement:
+    """Returns the placement in which microbatch m runs where m + `start` runs in the given one."""
+    turned = tuple(tuple(teams[start % len(teams) :] + teams[: start % len(teams)] for teams in r) for r in placement.teams)
+    return replace(placement, teams=turned)
 
 
 def _forwards(entries: tuple[Entry, ...], start: int) -> Iterator[Entry]:

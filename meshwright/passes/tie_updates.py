@@ -2,7 +2,8 @@
 
 A tie group follows its first stage: its forwards read the version that the first stage reads, and its update is placed right
 after the update of the first stage. The backward of the first stage is the last of a round, so all gradients of the group
-exist by then. Holders without the first stage get the update at the same point of the linear order.
+exist by then. Holders without the first stage get the update at the same point of the linear order. In a ring, where nothing
+is issued together, they get it right before the first forward that reads the new version.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def tie_updates(schedule: Schedule) -> Schedule:
     if not missing:
         return schedule
     same_holders = all(set(schedule.holders[unit]) == set(schedule.holders[schedule.stages_of(unit)[0]]) for unit in missing)
+    if schedule.ring and not same_holders:
+        return schedule.with_lists(tuple(tuple(_updated_before_use(schedule, w, missing)) for w in range(schedule.workers)))
     lists: list[list[Entry]] = [[] for _ in schedule.lists]
     for worker, entry in _list_after_list(schedule) if same_holders else _in_order(schedule):
         lists[worker].append(entry)
@@ -31,6 +34,32 @@ def tie_updates(schedule: Schedule) -> Schedule:
                 for member in _members(schedule, unit, entry.stage, worker):
                     lists[member].append(Action(Op.U, unit, version=entry.version))
     return schedule.with_lists(tuple(map(tuple, lists)))
+
+
+def _updated_before_use(schedule: Schedule, worker: int, missing: list[int]) -> Iterator[Entry]:
+    """Yields a worker's list with the updates of tie groups: after those of their first stage, else before their first use."""
+    forwards = [a for entries in schedule.lists for a in walk(entries) if a.op is Op.F]
+    read = {(action.stage, action.replica, action.mb): action.version for action in forwards}
+    stages = {stage for _, stage in schedule.placement.held[worker]}
+    follows = {unit: schedule.stages_of(unit)[0] for unit in missing if stages & set(schedule.stages_of(unit))}
+    newest = dict.fromkeys(follows, schedule.first)
+
+    def updates(unit: int, wanted: int) -> Iterator[Action]:
+        yield from (Action(Op.U, unit, version=k) for k in range(newest[unit], wanted))
+        newest[unit] = max(wanted, newest[unit])
+
+    for entry in schedule.lists[worker]:
+        for action in walk((entry,)):
+            if action.op is Op.F:
+                for unit in schedule.units_of[action.stage]:
+                    if unit in follows and follows[unit] not in stages:
+                        yield from updates(unit, read[follows[unit], action.replica, action.mb])
+        yield entry
+        if isinstance(entry, Action) and entry.op is Op.U:
+            for unit in [unit for unit, first in follows.items() if first == entry.stage]:
+                yield from updates(unit, entry.version + 1)
+    for unit in follows:
+        yield from updates(unit, schedule.rounds.stop)
 
 
 def synced(entries: tuple[Entry, ...]) -> Iterator[Entry]:

@@ -22,8 +22,9 @@ from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._orders.cyclic_owners import refuse_rule, with_owners
-from meshwright.schedules._orders.cyclic_turns import refuse_sizes, staggered
+from meshwright.schedules._orders.cyclic_forms import placed, placement_of
+from meshwright.schedules._orders.cyclic_owners import with_owners
+from meshwright.schedules._orders.cyclic_turns import holds_turns, refuse_margin, refuse_sizes, staggered
 
 
 def build(
@@ -37,20 +38,29 @@ def build(
     margin: int | None = None,
     chunks: int | None = None,
     stagger: Literal["auto", "turns", "starts"] = "auto",
-    form: Literal["replicated", "zero"] = "replicated",
+    form: Literal["replicated", "zero", "mp", "pp"] = "replicated",
 ) -> Schedule:
-    """M workers, K = `chunks` <= M stages, one microbatch per worker and round."""
-    stages = workers if chunks is None else chunks
-    refuse_sizes(workers, microbatches, stages, rule, margin)
-    if form == "zero":
-        refuse_rule(rule, margin, stages)
-    margin = workers if rule == "v1" else margin or 0
+    """M workers, K = `chunks` <= M stages, one microbatch per worker and round; other forms have their own sizes."""
+    refuse_margin(microbatches, rule, margin)
+    placement = None if form in ("replicated", "zero") else placement_of(form, workers, microbatches, chunks)
+    stages = placement.stages if placement else workers if chunks is None else chunks
+    late = microbatches if rule == "v1" else margin or 0
 
     def fresh(worker: int, stage: int) -> bool:
-        return (worker + 1) + (stage + 1) >= stages + 1 + margin
+        return (worker + 1) + (stage + 1) >= stages + 1 + late
 
     def version(worker: int, stage: int, round_: int) -> int:
         return round_ if fresh(worker, stage) else max(0, round_ - 1)
+
+    if placement is not None:
+        return placed(
+            placement,
+            microbatches=microbatches,
+            rounds=range(first, first + steps),
+            version=lambda mb, stage: version(mb % microbatches, stage, mb // microbatches),
+            turns=holds_turns(stagger, rows_for(costs, stages)),
+        )
+    refuse_sizes(workers, microbatches, stages)
 
     def round_list(worker: int, round_: int) -> list[Action]:
         mb, entries = workers * round_ + worker, []
@@ -87,4 +97,4 @@ def build(
         ring=True,
         first=first,
     )
-    return with_owners(found) if form == "zero" else found
+    return with_owners(found, rule, margin) if form == "zero" else found

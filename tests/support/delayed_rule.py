@@ -2,12 +2,16 @@
 
 It is written from the paper alone and uses nothing of Meshwright: microbatch i of round t reads version t of stage j if
 i + j >= K + 1 + margin, else version t - 1; gradients are added in the order of microbatches and divided once.
+
+If stages have their own devices, a device first adds the gradients that it computes itself, and its sum is then added to those of
+the devices that finished earlier (B of microbatch i on stage j ends at time step 2 i - j). Other names of a tied parameter are
+leaves of their own then, because its uses are on several devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +33,10 @@ class Delayed:
     stage_of: Callable[[str], int]
     loss: Loss
     margin: int | None = 0
+    device_of: Callable[[int, int], int] | None = None
+    """The device of a stage for a microbatch, both from 0 on, if each device adds its own gradients first."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tied parameters, and the names that they are listed under."""
 
     def train(
         self, batches: Sequence[Given], optimizer: torch.optim.Optimizer, scheduler: Any = None, clip: float | None = None
@@ -38,18 +46,17 @@ class Delayed:
         now = {name: p.detach().clone() for name, p in params.items()}
         before, losses = now, []
         for batch in batches:
-            total: dict[str, Tensor] = {}
+            found: list[dict[str, Tensor]] = []
             weight = loss = 0.0
             for i, rows in enumerate(split(batch, self.workers)):
                 read = {n: (now if self.is_fresh(i, self.stage_of(n)) else before)[n].clone().requires_grad_() for n in params}
+                read |= {other: read[name].detach().clone().requires_grad_() for other, name in self.aliases.items()}
                 mean, count, counts = self.loss(self.model, read, rows)
                 (mean * count).backward()
                 weight, loss = weight + counts, loss + float(mean.detach() * count)
-                for name, leaf in read.items():
-                    if leaf.grad is not None:
-                        total[name] = total[name] + leaf.grad if name in total else leaf.grad
+                found.append({name: leaf.grad for name, leaf in read.items() if leaf.grad is not None})
             for name, p in params.items():
-                p.grad = total[name] / weight
+                p.grad = self.total(name, found) / weight
             if clip is not None:
                 self.clip(params, clip)
             optimizer.step()
@@ -58,6 +65,23 @@ class Delayed:
             before, now = now, {name: p.detach().clone() for name, p in params.items()}
             losses.append(loss / weight)
         return losses
+
+    def total(self, name: str, found: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Adds the gradients of a parameter: in the order of microbatches, or by device."""
+        uses = [name, *(other for other, listed in self.aliases.items() if listed == name)]
+        sums: dict[int, Tensor] = {}
+        ends: dict[int, tuple[int, int]] = {}
+        for i, gradients in enumerate(found):
+            for use in uses:
+                stage = self.stage_of(use)
+                device = 0 if self.device_of is None else self.device_of(stage, i)
+                sums[device] = sums[device] + gradients[use] if device in sums else gradients[use]
+                ends[device] = (2 * i - stage, -stage)
+        first, *others = sorted(sums, key=ends.__getitem__)
+        total = sums[first]
+        for device in others:
+            total = total + sums[device]
+        return total
 
     def is_fresh(self, worker: int, stage: int) -> bool:
         """Whether a worker reads the newest version of a stage; both count from 0."""
@@ -92,7 +116,8 @@ def labelled(model: nn.Module, read: Mapping[str, Tensor], rows: Given) -> tuple
 def language(model: nn.Module, read: Mapping[str, Tensor], rows: Given) -> tuple[Tensor, float, float]:
     """The loss of a causal language model, a mean over the labels that count."""
     count = float((rows["labels"][:, 1:] != -100).sum())
-    return functional_call(model, dict(read), (), dict(rows)).loss, count, count
+    tied = len(read) == len(list(model.parameters()))
+    return functional_call(model, dict(read), (), dict(rows), tie_weights=tied).loss, count, count
 
 
 def trainer_language(model: nn.Module, read: Mapping[str, Tensor], rows: Given) -> tuple[Tensor, float, float]:

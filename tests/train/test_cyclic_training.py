@@ -70,13 +70,18 @@ def mlp() -> nn.Module:
     return Chain(Wide(6, 12), Wide(12, 12), Wide(12, 12), nn.Linear(12, 3))
 
 
+def deep() -> nn.Module:
+    torch.manual_seed(5)
+    return Chain(Wide(6, 8), *(Wide(8, 8) for _ in range(4)), nn.Linear(8, 3))
+
+
 def convolutions() -> nn.Module:
     torch.manual_seed(4)
     head = nn.Sequential(nn.Conv2d(5, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(80, 3))
     return Chain(Conv(1, 4), Conv(4, 5), Conv(5, 5), head)
 
 
-MODELS: dict[str, Any] = {"mlp": mlp, "convolutions": convolutions, "gpt2": gpt2}
+MODELS: dict[str, Any] = {"mlp": mlp, "deep": deep, "convolutions": convolutions, "gpt2": gpt2}
 
 
 def batch(name: str, step: int, rows: int) -> Any:
@@ -86,7 +91,7 @@ def batch(name: str, step: int, rows: int) -> Any:
         labels = ids.clone()
         labels[: rows // 2, : 1 + step % 5] = -100
         return {"input_ids": ids, "labels": labels}
-    size = (rows, 6) if name == "mlp" else (rows, 1, 6, 6)
+    size = (rows, 6) if name in ("mlp", "deep") else (rows, 1, 6, 6)
     return torch.randn(size, generator=random), torch.randint(0, 3, (rows,), generator=random)
 
 
@@ -97,6 +102,7 @@ def tools(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 
 def cuts_of(name: str, stages: int) -> list[str]:
     blocks = {"gpt2": [f"transformer.h.{i}" for i in range(1, 4)], "convolutions": [*CUTS[:2], f"{CUTS[2]}.0"]}
+    blocks["deep"] = [f"blocks.{i}" for i in range(1, 6)]
     return blocks.get(name, CUTS)[: stages - 1]
 
 

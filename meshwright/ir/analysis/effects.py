@@ -129,11 +129,14 @@ class _Rule:
                     self.version_at[action.stage, action.replica, action.mb] = action.version
 
     def _rings(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """For each (unit, round), the contributing workers in microbatch order; a ring sums along them."""
-        first: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        """For each (unit, round), the contributing workers in the order of their last gradients; a ring sums along it.
+
+        A worker adds all its gradients of a round at once. In a steady pipeline, B of microbatch m on stage j ends at 2m - j.
+        """
+        last: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
         for (worker, unit, round_), values in self.wgrads.items():
-            first[unit, round_][worker] = min(value.mb for value in values)
-        return {key: tuple(sorted(workers, key=workers.__getitem__)) for key, workers in first.items()}
+            last[unit, round_][worker] = max((2 * value.mb - value.version, -value.version) for value in values)
+        return {key: tuple(sorted(workers, key=workers.__getitem__)) for key, workers in last.items()}
 
     def of(self, worker: int, entry: Entry) -> Effects:
         """Returns what an entry reads and writes on this worker."""

@@ -202,7 +202,8 @@ class Parallel:
     def workers(self) -> int:
         """The number of workers of the schedule."""
         if self.mode.is_cyclic:
-            return self.mode.workers(self.dp)
+            stages = str(self.options.get("chunks", ""))
+            return self.mode.workers(self.dp, int(stages) if stages.isdecimal() else None)
         return sum(self.width) if self.width else int(self.pp)
 
     @property

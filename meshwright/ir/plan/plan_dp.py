@@ -35,9 +35,20 @@ class DpMode(StrEnum):
         """Whether the holders of a unit divide its state among them after ordinary steps."""
         return self.value.startswith("zero")
 
-    def workers(self, dp: int) -> int:
-        """Returns the workers of a cyclic schedule for so many copies."""
-        return dp * (dp + 1) // 2 if self is DpMode.CYCLIC_MP else dp
+    @property
+    def form(self) -> str | None:
+        """The form of the cyclic schedule, if it is not the replicated one."""
+        return {DpMode.CYCLIC_ZERO: "zero", DpMode.CYCLIC_MP: "mp", DpMode.CYCLIC_PP: "pp"}.get(self)
+
+    @property
+    def has_stage_workers(self) -> bool:
+        """Whether it is a cyclic schedule whose stages have workers of their own."""
+        return self in (DpMode.CYCLIC_MP, DpMode.CYCLIC_PP)
+
+    def workers(self, dp: int, stages: int | None = None) -> int:
+        """Returns the workers of a cyclic schedule for so many copies. Some forms have workers for each stage, else dp stages."""
+        count = stages if stages is not None and self.has_stage_workers else dp
+        return count * (count + 1) // 2 if self is DpMode.CYCLIC_MP else count
 
 
 def parse_dp_mode(name: object) -> DpMode:
@@ -54,6 +65,11 @@ def refuse_beside_cyclic(mode: DpMode, given: dict[str, Any]) -> None:
         raise MeshwrightError(f"schedule={shown(given['schedule'])} and {what} cannot be combined", fix="leave out the schedule")
     if not isinstance(given["pp"], Unsaid) and given["pp"] != 1:
         raise MeshwrightError(f"pp={given['pp']} and {what} cannot be combined: copies run all stages", fix="pp=1")
+    if "form" in given["options"]:
+        raise MeshwrightError(
+            f"the option form={shown(given['options']['form'])} and {what} cannot be combined: the mode says which form it is",
+            fix='dp_mode="cyclic", "cyclic-zero", "cyclic-mp" or "cyclic-pp", without the option form',
+        )
     if given["width"]:
         raise MeshwrightError(f"width={given['width']} and {what} cannot be combined", fix="leave out the width")
     if given["microbatches"] not in (0, dp):

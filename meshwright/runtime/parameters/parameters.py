@@ -220,14 +220,15 @@ class Parameters:
         unit.release(instruction.round)
         self._drop(instruction)
 
-    def norm_of_units(self, step: int) -> float:
-        """Returns the norm of the gradient of a step, from the norms of all units. NaN if this rank has not seen all of them."""
-        squares = self.squares_of(step)
-        return sum(squares[unit] for unit in sorted(squares)) ** 0.5 if len(squares) == self.schedule.units else float("nan")
+    def square_of_units(self, step: int) -> float:
+        """Returns the squared norm of the gradient of a step, of the units that this rank is the first to hold.
 
-    def squares_of(self, step: int) -> dict[int, float]:
-        """Returns the squares of the norms of the units that this rank has clipped in a step, and forgets them."""
-        return self._squares.pop(step, {})
+        The sum over all ranks is that of the whole gradient. It is NaN if no norms were computed.
+        """
+        squares = self._squares.pop(step, {})
+        if self.rules.clip is None:
+            return float("nan")
+        return sum(squares[unit] for unit in sorted(squares) if self.mesh.holders(self.schedule, unit)[0] == self.mesh.rank)
 
     def _drop(self, instruction: Instruction) -> None:
         """Drops the versions that an instruction is the last to read."""

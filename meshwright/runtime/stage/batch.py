@@ -8,7 +8,7 @@ Microbatch i of data-parallel copy j is cut number j N + i of N dp cuts. A short
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,6 +25,13 @@ from meshwright.runtime.stage.given_batch import name_columns, sort_out
 from meshwright.runtime.stage.objective import LossKind, LossWeight, Objective
 
 
+class Several(NamedTuple):
+    """Some microbatches of a step, by their numbers in ascending order, and the rows of the whole step."""
+
+    numbers: tuple[int, ...]
+    step_rows: int
+
+
 @dataclass(frozen=True)
 class Own:
     """The rows of one data-parallel copy, if each copy loads its own rows."""
@@ -32,6 +39,8 @@ class Own:
     tensors: Given
     microbatch: int | None = None
     """The only microbatch of the step that these rows are, if each worker runs one microbatch and loads only its rows."""
+    several: Several | None = None
+    """The microbatches of the step that these rows are, if a worker runs some of them and loads only their rows."""
 
 
 class Cut(NamedTuple):
@@ -73,9 +82,14 @@ class Batch:
         whole = Rows(0, self.size)
         cuts, first = (microbatches, 0) if alone else (copies * microbatches, copy * microbatches)
         self.only = given.microbatch if isinstance(given, Own) else None
-        self.cuts = list(
-            _cuts(whole, first, microbatches, cuts) if self.only is None else _one_cut(whole, self.only, microbatches)
-        )
+        several = given.several if isinstance(given, Own) else None
+        if several is not None:
+            self.only = several.numbers[-1]
+            self.cuts = list(_some_cuts(several, microbatches))
+        elif self.only is not None:
+            self.cuts = list(_one_cut(whole, self.only, microbatches))
+        else:
+            self.cuts = list(_cuts(whole, first, microbatches, cuts))
         """The rows of each microbatch of this data-parallel copy, as indices into the tensors of this rank."""
         self.first = copy * microbatches
         """The index of the first of these microbatches in the whole batch."""
@@ -87,7 +101,7 @@ class Batch:
         self.labelled = target is not None and not target.is_floating_point()
         self.columns = {name: t if t.is_meta else t.to(device) for name, t in columns.items()}
         shaped = (*self.args, *self.kwargs.values(), *self.columns.values())
-        self.form = ((self.size, cuts), *((tuple(t.shape[1:]), t.dtype) for t in shaped))
+        self.form = ((self.size, cuts, several), *((tuple(t.shape[1:]), t.dtype) for t in shaped))
         """Determines all later shapes; equal on all ranks."""
         self.graph_for: Callable[[int], int] = _first_graph
         """Returns the index of the captured graph for a number of rows."""
@@ -151,6 +165,15 @@ def _cuts(rows: Rows, first: int, count: int, cuts: int) -> tuple[Rows, ...]:
 def _one_cut(rows: Rows, only: int, count: int) -> tuple[Rows, ...]:
     """Returns `count` cuts, of which one has all rows."""
     return tuple(rows if index == only else Rows(0, 0) for index in range(count))
+
+
+def _some_cuts(several: Several, count: int) -> Iterator[Rows]:
+    """Yields `count` cuts of the rows of some microbatches; the others have no rows here."""
+    start = 0
+    for index in range(count):
+        size = Rows(0, several.step_rows).cut(index, count).size if index in several.numbers else 0
+        yield Rows(start, start + size) if size else Rows(0, 0)
+        start += size
 
 
 def _first_graph(rows: int) -> int:

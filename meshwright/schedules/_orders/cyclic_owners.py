@@ -14,8 +14,9 @@ from meshwright.ir.action import Action, Op
 from meshwright.ir.schedule import Lists, Schedule
 
 
-def with_owners(schedule: Schedule) -> Schedule:
-    """Returns the ZeRO form of a replicated cyclic schedule under rule v2."""
+def with_owners(schedule: Schedule, rule: str, margin: int | None) -> Schedule:
+    """Returns the ZeRO form of a replicated cyclic schedule. Raises if its rule is not v2."""
+    _refuse_rule(rule, margin, schedule.stages)
     owners = tuple(reversed(range(schedule.stages)))
 
     def owned(lists: Lists) -> Lists:
@@ -28,7 +29,7 @@ def with_owners(schedule: Schedule) -> Schedule:
     return replace(schedule, owners=owners, prologue=prologue, period=period, drain=drain)
 
 
-def refuse_rule(rule: str, margin: int | None, stages: int) -> None:
+def _refuse_rule(rule: str, margin: int | None, stages: int) -> None:
     """Raises for rules under which the owner of a stage would not be its first reader."""
     if rule != "v2" or margin:
         given = f"rule={rule}" if rule != "v2" else f"margin={margin}"

@@ -15,11 +15,16 @@ UNEVEN = 1.001
 
 def staggered(how: str, workers: int, stages: int, costs: Sequence[StageCost], rounds: range) -> list[Turn]:
     """Returns turns that hold the stagger exactly, or only the delayed starts; `auto` means turns if stages are equal."""
-    times = [cost.forward_s + cost.backward_s for cost in costs]
-    even = max(times) <= UNEVEN * min(times) if how == "auto" else how == "turns"
+    even = holds_turns(how, costs)
     found = even_turns(stages, range(len(rounds) * workers)) if even else start_turns(workers, stages, costs)
     start = rounds.start * workers
     return [(writer.shifted(start, 0), reader.shifted(start, 0)) for writer, reader in found]
+
+
+def holds_turns(how: str, costs: Sequence[StageCost]) -> bool:
+    """Returns whether turns hold the stagger exactly; `auto` means that they do if stages are equal."""
+    times = [cost.forward_s + cost.backward_s for cost in costs]
+    return max(times) <= UNEVEN * min(times) if how == "auto" else how == "turns"
 
 
 def even_turns(stages: int, mbs: range) -> list[Turn]:
@@ -55,8 +60,8 @@ def start_turns(workers: int, stages: int, costs: Sequence[StageCost]) -> list[T
     return turns
 
 
-def refuse_sizes(workers: int, microbatches: int, stages: int, rule: str, margin: int | None) -> None:
-    """Raises if a cyclic schedule of these sizes is not possible."""
+def refuse_sizes(workers: int, microbatches: int, stages: int) -> None:
+    """Raises if a replicated cyclic schedule of these sizes is not possible."""
     if microbatches != workers:
         raise MeshwrightError(
             f"cyclic runs one microbatch per worker and round: {workers} workers, got {microbatches} microbatches",
@@ -64,7 +69,11 @@ def refuse_sizes(workers: int, microbatches: int, stages: int, rule: str, margin
         )
     if not 1 <= stages <= workers:
         raise MeshwrightError(f"cyclic needs 1 to {workers} stages for {workers} workers, got {stages}", fix=f"chunks={workers}")
-    if margin is not None and not 0 <= margin <= workers:
-        raise MeshwrightError(f"cyclic: margin must be 0 to {workers}, got {margin}", fix="margin=0")
+
+
+def refuse_margin(microbatches: int, rule: str, margin: int | None) -> None:
+    """Raises if the rule cannot have this margin."""
+    if margin is not None and not 0 <= margin <= microbatches:
+        raise MeshwrightError(f"cyclic: margin must be 0 to {microbatches}, got {margin}", fix="margin=0")
     if margin is not None and rule == "v1":
         raise MeshwrightError("cyclic: margin needs rule=v2; v1 has the largest margin", fix="rule=v2")

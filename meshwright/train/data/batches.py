@@ -7,8 +7,8 @@ ranks of a copy get the same rows, and a resumed run gets the same rows as an un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.train.data.collate import Collate, first_rows, stand_ins
+from meshwright.train.data.own_microbatches import load
 from meshwright.train.data.sampler import Sampler, share
 from meshwright.train.data.step_rows import StepRows
 from meshwright.train.data.vocabulary import Vocabulary, refuse_ids
@@ -46,6 +47,8 @@ class Source:
     vocabularies: tuple[Vocabulary, ...] = ()
     microbatch: int | None = None
     """The microbatch of a step that the rows of this copy are, if they are one."""
+    several: tuple[int, ...] | None = None
+    """The microbatches of a step that this rank loads, out of `copies`, if it runs some of them."""
 
     @property
     def size(self) -> int | None:
@@ -62,6 +65,8 @@ class Source:
 
     def batch(self, at: Position, rows: list[Any]) -> Own:
         """Return the tensors of this copy's rows. `rows` are all rows of the step."""
+        if self.several is not None:
+            return self._some(at, rows, list)
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(rows, self.copy, self.copies)
         given = self._tensors(mine or rows[:1])
@@ -69,10 +74,23 @@ class Source:
 
     def numbered(self, at: Position, numbers: list[int]) -> Own:
         """Return the tensors of this copy for a step with these row numbers. Rows of other copies are not read."""
+        if self.several is not None:
+            return self._some(at, numbers, self._read)
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(numbers, self.copy, self.copies)
         given = self._tensors(self._read(mine or numbers[:1]))
         return Own(stand_ins(given if mine else first_rows(given, 0), self.needed), self.microbatch)
+
+    def _some(self, at: Position, rows: list[Any], read: Callable[[list[Any]], list[Any]]) -> Own:
+        """Return the tensors of the microbatches that this rank loads, each with its own random numbers."""
+        assert self.several is not None
+
+        def tensors(number: int, mine: list[Any]) -> Given:
+            set_seed(_word(self.seed, at.epoch, at.step, 1 + number))
+            return self._tensors(read(mine))
+
+        found = load(rows, self.several, self.copies, tensors)
+        return replace(found, tensors=stand_ins(found.tensors, self.needed))
 
     def _tensors(self, rows: list[Any]) -> Given:
         """Collate rows into tensors, and check that the model knows all ids."""

@@ -49,29 +49,19 @@ def train_segment(session: Session, batches: Sequence[Given | Own]) -> list[Step
     tallies = engine.run(lambda step: batches[step - first], first, count if several else None)
     mine = [(tallies.get(first + i, Tally()), session.counted(batch)) for i, batch in enumerate(batches)]
     flat = [x for tally, counted in mine for x in (float(tally.loss), tally.weight, *counted)]
-    sums = session.sum_over_ranks(*flat, in_order=several)
     parameters = engine.parameters
+    squares = [parameters.square_of_units(first + i) for i in range(count)] if several else []
+    sums = session.sum_over_ranks(*flat, *squares, in_order=several)
     skipped = bool(parameters.skipped) and parameters.skipped[-1] == first
     if not skipped and not several:
         rates.step()
     session.steps += count
-    norms = _norms_of_units(session, range(first, first + count)) if several else [parameters.norms.pop(first, nan)]
-    losses = _mean_losses(sums, summed=session.settings.loss_kind is LossKind.SUM)
+    norms = [square**0.5 for square in sums[len(flat) :]] if several else [parameters.norms.pop(first, nan)]
+    losses = _mean_losses(sums[: len(flat)], summed=session.settings.loss_kind is LossKind.SUM)
     return [
         StepResult(first + i, loss, weight, norms[i], learning_rates[i], skipped, rows, tokens)
         for i, (loss, weight, rows, tokens) in enumerate(losses)
     ]
-
-
-def _norms_of_units(session: Session, steps: range) -> list[float]:
-    """Returns the norms of the gradients of some steps. If units have owners, each owner knows the norm of its own."""
-    engine, clips = session.engine, session.settings.rules.clip is not None
-    if not engine.schedule.owners or not clips:
-        return [engine.parameters.norm_of_units(step) for step in steps]
-    units = engine.schedule.units
-    mine = [engine.parameters.squares_of(step) for step in steps]
-    sums = session.sum_over_ranks(*[squares.get(unit, 0.0) for squares in mine for unit in range(units)], in_order=True)
-    return [sum(sums[at : at + units]) ** 0.5 for at in range(0, len(sums), units)]
 
 
 def _mean_losses(sums: Sequence[float], *, summed: bool) -> Iterator[tuple[float, float, int, int]]:

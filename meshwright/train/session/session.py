@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.ir.column_names import TARGETS
+from meshwright.ir.plan.plan_dp import DpMode
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
 from meshwright.runtime.engine.settings import Settings
@@ -30,6 +31,7 @@ from meshwright.train.checkpoint.run_state import put_whole, snapshot, weights
 from meshwright.train.checkpoint.save_pretrained import SHARD_BYTES, export
 from meshwright.train.data.batches import Source
 from meshwright.train.data.collate import tensors
+from meshwright.train.data.rank_source import counts_rows, own_of_rank, source_of_rank
 from meshwright.train.data.vocabulary import refuse_ids
 from meshwright.train.optimizer.coupled_parameters import refuse_coupled, refuse_not_elementwise
 from meshwright.train.optimizer.optimizer_facts import facts, merged
@@ -87,7 +89,8 @@ class Session:
             refuse_not_elementwise(rates.trial, trained, f'dp_mode="{run.parallel.mode}" divides tensors among ranks')
         if fill is not None:
             fill(layers, run.held(layers, mesh))
-        if layers.moved and (copies := run.parallel.dp * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
+        pipelines = 1 if run.parallel.mode is DpMode.CYCLIC_PP else run.parallel.dp
+        if layers.moved and (copies := pipelines * schedule.placement.replicas) > 1 and dist.get_rank() == 0:
             log.warning(
                 "forward changes the buffer %s, and each of the %d copies of the model updates its own buffer from its own rows: "
                 "results that depend on the buffer differ from training in one process",
@@ -204,10 +207,8 @@ class Session:
 
     def source_for_rank(self, source: Source) -> Source:
         """Returns a data source limited to the rows of this data-parallel rank and the columns of its stages."""
-        mesh, dp = self.engine.mesh, self.parallel.dp
-        if self.parallel.mode.is_cyclic:
-            return replace(source, copy=mesh.worker, copies=dp, needed=self.columns, microbatch=mesh.worker)
-        return replace(source, copy=mesh.copy, copies=dp, needed=self.columns)
+        mesh, plan, schedule = self.engine.mesh, self.parallel, self.engine.schedule
+        return source_of_rank(source, plan.mode, dp=plan.dp, mesh=mesh, schedule=schedule, needed=self.columns)
 
     @property
     def columns(self) -> frozenset[str] | None:
@@ -235,7 +236,7 @@ class Session:
     @property
     def _counts_rows(self) -> bool:
         """True on one rank for all rows that a data-parallel copy loads."""
-        return self.engine.mesh.coordinate == 0 if self.parallel.mode.is_cyclic else self.engine.mesh.is_first_worker
+        return counts_rows(self.parallel.mode, self.engine.mesh)
 
     def counted(self, batch: Given | Own) -> Amount:
         """Returns the rows and tokens that this rank adds to the sum over all ranks, so that each is counted once.
@@ -291,10 +292,7 @@ class Session:
         return self.engine.mesh.writers(self.engine.schedule, stage)[0] == self.rank
 
     def _tensors(self, batch: Given | Own) -> Given | Own:
-        """Converts lists and arrays of a batch to tensors. Raises with the name of the column if that is not possible.
-
-        The own rows of a data-parallel copy are one microbatch of a cyclic plan.
-        """
+        """Converts lists and arrays of a batch to tensors. Raises with the name of the column if that is not possible."""
         if not isinstance(batch, Own):
             return tensors(batch)
-        return Own(tensors(batch.tensors), self.engine.mesh.worker if self.parallel.mode.is_cyclic else None)
+        return replace(own_of_rank(batch, self.parallel.mode, self.engine.mesh), tensors=tensors(batch.tensors))

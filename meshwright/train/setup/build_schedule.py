@@ -29,7 +29,6 @@ SEGMENT = 16
 
 def stages_of(parallel: Parallel) -> int:
     """Returns the number of stages in the schedule of a plan."""
-    refuse_unbuilt(parallel)
     return (parallel.order or _by_name(parallel, steps=1, costs=None)).stages
 
 
@@ -47,7 +46,6 @@ def lists_for(
     With `first` > 0 the schedule continues a run at that round. This needs a schedule that can do so, such as cyclic.
     `kept` are the bytes that stages keep. They are needed if recompute is chosen from a memory budget.
     """
-    refuse_unbuilt(parallel)
     built = built_for(parallel, steps=steps, first=first, costs=costs)
     if parallel.width and not widths(built):
         built = widen(built, parallel.width)
@@ -80,9 +78,8 @@ def _by_name(parallel: Parallel, *, steps: int, first: int = 0, costs: Sequence[
     """Builds a schedule by its name, with the costs of the plan, or else with those of the captured stages."""
     workers = parallel.workers if parallel.mode.is_cyclic else parallel.pp
     sizes = {"workers": workers, "microbatches": parallel.microbatches, "steps": steps, "first": first}
-    given: dict[str, Any] = {**sizes, **parallel.options}
-    if parallel.mode is DpMode.CYCLIC_ZERO:
-        given["form"] = "zero"
+    form = {} if parallel.mode.form is None else {"form": parallel.mode.form}
+    given: dict[str, Any] = {**sizes, **parallel.options, **form}
     rows = parallel.costs or costs
 
     def of_stages(schedule: Schedule) -> Sequence[StageCost] | None:
@@ -170,16 +167,6 @@ def stages_to_train(parallel: Parallel) -> int:
     """Returns the number of stages in the schedule of a plan. Refuses schedules that cannot train any model."""
     refuse_without_flush(parallel, flush=parallel.order is None or parallel.order.flush)
     return stages_of(parallel)
-
-
-BUILT = (DpMode.REPLICATED, DpMode.ZERO_1, DpMode.ZERO_2, DpMode.ZERO_3, DpMode.CYCLIC, DpMode.CYCLIC_ZERO)
-"""The modes that run."""
-
-
-def refuse_unbuilt(parallel: Parallel) -> None:
-    """Refuses a data-parallel mode that does not run yet."""
-    if parallel.mode not in BUILT:
-        raise MeshwrightError(f'dp_mode="{parallel.mode}" does not run yet', fix=f"one of {', '.join(BUILT)}")
 
 
 def refuse_without_flush(parallel: Parallel, *, flush: bool) -> None:

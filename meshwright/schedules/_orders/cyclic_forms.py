@@ -1,0 +1,93 @@
+"""Cyclic data parallelism with stages on their own workers: the order of the replicated form, on other placements.
+
+    mp   stage j of K has K - j + 1 workers, K (K + 1) / 2 in all; they take microbatches in turn, each holds one at a time
+    pp   stage j has one worker, which holds up to K - j + 1 microbatches: 1F1B without a flush, with up to two versions
+
+Microbatch m runs F of stage j (from 0) at time step 2m + j and B at 2m + 2K - 1 - j, as in the replicated form. A worker runs
+its actions in the order of these steps, and updates a stage right before the first forward that reads the new version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isqrt
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.action import Action, Op
+from meshwright.ir.placement import Placement
+from meshwright.ir.schedule import Schedule
+from meshwright.schedules._orders.cyclic_turns import Turn, even_turns
+
+Version = Callable[[int, int], int]
+"""Returns the version that a microbatch reads of a stage."""
+
+
+def placement_of(form: str, workers: int, microbatches: int, chunks: int | None) -> Placement:
+    """Returns where the stages of a form are. Raises if it cannot have so many workers, microbatches or stages."""
+    stages = workers if form == "pp" else (isqrt(8 * workers + 1) - 1) // 2
+    needed = stages if form == "pp" else stages * (stages + 1) // 2
+    if needed != workers:
+        raise MeshwrightError(
+            f"cyclic: form=mp has K (K + 1) / 2 workers for K stages, got {workers} workers",
+            fix=f"--workers {needed} for {stages} stages, or --workers {needed + stages + 1} for {stages + 1} stages",
+        )
+    if chunks not in (None, stages):
+        raise MeshwrightError(
+            f"cyclic: form={form} has {stages} stages on {workers} workers, got chunks={chunks}", fix=f"chunks={stages}"
+        )
+    if microbatches < stages:
+        raise MeshwrightError(
+            f"cyclic: form={form} needs at least one microbatch per stage: {stages} stages, got {microbatches} microbatches",
+            fix=f"--microbatches {stages}",
+        )
+    if form == "pp":
+        return Placement.line(stages)
+    first = [sum(stages - k for k in range(stage)) for stage in range(stages)]
+    return Placement((tuple(tuple((first[s] + k,) for k in range(stages - s)) for s in range(stages)),))
+
+
+def placed(
+    placement: Placement, *, microbatches: int, rounds: range, version: Version, turns: bool = False, name: str = "cyclic"
+) -> Schedule:
+    """Builds some rounds on any placement. With `turns`, workers wait for each other so that the steps above hold exactly."""
+    stages, mbs = placement.stages, range(rounds.start * microbatches, rounds.stop * microbatches)
+    steps = [(2 * mb + stage, Action(Op.F, stage, mb, version=version(mb, stage))) for mb in mbs for stage in range(stages)]
+    steps += [(2 * a.mb + 2 * stages - 1 - a.stage, a._replace(op=Op.B)) for _, a in steps]
+    lists: list[list[Action]] = [[] for _ in range(placement.workers)]
+    newest = {(worker, stage): rounds.start for worker, held in enumerate(placement.held) for _, stage in held}
+
+    def update(worker: int, stage: int, wanted: int) -> None:
+        for k in range(newest[worker, stage], wanted):
+            lists[worker].append(Action(Op.U, stage, version=k))
+            newest[worker, stage] = k + 1
+
+    for _, action in sorted(steps, key=lambda step: step[0]):
+        (worker,) = placement.team(0, action.stage, action.mb)
+        if action.op is Op.F:
+            update(worker, action.stage, action.version)
+        lists[worker].append(action)
+    for worker, stage in reversed(list(newest)):
+        update(worker, stage, rounds.stop)
+    edges = _between_workers(placement, even_turns(stages, range(len(mbs))), mbs.start, version) if turns else []
+    return Schedule(
+        name,
+        placement,
+        microbatches,
+        period=(),
+        prologue=tuple(map(tuple, lists)),
+        repeats=0,
+        turns=tuple(edges),
+        flush=False,
+        ring=True,
+        first=rounds.start,
+    )
+
+
+def _between_workers(placement: Placement, turns: Sequence[Turn], start: int, version: Version) -> list[Turn]:
+    """Returns the turns from one worker to another, counted from microbatch `start`; the order of a list is enough for others."""
+    found = []
+    for pair in turns:
+        writer, reader = (a._replace(mb=a.mb + start, version=version(a.mb + start, a.stage)) for a in pair)
+        if placement.team(0, writer.stage, writer.mb) != placement.team(0, reader.stage, reader.mb):
+            found.append((writer, reader))
+    return found
