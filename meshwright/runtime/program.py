@@ -90,6 +90,9 @@ class Program:
         for index, instruction in enumerate(self.instructions):
             if instruction.channel is None or instruction.sends:
                 continue
+            if instruction.channel.kind is Kind.PARAM:  # large, and placed a whole action before their use
+                after[index].append(instruction)
+                continue
             before, ahead = seen[instruction.channel], depth[instruction.channel]
             place = last_read.get(before[-ahead].slot, index) if len(before) >= ahead else -1
             # Messages of a channel arrive in its order, but may be read in another one.

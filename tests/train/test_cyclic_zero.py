@@ -85,8 +85,7 @@ def test_a_run_moves_between_modes_and_resumes_exactly(pool: Pool) -> None:
         for weights, previous in pool.run(resumed, before, after, ranks=2):
             equal(weights, wanted)
             assert previous == ["previous/blocks.0.linear.bias", "previous/blocks.0.linear.weight"]
-    one, other = {"dp": 2, "stages": cuts_of("mlp", 2)}, {"dp": 2, "dp_mode": "zero-1"}
-    for before, after in ((zero, one), (one, zero), (other, zero)):
+    for before, after in ((zero, {"dp": 2}), ({"dp": 2}, zero), ({"dp": 2, "dp_mode": "zero-1"}, zero)):
         first, second = pool.run(resumed, before, after, ranks=2)
         equal(first[0], second[0])
 
@@ -198,8 +197,7 @@ def test_memory_of_a_rank(transport: str, pool: Pool) -> None:
         assert len(found["after"]) == 2 * 4 * STEPS
         for op, stage, owned, kept in found["after"]:
             assert kept == (STAGE if op == Op.F and stage == 3 and not owned else 0), (op, stage)
-        print("peak", transport, found["peak"])
-        assert found["peak"] <= 6
+        assert found["peak"] <= 5, "its own stage in up to two versions, and one in use, one arriving, one leaving"
 
 
 def test_verify(workers: Workers) -> None:
