@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import torch.distributed as dist
 
-from meshwright.ir.action import Transfer
+from meshwright.ir.action import Kind, Transfer
 from meshwright.ir.analysis.reduction_groups import groups, holders
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.reduction_law import refuse_groups
@@ -121,12 +122,19 @@ def group_ranks(mesh: Mesh, schedule: Schedule) -> set[tuple[int, ...]]:
 
 
 def channels(mesh: Mesh, schedule: Schedule) -> tuple[Channel, ...]:
-    """Returns every channel of a run, in the same order on all ranks. Each coordinate has its own channels."""
+    """Returns every channel of a run, in the same order on all ranks. Each coordinate has its own channels.
+
+    If the workers of a stage change from round to round, sums take other ways in segments of other lengths. Then there are
+    channels for all of them.
+    """
     found = {
         (worker, entry.peer, entry.value.kind)
         for worker, entries in enumerate(schedule.lists)
         for entry in entries
         if isinstance(entry, Transfer) and entry.sends
     }
+    counts = {len(teams) for replica in schedule.placement.teams for teams in replica}
+    if schedule.ring and schedule.first and any(schedule.microbatches % count for count in counts):
+        found |= {(a, b, Kind.SUM) for workers in schedule.holders for a, b in permutations(workers, 2)}
     ends = [replace(mesh, rank=(mesh.workers * copy) * mesh.box + c) for copy in range(mesh.copies) for c in range(mesh.box)]
     return tuple(Channel(at.rank_of(a), at.rank_of(b), kind) for at in ends for a, b, kind in sorted(found))

@@ -26,6 +26,7 @@ from meshwright import (
 from meshwright.ir.action import Action, Kind, Op, Transfer, walk
 from meshwright.ir.analysis.effects import final, late_units, rings
 from meshwright.ir.placement import Placement
+from meshwright.runtime.mesh import Mesh, channels
 from meshwright.schedules._orders.cyclic_forms import placed
 from meshwright.train.data.own_microbatches import microbatches_of
 from meshwright.train.setup.build_schedule import lists_for
@@ -61,6 +62,18 @@ def test_all_forms_read_what_the_replicated_form_reads(form: str, n: int, option
         lowered = lower(found)
         assert check(lowered).ok
         assert schedule_from_json(schedule_to_json(lowered)) == lowered
+
+
+@pytest.mark.parametrize(("n", "microbatches"), [(3, 3), (3, 4), (4, 4)])
+def test_segments_of_all_lengths_use_the_channels_of_the_longest(n: int, microbatches: int) -> None:
+    for options in ({}, {"margin": 1, "stagger": "starts"}):
+        found = {
+            steps: lower(replace(built("mp", n, microbatches, steps=steps, first=1, **options), ties=((0, n - 1),)))
+            for steps in (16, 1, 2, 3, 5)
+        }
+        mesh = Mesh(n * (n + 1) // 2, 1, 0)
+        opened = set(channels(mesh, found[16]))
+        assert all(set(channels(mesh, segment)) <= opened for segment in found.values())
 
 
 def test_workers_of_a_stage_take_microbatches_in_turn() -> None:

@@ -215,7 +215,8 @@ class Parallel:
     def degrees(self) -> tuple[str, ...]:
         """The numbers whose product is `processes`, as text: pp or width, dp, and tp if ranks share a worker."""
         pipeline = f"width {'+'.join(map(str, self.width))}" if self.width else f"pp {self.pp}"
-        mode = "" if self.mode is DpMode.REPLICATED else f" ({self.mode})"
+        count = f", {self.workers} workers" if self.mode.form is not None else ""
+        mode = "" if self.mode is DpMode.REPLICATED else f" ({self.mode}{count})"
         return (*([] if self.mode.is_cyclic else [pipeline]), f"dp {self.dp}{mode}", *([f"tp {self.tp}"] if self.tp > 1 else []))
 
 
