@@ -29,11 +29,19 @@ class Route:
 
     def start(self, t: Tensor, wires: Wires) -> StartedCollective:
         """The moves forward; the first is under way when this returns."""
-        return _chain([move.start for move in self.moves], t, wires)
+        silent = next((k for k, move in enumerate(self.moves) if move.speaks), len(self.moves))
+        for move in self.moves[:silent]:
+            t = move.start(t, wires).wait()
+        return _chain([move.start for move in self.moves[silent:]], t, wires)
 
     def start_back(self, g: Tensor, wires: Wires) -> StartedCollective:
         """Their adjoints, the last first."""
         return _chain([move.start_back for move in reversed(self.moves)], g, wires)
+
+    @property
+    def silent(self) -> bool:
+        """Does it send nothing forward?"""
+        return not any(move.speaks for move in self.moves)
 
     @property
     def gathers(self) -> bool:

@@ -27,6 +27,7 @@ from meshwright.tensor.weave.whole_weights import WholeWeights, drop, refill
 from meshwright.tensor.wires.wires import StartedCollective
 
 _ANCHOR = torch.zeros((), requires_grad=True)
+_HELD = Tensor | StartedCollective
 
 
 class _Enter(Function):
@@ -71,6 +72,8 @@ class _Half:
     """Values that a gradient comes back to."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """The formats of values that were cast before they moved."""
+    moving: dict[str, Tensor] = field(default_factory=dict)
+    """What moves were started from."""
     at: int = 0
 
     def owe(self, name: str, gradient: Any) -> None:
@@ -137,7 +140,10 @@ class Weave:
             if self.dtype is not None and border.narrow and _learns(source):
                 half.dtypes[border.name] = source.dtype
                 source = source.to(self.dtype)
-            half.values[border.name] = border.route.start(source, self.wires)
+            half.values[border.name] = started = border.route.start(source, self.wires)
+            if border.route.silent:  # it may be a view of its source
+                half.values[border.name] = started.wait()
+            half.moving[border.name] = source
             if border.learns and border.source in half.learning:
                 half.learning.add(border.name)
 
@@ -178,7 +184,8 @@ class Weave:
         """Let go of what no later piece reads; gathered values can be gathered again."""
         gone = [(name, half.values.pop(name), half.pieces.borders.get(name)) for name in half.pieces.releases[at]]
         sources = {name: value for name, value, _ in gone}
-        kept = {v.untyped_storage().data_ptr() for v in half.values.values() if isinstance(v, Tensor)}  # views hand memory on
+        here = [v if isinstance(v, Tensor) else half.moving[n] for n, v in half.values.items() if isinstance(v, _HELD)]
+        kept = {value.untyped_storage().data_ptr() for value in here}  # views hand memory on
         for name, value, border in gone:
             if trail is None or self.keep or border is None or not border.route.gathers or name not in half.learning:
                 continue
