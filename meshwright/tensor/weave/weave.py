@@ -91,6 +91,12 @@ def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
+def _handed(value: Tensor, dropped: set[int]) -> Tensor:
+    """What a piece gives, as a value: with memory of its own if it is a view of what is given up."""
+    found = value.detach()
+    return found.clone() if found.untyped_storage().data_ptr() in dropped else found
+
+
 Rest = list[tuple[list[Job], int, int]]
 """What a split backward owes to its W: jobs of a piece of a half."""
 
@@ -155,11 +161,12 @@ class Weave:
         if begin is not None and at in half.pieces.begins:
             begin(half.pieces.begins[at])
         read, boxes = self._enter(half, piece, learning)
+        dropped = self._to_drop(half, piece) if learning and not self.keep else set()
         outputs = piece.body(*read, *self.weights.get(number, at))
         del read
         edges = [torch.autograd.graph.get_gradient_edge(v) if _learns(v) and v.requires_grad else None for v in outputs]
         for name, value, edge in zip(piece.writes, outputs, edges, strict=True):
-            half.values[name] = value.detach() if isinstance(value, Tensor) else value
+            half.values[name] = _handed(value, dropped) if isinstance(value, Tensor) else value
             if edge is not None:
                 half.learning.add(name)
         del outputs
@@ -179,6 +186,11 @@ class Weave:
             boxes.append(box)
             read.append(value if box is None else _enter(_ANCHOR, value, box))
         return read, boxes
+
+    def _to_drop(self, half: _Half, piece: Piece) -> set[int]:
+        """The memory of gathered values that a piece reads: it is given up after the last reader."""
+        borders = [half.pieces.borders[name] for name in piece.reads if name in half.pieces.borders and name in half.learning]
+        return {half.values[each.name].untyped_storage().data_ptr() for each in borders if each.route.gathers}
 
     def _leave(self, half: _Half, at: int, trail: _Trail | None) -> None:
         """Let go of what no later piece reads; gathered values can be gathered again."""
