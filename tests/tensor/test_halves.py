@@ -63,7 +63,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", BY_ROW)
-@pytest.mark.parametrize("asked", [line(2), box(2, 2, 1), grid(2)], ids=str)
+@pytest.mark.parametrize("asked", [line(2), *(pytest.param(m, marks=pytest.mark.slow) for m in (box(2, 2, 1), grid(2)))], ids=str)
 def test_operations_along_other_dimensions_run_as_halves(asked: Request, name: str) -> None:
     torch.manual_seed(0)
     ref = reference(Rows(BY_ROW[name]), batch())

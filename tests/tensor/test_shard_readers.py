@@ -35,6 +35,7 @@ from tests.support.sharded import (
 from tests.support.woven import woven_pass
 
 BOUND = 1e-12
+SLOW = pytest.mark.slow
 MODES = [line(2), line(2, sequence=True), box(2, 2, 1), box(1, 2, 2), grid(2)]
 
 
@@ -90,7 +91,7 @@ def test_a_penalty_reads_every_weight_once_more(asked: Request) -> None:
     woven(ref, asked, save=Save.GATHERED)
 
 
-@pytest.mark.parametrize("replicate", [["head"], ["table"], ["table", "head"]], ids=str)
+@pytest.mark.parametrize("replicate", [["head"], ["table"], pytest.param(["table", "head"], marks=SLOW)], ids=str)
 @pytest.mark.parametrize("asked", MODES, ids=str)
 def test_a_tied_weight_of_which_one_module_is_replicated(asked: Request, replicate: list[str]) -> None:
     ref = built(lambda: Words(body(), tied=True), tokens())
@@ -119,16 +120,14 @@ def test_adapters_of_a_rank_that_does_not_divide_stay_whole(asked: Request) -> N
     assert any(each.startswith(f"whole on every rank: {small_one}.weight [3, 32]") for each in shard_report(found.settled))
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("rank", [1, 4, 5, 6])
 @pytest.mark.parametrize("asked", [*MODES, box(2, 2, 2)], ids=str)
 def test_adapters_of_many_ranks(asked: Request, rank: int) -> None:
     woven(built(lambda: adapted(rank), text()), asked)
 
 
-@pytest.mark.parametrize(
-    "asked", [line(2, sequence=True), box(1, 2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in MODES)], ids=str
-)
+@pytest.mark.parametrize("asked", [line(2, sequence=True), box(1, 2, 2), *(pytest.param(m, marks=SLOW) for m in MODES)], ids=str)
 def test_adapters_with_a_norm_of_the_weight(asked: Request) -> None:
     """DoRA reads the frozen weight as a product and for its norm, which gets no gradient."""
     woven(built(lambda: adapted(4, use_dora=True), text()), asked)
@@ -159,9 +158,9 @@ class Attends(nn.Module):
     "more",
     [
         {"batch_first": True},
-        {},
-        {"batch_first": True, "across": True},
-        {"batch_first": True, "across": True, "kdim": 8, "vdim": 8},
+        pytest.param({}, marks=SLOW),
+        pytest.param({"batch_first": True, "across": True}, marks=SLOW),
+        pytest.param({"batch_first": True, "across": True, "kdim": 8, "vdim": 8}, marks=SLOW),
     ],
     ids=str,
 )
@@ -187,7 +186,7 @@ class OneNumber(nn.Module):
         return functional.mse_loss(y.squeeze(-1) if self.how == "squeeze" else y.view(-1), labels)
 
 
-@pytest.mark.parametrize("how", ["squeeze", "view", "column"])
+@pytest.mark.parametrize("how", ["squeeze", pytest.param("view", marks=SLOW), pytest.param("column", marks=SLOW)])
 @pytest.mark.parametrize("asked", [*MODES, line(4)], ids=str)
 def test_heads_of_one_output(asked: Request, how: str) -> None:
     random = torch.Generator().manual_seed(0)
@@ -204,7 +203,9 @@ class Bags(nn.Module):
         return functional.cross_entropy(self.head(self.up(self.bag(ids)).relu()), labels)
 
 
-@pytest.mark.parametrize(("ids", "mode"), [(1, "sum"), (1, "mean"), (9, "max"), (9, "mean")])
+@pytest.mark.parametrize(
+    ("ids", "mode"), [(1, "sum"), *(pytest.param(*each, marks=SLOW) for each in ((1, "mean"), (9, "max"), (9, "mean")))]
+)
 @pytest.mark.parametrize("asked", MODES, ids=str)
 def test_bags_of_embeddings(asked: Request, ids: int, mode: str) -> None:
     """A table of one row cannot be cut, and is whole on every rank, as those of all bags."""
