@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from meshwright.capture.shard import woven_chain
 from meshwright.capture.shard.layouts.parts import cut_parameters
 from meshwright.capture.shard.row_halves import zero_where_nothing_counts
 from meshwright.capture.shard.settle import Settled
-from meshwright.capture.shard.sharded import ShardPlan, open_plan
+from meshwright.capture.shard.sharded import open_plan
 from meshwright.capture.shard.woven_layer import WovenLayer
 from meshwright.costs import modes
 from meshwright.costs.declared import Phase, ProductShape, Role, declared
@@ -47,37 +46,9 @@ from tests.support.sharded import (
     tesseract,
     text,
 )
+from tests.support.woven import woven_pass
 
 BOUND = 1e-12
-
-
-def woven_pass(ref: Reference, plan: ShardPlan, *, split: bool = False, chained: bool = True) -> Pass:
-    """All layers as one chain, or one after another; with `split` weight gradients come after all others."""
-
-    def work(model: nn.Module, wires: Wires) -> Tensor:
-        layers = open_plan(model, plan, wires)
-        rest: list[Any] = []
-        for layer in layers:
-            layer.train()
-            layer.deferred_slot.rest = rest if split else None
-        if chained:
-            values = WovenLayer.chained(layers)((), ref.batch)
-        else:
-            values, again = (), dict[int, Any]()
-            for layer in layers:
-                values = layer(*values, made_again=again, **{name: ref.batch[name] for name in layer.batch_columns})
-        values[0].backward()
-        assert bool(rest) == split
-        roles = {role: {p.weight for p in plan.settled.products if p.role == role} for role in ("expand", "contract", "table")}
-        weights = (roles["expand"] | roles["contract"]) - roles["table"]
-        early = [name for name, p in model.named_parameters() if name in weights and p.grad is not None]
-        assert bool(early) != split, "weight gradients of products come in W, or in B"
-        for job, targets in rest:
-            assert not targets and not job()
-        assert not wires.log.differences()
-        return values[0].detach()
-
-    return work
 
 
 def check(outcome: Outcome) -> None:

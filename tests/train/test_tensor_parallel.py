@@ -15,6 +15,7 @@ from torch.nn import functional
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel, plan_from_json, plan_to_json
 from meshwright.costs.declared import Phase
+from meshwright.costs.planned import planned_grid
 from meshwright.runtime.launch.workers import Workers
 from meshwright.tensor.wires.wires import TransferLog
 from meshwright.train.models import small_models
@@ -139,10 +140,18 @@ def test_every_mode_under_every_kind_of_pipeline(pool: Pool, mode: dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
-    [{"tp": 8}, {"box": (2, 2, 2)}, {"tp": 8, "tensor": "tesseract", "depth": 2}, {"tp": 8, "sequence": True}],
+    [
+        {"tp": 8},
+        {"tp": 8, "sequence": True},
+        {"tp": 4, "tensor": "grid", "dp": 2},
+        {"tp": 8, "tensor": "tesseract", "depth": 2},
+        {"box": (2, 2, 2)},
+        {"box": (2, 4, 1)},
+    ],
     ids=str,
 )
 def test_eight_ranks(pool: Pool, mode: dict[str, Any]) -> None:
+    """8 is no square: the grid runs with two data-parallel copies."""
     verified(pool, GPT2, **mode, microbatches=1)
 
 
@@ -163,6 +172,12 @@ def test_transports_that_block_in_order(pool: Pool, mode: dict[str, Any]) -> Non
         ({"tp": 2, "save": "all"}, "save must be one of shards, gathered"),
         ({"tp": 2, "overlap": 1}, "overlap must be True or False"),
         ({"tp": 2, "replicate": "lm_head"}, "replicate must list modules by name"),
+        ({"tensor": "grid"}, "tensor='grid' shares the tensors of a worker between ranks, but tp is 1"),
+        ({"tp": 1, "tensor": "tesseract"}, "tensor='tesseract' shares the tensors of a worker between ranks, but tp is 1"),
+        ({"tp": 1, "depth": 2}, "depth=2 is that of a tesseract, but tp is 1"),
+        ({"sequence": True}, "sequence=True belongs to ranks that share tensors, but the plan has no tp"),
+        ({"overlap": True, "save": "gathered"}, "overlap=True, save='gathered' belongs to ranks"),
+        ({"pp": 2, "replicate": ["lm_head"]}, "replicate=.'lm_head'. belongs to ranks that share tensors"),
     ],
 )
 def test_plans_that_contradict_themselves(plan: dict[str, Any], words: str) -> None:
@@ -175,6 +190,13 @@ def test_a_box_sets_its_ranks_and_travels_in_files() -> None:
     assert (plan.tp, plan.tensor, plan.processes) == (4, "box", 24)
     assert plan_from_json(plan_to_json(plan)) == plan
     assert "tp" not in plan_to_json(Parallel(pp=2)), "a plan without a box is written as before"
+
+
+def test_one_rank_that_is_asked_for_shares_nothing() -> None:
+    """Scripts may vary tp down to 1: these keys then change nothing, and neither does a box of one rank."""
+    plan = Parallel(tp=1, tensor="line", sequence=True, overlap=True, save="gathered", replicate=["lm_head"])
+    assert plan.processes == 1 and planned_grid(plan) is None
+    assert planned_grid(Parallel(box=(1, 1, 1))) is None
 
 
 def undeclared(case: Case, run: PreparedRun) -> RankTrace:
@@ -242,6 +264,45 @@ class Counts(Heads):
 def test_buffers_that_a_forward_writes_are_refused() -> None:
     with pytest.raises(MeshwrightError, match="writes into count: no tensor mode keeps that yet"):
         mw.verify(Counts, numbers, {"tp": 2}, steps=1)
+
+
+class Normed(Heads):
+    """A norm over the batch: its statistics and its counter are buffers that the forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(self.norm(x), labels)
+
+
+def counted(plan: dict[str, Any], steps: int, state: Any = None) -> tuple[list[float], Any]:
+    """On a rank: losses of an own loop, and the state at the end."""
+    torch.manual_seed(0)
+    with mw.parallelize(Normed().double(), wide(0), plan, optimizer=sgd) as session:
+        if state is not None:
+            session.load_state_dict(state)
+        losses = [session.step(wide(step)).loss for step in range(steps)]
+        return losses, session.state_dict()
+
+
+def wide(step: int) -> dict[str, Tensor]:
+    found = numbers(step)
+    return {**found, "x": found["x"].double()}
+
+
+def test_counters_of_norms_are_saved_and_loaded_as_in_one_process(pool: Pool) -> None:
+    [(_, wanted)] = pool.run(counted, {"microbatches": 2}, 3, ranks=1)
+    for plan, ranks in (({"tp": 2, "microbatches": 2}, 2), ({"box": (2, 2, 1), "microbatches": 2}, 4)):
+        found = pool.run(counted, plan, 3, ranks=ranks)
+        tensors = found[0][1]["tensors"]
+        assert set(tensors) == set(wanted["tensors"])
+        assert int(tensors["buffer/norm.num_batches_tracked"]) == 6
+        for name, tensor in wanted["tensors"].items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-9, atol=1e-12)
+        [(_, again)] = pool.run(counted, {"microbatches": 2}, 1, found[0][1], ranks=1)
+        assert int(again["tensors"]["buffer/norm.num_batches_tracked"]) == 8
 
 
 class ByFrequency(nn.Module):

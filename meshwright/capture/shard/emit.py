@@ -29,6 +29,7 @@ class LocalBuilder(GraphBuilder):
         super().__init__(settled.line, states, device)
         self.settled, self.wires = settled, wires
         self.values: dict[str, fx.Node] = {}
+        self.moved: frozenset[str] = frozenset()
         nodes = [node for node in self.line.flat.nodes if node.kind is NodeKind.STATE and node.target in states.parameters]
         self.parameters = {states.first[states.parameters[node.target]]: node for node in nodes}
 
@@ -48,6 +49,10 @@ class LocalBuilder(GraphBuilder):
             return self.values[name]
         self.read((Ref(name),))
         return self.made[name]
+
+    def state(self, argument: Any) -> nn.Parameter | None:
+        """Return the parameter that a reference points to; None if the node reads a moved one."""
+        return None if isinstance(argument, Ref) and argument.name in self.moved else super().state(argument)
 
     def run(self, step: Step) -> None:
         """One more step."""
@@ -89,7 +94,9 @@ class LocalBuilder(GraphBuilder):
         assert step.node is not None
         before = dict(self.made)
         self.made |= {name: self.value_of(given.name) for name, given in step.kwargs}
+        self.moved = frozenset(name for name, _ in step.kwargs if self.made[name].op != "get_attr")
         self.add(step.node)
+        self.moved = frozenset()
         self.values[step.name] = self.made[step.node.name]
         self.made = before | {step.node.name: self.made[step.node.name]}
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.capture.shard.layouts.bound_arguments import bound
 from meshwright.capture.shard.layouts.steps import StepKind
 from meshwright.capture.shard.layouts.walk_task import operation
+from meshwright.capture.shard.rules.rule_along import BY_DIM
 from meshwright.capture.shard.rules.rule_elements import ELEMENTS
 from meshwright.capture.shard.settle import LocalProgram, Settled
 from meshwright.capture.trace.graph import Node, Ref, refs
@@ -26,6 +28,7 @@ MEAN, SUM = 1, 2
 _RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 _FREE = ("permute", "transpose", "t", "numpy_T", "T", "mT", "swapaxes", "expand", "expand_as", "dropout", "stack")
 _BY_ROW = ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "embedding", "conv1d", "conv2d", "conv3d")
+_KNOWN = frozenset((*BY_DIM, "gather"))
 _DIM = {
     **dict.fromkeys(("slice", "narrow", "select", "cumsum", "cat", "unbind"), (1, 0)),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), (2, 0)),
@@ -96,8 +99,11 @@ def whole_reads(settled: Settled, node: Node) -> list[str]:
     return [name for name in node.reads if name in settled.sizes.shapes]
 
 
-def _mixed(node: Node, why: str = "rows are mixed") -> MeshwrightError:
+def _mixed(node: Node, why: str = "") -> MeshwrightError:
     where = node.path or "the model"
+    name = operation(node).removeprefix("aten.")
+    known = name in (*_RESHAPES, *_FREE, *_BY_ROW, *_DIM, *_KNOWN, *_LOSSES, *_ELEMENT_LOSSES) or f"aten.{name}" in ELEMENTS
+    why = why or ("rows are mixed" if known else "nothing says that it works on each row by itself")
     return MeshwrightError(
         f"overlap=True runs a microbatch as two halves, and {node.target} in {where} may give another result then: {why}",
         fix="overlap=False",
@@ -144,8 +150,14 @@ def _by_row(settled: Settled, node: Node) -> bool:
         dim, source = _argument(node, place, "dim", default), carrying[0]
         same = shapes.get(node.name) == shapes[source] and name in ("slice", "narrow")  # all of it
         return same or (isinstance(dim, int) and all(dim % len(shapes[each]) != grows[each] for each in carrying))
+    if name in BY_DIM:
+        return _along_others(settled, node)
     if node.name not in grows:
         return False
+    if name == "gather":  # a row of the result reads its own row of both
+        dim, rank = _argument(node, 1, "dim", 0), len(shapes[node.name])
+        tensors = whole_reads(settled, node)
+        return isinstance(dim, int) and all(grows.get(each) == grows[node.name] != dim % rank for each in tensors)
     at, rank = grows[node.name], len(shapes[node.name])
     if f"aten.{name}" in ELEMENTS:
         return all(len(shapes[each]) - grows[each] == rank - at for each in carrying)
@@ -158,6 +170,16 @@ def _by_row(settled: Settled, node: Node) -> bool:
     if name in ("mean", "sum", "amax", "amin"):
         return True  # over other dimensions: its result has rows
     return name in (*_FREE, *_BY_ROW, *_LOSSES, *_ELEMENT_LOSSES)
+
+
+def _along_others(settled: Settled, node: Node) -> bool:
+    """Does an operation along dimensions leave the one with rows alone?"""
+    given, [source, *others] = bound(node), whole_reads(settled, node)
+    dims = given.get("dim", given.get("dims", given.get("dimension")))
+    dims = dims if isinstance(dims, list | tuple) else [dims]
+    if others or not dims or not all(isinstance(dim, int) for dim in dims):
+        return False
+    return settled.sizes.grows[source] not in [dim % len(settled.sizes.shapes[source]) for dim in dims]
 
 
 def _other_number(whole: Settled, half: Settled, node: Node) -> bool:

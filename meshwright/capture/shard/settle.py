@@ -16,6 +16,7 @@ from itertools import pairwise
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.shard.layouts.dry_steps import DryRun
 from meshwright.capture.shard.layouts.layout import Layout, local_shape, whole
+from meshwright.capture.shard.layouts.learning_values import learning_values
 from meshwright.capture.shard.layouts.refusals import MisfitError, SharedParameterError, indivisible, no_rule
 from meshwright.capture.shard.layouts.sizes import Sizes, example_sizes
 from meshwright.capture.shard.layouts.steps import ExtraMove, ParameterCut, Product, Step, StepKind
@@ -77,17 +78,20 @@ class Settled:
 
     @cached_property
     def _leading(self) -> list[set[str]]:
-        """For each program the steps that lead to the loss."""
+        """For each program the steps that lead to the loss by steps that a gradient passes."""
         found: list[set[str]] = []
         wanted = set(self.programs[-1].results[:1])
         for number in range(len(self.programs) - 1, -1, -1):
-            program = self.programs[number]
-            steps = _needed(program.steps, tuple(wanted))
-            read = wanted | {local.name for step in steps for local in locals_in((step.args, step.kwargs))}
-            found.insert(0, {step.name for step in steps})
+            program, here = self.programs[number], set[str]()
+            for step in reversed(program.steps):
+                tuples = {f"tuple {step.node.name}"} if step.node is not None else set()
+                if step.learns and not wanted.isdisjoint({step.name} | tuples):
+                    here.add(step.name)
+                    wanted |= _read_by(step)
+            found.insert(0, here)
             if number:
                 pairs = zip(self.programs[number - 1].results, program.given, strict=True)
-                wanted = {result for result, given in pairs if given in read}
+                wanted = {result for result, given in pairs if given in wanted}
         return found
 
     def sums(self) -> list[SentWords]:
@@ -144,7 +148,7 @@ def settle(
             users.setdefault(name, []).append(node)
     light = _light(line, sizes, scheme, grid, values, places, replicate)
     kept = {name: tuple(nodes) for name, nodes in users.items()}
-    learning = _learning(line, {name for name, first in ties.items() if first not in frozen})
+    learning = learning_values(line, {name for name, first in ties.items() if first not in frozen})
     task = Task(line, sizes, scheme, grid, ties, tuple(replicate), RULES, PUSHES, light, kept, learning, values, WHOLE)
     while True:
         try:
@@ -213,42 +217,17 @@ def _needed(steps: Sequence[Step], results: Sequence[str]) -> tuple[Step, ...]:
     """Steps that a result depends on."""
     wanted, found = set(results), []
     for step in reversed(steps):
-        if step.name in wanted or (step.kind is StepKind.NATIVE and step.node is not None and step.node.changes):
+        native = step.node if step.kind is StepKind.NATIVE else None
+        if step.name in wanted or (native is not None and (native.changes or f"tuple {native.name}" in wanted)):
             found.append(step)
-            wanted |= {local.name for local in locals_in((step.args, step.kwargs))}
-            if step.node is not None:
-                wanted |= {f"tuple {name}" for name in step.node.reads}
-        elif step.kind is StepKind.NATIVE and step.node is not None and f"tuple {step.node.name}" in wanted:
-            found.append(step)
-            wanted |= {local.name for local in locals_in((step.args, step.kwargs))}
+            wanted |= _read_by(step)
     return tuple(reversed(found))
 
 
-def _learning(line: Line, trained: Collection[str]) -> frozenset[str]:
-    """Values that a gradient comes back to: they depend on a parameter that needs one."""
-    found: set[str] = set()
-    for node in line.flat.nodes:
-        if node.kind is NodeKind.STATE and node.target in trained:
-            found.add(node.name)
-        elif node.kind is NodeKind.CALL and not _stops(node) and any(name in found for name in node.reads):
-            found |= {node.name} if node.size is None or node.size.learns else set()
-    return frozenset(found)
-
-
-def _stops(node: Node) -> bool:
-    """Does no gradient pass through an operation?"""
-    if operation(node) == "higher_order.wrap_with_set_grad_enabled":
-        return node.args[0] is False
-    return operation(node) in _STOPS
-
-
-_STOPS = tuple(
-    f"aten.{name}"
-    for name in (
-        *("detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "sym_size", "sym_numel"),
-        *("new_zeros", "new_ones", "new_full", "new_empty"),
-    )
-)
+def _read_by(step: Step) -> set[str]:
+    """The steps, and by another name the nodes with several results, that a step reads."""
+    tuples = {f"tuple {name}" for name in step.node.reads} if step.node is not None else set()
+    return {local.name for local in locals_in((step.args, step.kwargs))} | tuples
 
 
 def _fitting(scheme: Scheme, grid: Grid, rows: int) -> Scheme:

@@ -49,9 +49,36 @@ def checked_tensor(given: Mapping[str, Any], width: tuple[int, ...]) -> CheckedT
         raise MeshwrightError(f'box {box} is the shape of tensor="box", not of tensor={mode!r}', fix='tensor="box"')
     if box and tp != prod(box):
         raise MeshwrightError(f"box {box} has {prod(box)} ranks, tp is {tp}", fix=f"tp={prod(box)}, or leave tp out")
+    _refuse_one_rank(given, tp, mode, box)
     if tp > 1 and width:
         raise MeshwrightError(f"width {width} and tp {tp} cannot be combined", fix="one worker for each stage, or tp=1")
     return CheckedTensor(tp, mode, box, _names(given["replicate"]))
+
+
+def _refuse_one_rank(given: Mapping[str, Any], tp: int, mode: str, box: tuple[int, ...]) -> None:
+    """Raises if one rank is asked to share tensors.
+
+    With `tp=1` in the plan, `sequence`, `overlap`, `save` and `replicate` change nothing, and the box (1, 1, 1) is one rank.
+    """
+    if tp > 1:
+        return
+    if mode != "line" and not box:
+        raise MeshwrightError(
+            f"tensor={mode!r} shares the tensors of a worker between ranks, but tp is 1", fix="tp=4, or leave tensor out"
+        )
+    if given["depth"] != 1:
+        raise MeshwrightError(
+            f"depth={given['depth']} is that of a tesseract, but tp is 1",
+            fix=f'tp={4 * given["depth"]}, tensor="tesseract", or leave depth out',
+        )
+    used = {"sequence": given["sequence"], "overlap": given["overlap"], "replicate": bool(given["replicate"])}
+    used["save"] = given["save"] != SAVES[0]
+    if isinstance(given["tp"], Unsaid) and not box and (names := [name for name, on in used.items() if on]):
+        shown_as = ", ".join(f"{name}={given[name]!r}" for name in names)
+        raise MeshwrightError(
+            f"{shown_as} belongs to ranks that share tensors, but the plan has no tp",
+            fix=f"tp=2, or leave {' and '.join(names)} out",
+        )
 
 
 def _refuse_count(name: str, count: object) -> None:

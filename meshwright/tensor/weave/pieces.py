@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from meshwright.errors import MeshwrightError
 from meshwright.tensor.local_ops import product
 from meshwright.tensor.moves import Move, Moved, MoveKind
 from meshwright.tensor.weave.split_product import JobSlot, SplitProduct
@@ -30,11 +29,19 @@ class Route:
 
     def start(self, t: Tensor, wires: Wires) -> StartedCollective:
         """The moves forward; the first is under way when this returns."""
-        return _chain([move.start for move in self.moves], t, wires)
+        silent = next((k for k, move in enumerate(self.moves) if move.speaks), len(self.moves))
+        for move in self.moves[:silent]:
+            t = move.start(t, wires).wait()
+        return _chain([move.start for move in self.moves[silent:]], t, wires)
 
     def start_back(self, g: Tensor, wires: Wires) -> StartedCollective:
         """Their adjoints, the last first."""
         return _chain([move.start_back for move in reversed(self.moves)], g, wires)
+
+    @property
+    def silent(self) -> bool:
+        """Does it send nothing forward?"""
+        return not any(move.speaks for move in self.moves)
 
     @property
     def gathers(self) -> bool:
@@ -51,9 +58,14 @@ def _chain(starts: list[Any], t: Tensor, wires: Wires) -> StartedCollective:
         found = pending.wait()
         for start in starts[1:]:
             found = start(found, wires).wait()
-        return found
+        return _apart(found)
 
     return StartedCollective(result)
+
+
+def _apart(t: Tensor) -> Tensor:
+    """A tensor with memory of its own: a part of what was gathered on the way does not keep all of it."""
+    return t.clone() if t.untyped_storage().nbytes() > t.numel() * t.element_size() else t
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +160,7 @@ class _Cutter:
             if moved is not None and moved.weight:
                 self._weigh(node, moved)
             elif moved is not None and self._is_border(moved):
-                self._cross(node, moved)
+                self._cross(node, moved, current)
             else:
                 current = self._place(node, current)
         self.count = current + 1
@@ -172,27 +184,32 @@ class _Cutter:
             found = getattr(found, part)
         self.weights[node] = MovedWeight(found, Route((moved.move,)), _only_products(node))
 
-    def _cross(self, node: fx.Node, moved: Moved) -> None:
+    def _cross(self, node: fx.Node, moved: Moved, current: int) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        if source.op == "get_attr":
-            raise MeshwrightError(
-                f"{source.target} is read in two ways that cut it differently, in different layers: no tensor mode runs that yet",
-                fix="replicate=[...] with the modules that read it",
-            )
-        if source in self.routes and len(source.users) == 1:
+        if source.op == "get_attr":  # a parameter whose readers cut it differently: a piece hands it on
+            source = self._handed_on(node, source, current)
+        elif source in self.routes and len(source.users) == 1 and not self._sums_before(source, moved.move):
             before, moves, learns = self.routes.pop(source)
             self.routes[node] = before, (*moves, moved.move), learns
             self.launch[node] = self.launch[source]
             return
-        if source in self.routes:  # read by others too: a piece of its own hands it on
-            with self.graph.inserting_before(node):
-                alias = self.graph.call_function(_same, (source,))
-            node.args = (alias,)
-            self.at[alias] = self.launch[source] + 1
-            source = alias
+        elif source in self.routes:  # read by others too, or gathered again from here: a piece of its own hands it on
+            source = self._handed_on(node, source, self.launch[source] + 1)
         self.routes[node] = source, (moved.move,), moved.learns
         self.launch[node] = self.at.get(source, -1)
+
+    def _sums_before(self, source: fx.Node, move: Move) -> bool:
+        """Does a gather come after a sum? Only the gather is repeated where shards are kept."""
+        return move.kind is MoveKind.GATHER and any(m.kind in (MoveKind.SCATTER, MoveKind.TOTAL) for m in self.routes[source][1])
+
+    def _handed_on(self, node: fx.Node, source: fx.Node, piece: int) -> fx.Node:
+        """A view of what a move reads, made in a piece."""
+        with self.graph.inserting_before(node):
+            alias = self.graph.call_function(_same, (source,))
+        node.args = (alias,)
+        self.at[alias] = piece
+        return alias
 
     def _place(self, node: fx.Node, current: int) -> int:
         sources = node.all_input_nodes

@@ -62,7 +62,7 @@ class _Product(Function):
             cast = rows.to(dtype)
             return torch.mm(cast.t(), grads) if transposed else torch.mm(grads.t(), cast)
 
-        if slot.rest is None:
+        if slot.rest is None or not weight.is_leaf:  # a weight that was moved as a value takes its gradient back as one
             return gx, job().to(weight.dtype), None, None, None
         slot.rest.append((job, weight))
         return gx, None, None, None, None

@@ -27,6 +27,7 @@ from meshwright.tensor.weave.whole_weights import WholeWeights, drop, refill
 from meshwright.tensor.wires.wires import StartedCollective
 
 _ANCHOR = torch.zeros((), requires_grad=True)
+_HELD = Tensor | StartedCollective
 
 
 class _Enter(Function):
@@ -71,6 +72,8 @@ class _Half:
     """Values that a gradient comes back to."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """The formats of values that were cast before they moved."""
+    moving: dict[str, Tensor] = field(default_factory=dict)
+    """What moves were started from."""
     at: int = 0
 
     def owe(self, name: str, gradient: Any) -> None:
@@ -86,6 +89,12 @@ def _there(value: Any) -> Any:
 
 def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _handed(value: Tensor, dropped: set[int]) -> Tensor:
+    """What a piece gives, as a value: with memory of its own if it is a view of what is given up."""
+    found = value.detach()
+    return found.clone() if found.untyped_storage().data_ptr() in dropped else found
 
 
 Rest = list[tuple[list[Job], int, int]]
@@ -137,7 +146,10 @@ class Weave:
             if self.dtype is not None and border.narrow and _learns(source):
                 half.dtypes[border.name] = source.dtype
                 source = source.to(self.dtype)
-            half.values[border.name] = border.route.start(source, self.wires)
+            half.values[border.name] = started = border.route.start(source, self.wires)
+            if border.route.silent:  # it may be a view of its source
+                half.values[border.name] = started.wait()
+            half.moving[border.name] = source
             if border.learns and border.source in half.learning:
                 half.learning.add(border.name)
 
@@ -149,11 +161,12 @@ class Weave:
         if begin is not None and at in half.pieces.begins:
             begin(half.pieces.begins[at])
         read, boxes = self._enter(half, piece, learning)
+        dropped = self._to_drop(half, piece) if learning and not self.keep else set()
         outputs = piece.body(*read, *self.weights.get(number, at))
         del read
         edges = [torch.autograd.graph.get_gradient_edge(v) if _learns(v) and v.requires_grad else None for v in outputs]
         for name, value, edge in zip(piece.writes, outputs, edges, strict=True):
-            half.values[name] = value.detach() if isinstance(value, Tensor) else value
+            half.values[name] = _handed(value, dropped) if isinstance(value, Tensor) else value
             if edge is not None:
                 half.learning.add(name)
         del outputs
@@ -174,11 +187,17 @@ class Weave:
             read.append(value if box is None else _enter(_ANCHOR, value, box))
         return read, boxes
 
+    def _to_drop(self, half: _Half, piece: Piece) -> set[int]:
+        """The memory of gathered values that a piece reads: it is given up after the last reader."""
+        borders = [half.pieces.borders[name] for name in piece.reads if name in half.pieces.borders and name in half.learning]
+        return {half.values[each.name].untyped_storage().data_ptr() for each in borders if each.route.gathers}
+
     def _leave(self, half: _Half, at: int, trail: _Trail | None) -> None:
         """Let go of what no later piece reads; gathered values can be gathered again."""
         gone = [(name, half.values.pop(name), half.pieces.borders.get(name)) for name in half.pieces.releases[at]]
         sources = {name: value for name, value, _ in gone}
-        kept = {v.untyped_storage().data_ptr() for v in half.values.values() if isinstance(v, Tensor)}  # views hand memory on
+        here = [v if isinstance(v, Tensor) else half.moving[n] for n, v in half.values.items() if isinstance(v, _HELD)]
+        kept = {value.untyped_storage().data_ptr() for value in here}  # views hand memory on
         for name, value, border in gone:
             if trail is None or self.keep or border is None or not border.route.gathers or name not in half.learning:
                 continue

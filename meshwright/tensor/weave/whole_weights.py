@@ -28,8 +28,9 @@ def drop(t: Tensor) -> None:
 
 @torch.no_grad()
 def refill(t: Tensor, value: Tensor) -> None:
-    """Give a tensor its memory and its value again."""
-    t.untyped_storage().resize_(t.numel() * t.element_size())
+    """Give a tensor its memory and its value again; it may be a part of its memory."""
+    last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
+    t.untyped_storage().resize_(int(t.storage_offset() + last + 1) * t.element_size())
     t.data.copy_(value)
 
 

@@ -127,6 +127,7 @@ def relaid(
         relay.found.append(("total", Move(MoveKind.TOTAL, grid.wide(left), shape, shape), ()))
     for dim, real in relay.crops.items():
         relay.found.append(("aten.narrow.default", None, (dim, 0, real)))
+        relay.found.append(("aten.clone.default", None, ()))  # what it is a part of can be dropped
         shape = (*shape[:dim], real, *shape[dim + 1 :])
     if copied := missing - gathered:
         relay.found.append(("copy", Move(MoveKind.COPY, grid.wide(copied), shape, shape), ()))

@@ -240,7 +240,8 @@ class ShardWalk:
             self.here[node.name], self.layouts[node.name] = made.step, made.layout
 
     def _made(self, node: Node) -> Made | None:
-        if any(node.path == part or node.path.startswith(f"{part}.") for part in self.task.replicate):
+        replicated = any(node.path == part or node.path.startswith(f"{part}.") for part in self.task.replicate)
+        if replicated or node.changes:  # what changes a buffer (statistics and counters of norms) writes into the buffer itself
             return self.native(node)
         made, problem = self._ruled(node)
         if made is not None or node.name in self.pieces:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from meshwright.capture.shard.layouts.walk import ShardWalk
 from meshwright.capture.shard.layouts.walk_task import operation
 from meshwright.capture.shard.rules.rule_elements import ELEMENTS
-from meshwright.capture.trace.graph import NodeKind, Ref
+from meshwright.capture.trace.graph import Node, NodeKind, Ref
 
 _THROUGH = (
     *ELEMENTS,
     *("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.permute", "aten.transpose"),
     *("aten.layer_norm", "aten.rms_norm", "aten.dropout"),
+)
+_REARRANGED = tuple(
+    f"aten.{name}" for name in ("select", "unbind", "contiguous", "clone", "permute", "transpose", "unsqueeze", "squeeze")
 )
 _PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
 
@@ -40,3 +43,31 @@ def ends(walk: ShardWalk, name: str) -> bool:
             seen.add(user.name)
             todo.append(user.name)
     return True
+
+
+def taken_apart(walk: ShardWalk, name: str, dim: int) -> bool:
+    """Do all readers of a value take single places of a dimension, as q, k and v are taken from (3, features)?"""
+    shape, users = walk.shape(name), walk.task.users.get(name, ())
+    return shape[dim] > 1 and bool(users) and all(_takes_apart(walk, user, shape, dim) for user in users)
+
+
+def _takes_apart(walk: ShardWalk, user: Node, shape: tuple[int, ...], dim: int) -> bool:
+    kind, count = operation(user), len(shape)
+    if kind not in _REARRANGED:
+        return False
+    args = walk.plain(user.args[1:])
+    if kind in ("aten.select", "aten.unbind"):
+        return (args[0] if args else 0) % count == dim
+    if kind in ("aten.contiguous", "aten.clone"):
+        return taken_apart(walk, user.name, dim)
+    if kind == "aten.permute":
+        return taken_apart(walk, user.name, [k % count for k in args[0]].index(dim))
+    if kind == "aten.transpose":
+        pair = [k % count for k in args[:2]]
+        return taken_apart(walk, user.name, pair[1 - pair.index(dim)] if dim in pair else dim)
+    if kind == "aten.unsqueeze":
+        return taken_apart(walk, user.name, dim + (args[0] % (count + 1) <= dim))
+    if kind == "aten.squeeze" and args and isinstance(args[0], int):
+        gone = args[0] % count
+        return gone != dim and taken_apart(walk, user.name, dim - (gone < dim and shape[gone] == 1))
+    return False

@@ -12,14 +12,14 @@ from meshwright.capture.shard.layouts.walk import ShardWalk
 from meshwright.capture.shard.layouts.walk_task import Made, operation
 from meshwright.capture.trace.graph import Node, Ref, mapped
 
-_BY_DIM = (
+BY_DIM = (
     *("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "amax", "amin", "logsumexp"),
     *("any", "all", "argmax", "argmin", "max", "min", "median", "prod", "flip", "index_select", "sort", "argsort", "glu"),
     *("topk", "kthvalue", "linalg_vector_norm", "norm", "roll", "var", "std", "unfold", "diff"),
 )
 _PADS = ("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
 _REPEATS = ("repeat", "tile")
-ALONG = tuple(f"aten.{name}" for name in (*_BY_DIM, *_PADS, *_REPEATS))
+ALONG = tuple(f"aten.{name}" for name in (*BY_DIM, *_PADS, *_REPEATS))
 
 
 def _dims(walk: ShardWalk, node: Node, count: int) -> list[int] | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from meshwright.capture.shard.layouts.layout import Dim, Factor, Layout, axes_of, bare, whole
+from meshwright.capture.shard.layouts.layout import Dim, Factor, Layout, axes_of, bare, length, whole
 from meshwright.capture.shard.layouts.spreads import only, padded, present, spread_layout
 from meshwright.capture.shard.layouts.steps import Local, Product
 from meshwright.capture.shard.layouts.walk import ShardWalk
 from meshwright.capture.shard.layouts.walk_task import Made, operation
-from meshwright.capture.shard.rules.made_by import ends
+from meshwright.capture.shard.rules.made_by import ends, taken_apart
 from meshwright.capture.shard.rules.rule_elements import ELEMENTS
 from meshwright.capture.trace.graph import Node, NodeKind, Ref
 from meshwright.costs.declared import Role
@@ -20,6 +20,8 @@ from meshwright.costs.scheme import Axes
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.slice", "aten.contiguous")
 TRANSPOSES = ("aten.t", "aten.transpose", "aten.permute", "aten.numpy_T", "aten.T", "aten.mT")
 LOSSES = ("aten.cross_entropy_loss",)
+_NARROW = 4
+"""A weight is narrow if it has at most one output for so many inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,17 @@ def _call(walk: ShardWalk, node: Node) -> _Call | None:
     return _Call(found[0].name, weight, flip != turned, found[2].name if isinstance(found[2], Ref) else None)
 
 
-def _role(walk: ShardWalk, call: _Call, cut: Layout | None) -> Role:
-    """From the layout of x; a weight that is stored already says it itself. Axes of one rank cut nothing and say nothing."""
+def _role(walk: ShardWalk, call: _Call, cut: Layout | None) -> tuple[Role, Layout | None]:
+    """From the layout of x; a weight that is stored already says it itself. Axes of one rank cut nothing and say nothing.
+
+    Returns also how the weight is stored, if that is the cut of a role.
+    """
     scheme = walk.scheme
 
     def real(axes: Iterable[str]) -> frozenset[str]:
         return frozenset(axis for axis in axes if walk.grid.size((axis,)) > 1)
 
+    fits = list[Role]()
     if cut is not None:
         out, into = (cut[1], cut[0]) if call.transposed else (cut[0], cut[1])
         have = real(axes_of((out,))), real(axes_of((into,)))
@@ -66,10 +72,10 @@ def _role(walk: ShardWalk, call: _Call, cut: Layout | None) -> Role:
             if have == (real(axes.out), real(axes.into))
         ]
         if len(fits) == 1:
-            return fits[0]
+            return fits[0], cut
     inner, residual = real(scheme.inner.features), real(scheme.residual.features)
     features = real(axes_of(walk.layout(call.x)[-1:]))
-    return Role.CONTRACT if inner != residual and features == inner else Role.EXPAND
+    return Role.CONTRACT if inner != residual and features == inner else Role.EXPAND, cut if fits else None
 
 
 def components(walk: ShardWalk, name: str) -> int:
@@ -104,12 +110,13 @@ def _parts(walk: ShardWalk, node: Node, width: int) -> int:
 
 
 def _leading(walk: ShardWalk, node: Node, width: int) -> int:
-    """A view that takes the features apart, such as (3, heads, width of a head): its first size if the axes cannot cut that."""
+    """A view that takes the features apart, such as (3, heads, width of a head): its first size if that counts components."""
     shape, size = walk.shape(node.name), 1
     for at in range(len(shape) - 1, -1, -1):
         size *= shape[at]
         if size == width:
-            return shape[at] if len(shape) - at >= 3 and shape[at] < 4 else 1
+            counts = (len(shape) - at >= 3 and shape[at] < 4) or taken_apart(walk, node.name, at)
+            return shape[at] if counts else 1
     return 1
 
 
@@ -136,8 +143,14 @@ def _out(walk: ShardWalk, node: Node, call: _Call, axes: Axes, cut: Layout | Non
     width, parts, count = walk.shape(node.name)[-1], components(walk, node.name), walk.grid.size(axes)
     if parts > 1 and axes and width // parts % count == 0:
         return (Factor(parts), Factor(width // parts, axes))
-    pads = width % count and (width < count or _only_scores(walk, node.name) or ends(walk, node.name))
+    pads = width % count and (_only_scores(walk, node.name) or ends(walk, node.name))
     return (padded(walk, width, axes) if pads else Factor(width, axes),)
+
+
+def _stays_whole(walk: ShardWalk, out: Dim, axes: Axes, into: int) -> bool:
+    """Has a weight so few outputs that do not divide that every rank keeps all of it, as the first of an adapter's two?"""
+    width, count = length(out), walk.grid.size(axes)
+    return out[0].real is None and len(out) == 1 and width % count != 0 and (width < count or _NARROW * width <= into)
 
 
 def product(walk: ShardWalk, node: Node) -> Made | None:
@@ -148,14 +161,16 @@ def product(walk: ShardWalk, node: Node) -> Made | None:
     scheme = walk.scheme
     first = walk.parameter(call.weight)
     known = walk.found.cuts.get(first) if first not in walk.task.shared else None
-    role = _role(walk, call, known.layout if known else None)
+    role, stored = _role(walk, call, known.layout if known else None)
     expands = role is Role.EXPAND
     have, want = (scheme.residual, scheme.inner) if expands else (scheme.inner, scheme.residual)
     matrix = scheme.expand if expands else scheme.contract
     into = walk.shape(call.x)[-1]
     if into % walk.grid.size(matrix.into) and not axes_of(bare(walk.layout(call.x)[-1:], walk.grid)):
         matrix, have = replace(matrix, into=()), replace(have, features=())  # columns of a batch: they are whole as they are
-    out = _out(walk, node, call, matrix.out, known.layout if known else None)
+    out = _out(walk, node, call, matrix.out, stored)
+    if _stays_whole(walk, out, matrix.out, into):
+        return _narrow(walk, node, call)
     have = present(spread_layout(walk, call.x, have, (Factor(into),)), have)
     expected = spread_layout(walk, call.x, have, (Factor(into, have.features),))
     result = spread_layout(walk, node.name, want, only(out, want.features))
@@ -172,6 +187,22 @@ def product(walk: ShardWalk, node: Node) -> Made | None:
     step = walk.moved(y.step, made, result, parts=inner, path=node.path)
     walk.found.products.append(Product(node.path, str(role), first, walk.found.cuts[first].layout))
     return Made(_biased(walk, step, call.bias, result), result)
+
+
+def _narrow(walk: ShardWalk, node: Node, call: _Call) -> Made:
+    """A product with a weight that every rank keeps whole: rows stay as they are cut."""
+    rows: Layout = tuple(dim if not _padding(dim) else whole((length(dim),))[0] for dim in walk.layout(call.x)[:-1])
+    result: Layout = (*rows, *whole(walk.shape(node.name)[-1:]))
+    work = axes_of(rows)
+    x = walk.read(call.x, (*rows, *whole(walk.shape(call.x)[-1:])), work)
+    weight = walk.read(call.weight, whole(walk.shape(call.weight)), work)
+    made = walk.local("product", (x, weight, call.transposed), result)
+    walk.found.products.append(Product(node.path, "whole", walk.parameter(call.weight), whole(walk.shape(call.weight))))
+    return Made(_biased(walk, made.step, call.bias, result), result)
+
+
+def _padding(dim: Dim) -> bool:
+    return any(factor.real is not None for factor in dim)
 
 
 def _loose(walk: ShardWalk, node: Node) -> Made | None:

@@ -42,6 +42,9 @@ def reshape(walk: ShardWalk, node: Node) -> Made | None:
             break
         except CannotRegroup as error:
             axes = walk.grid.wide(error.axes)
+            if any(map(_is_padded, layout)):  # padding is in the way, not a size that does not divide
+                layout = tuple(whole((length(dim),))[0] if _is_padded(dim) else dim for dim in layout)
+                continue
             if axes and set(axes) <= set(walk.scheme.inner.features) and widest(walk, source):
                 raise indivisible(node.path or node.name, error.size, error.axes, walk.grid) from error
             if layout == whole(walk.shape(source)):
@@ -51,10 +54,12 @@ def reshape(walk: ShardWalk, node: Node) -> Made | None:
     return _reshaped(walk, node, walk.read(source, layout, axes_of(layout)), layout)
 
 
+def _is_padded(dim: Dim) -> bool:
+    return any(factor.real is not None for factor in dim)
+
+
 def _without(dim: Dim, axes: Sequence[str]) -> Dim:
-    """A dimension that some axes no longer cut, without padding."""
-    if any(factor.real is not None for factor in dim):
-        return whole((length(dim),))[0]
+    """A dimension that some axes no longer cut."""
     return tuple(Factor(f.size, tuple(axis for axis in f.axes if axis not in axes)) for f in dim)
 
 
