@@ -170,8 +170,7 @@ class Unit:
             self.handed[round_] = [flat.clone() for flat in buffer.flats]
         views = buffer.gradients
         if self.watch is not None:
-            with self.whole():
-                self.watch(round_, self.params, buffer.whole_gradients())
+            self.show(round_, buffer)
         for p, view in zip(self.updated, views, strict=True) if self.versions or self.rounds > 1 or self.shares else ():
             if self.versions and not in_place:
                 p.data = p.data.clone()
@@ -190,6 +189,12 @@ class Unit:
             self.scheduler.step()
         if self.versions is not None:
             self.versions.add(round_ + 1)
+
+    def show(self, round_: int, buffer: Buffer) -> None:
+        """Shows whole parameters and gradients to `watch`. All holders do this together."""
+        assert self.watch is not None
+        with self.whole():
+            self.watch(round_, self.params, buffer.whole_gradients())
 
     def _empty(self) -> Buffer:
         return Buffer.like(self.params) if self.shares is None else SlicedBuffer(self.shares)
