@@ -73,8 +73,9 @@ class Engine:
         self.graphs = Graphs(layers, self.stages, settings.device, versioned=not schedule.flush)
         self._start_equal()
         self.units = {unit: self._unit(unit) for unit in self.program.units}
-        self.unit_of = {p: unit for unit in self.units.values() for p in unit.params}
-        self._others = [p for p in self.layers.names if p not in self.unit_of and p.grad is None]
+        trained = {p: unit for unit in self.units.values() for p in unit.params}
+        self.unit_of = trained | {p: unit for unit in self.units.values() for p in unit.divided_params}
+        self._others = [p for p in self.layers.names if p not in trained and p.grad is None]
         self._trace, self._shorter, self._counts = trace, segment, counts
         self._walkers = {schedule.steps: self._walker(self.program)}
         self._choose(schedule.steps)
@@ -202,6 +203,7 @@ class Engine:
             late=unit in late_units(self.schedule, self.mesh.worker),
             tensor=self.layers.tensor,
             divided=None if self.schedule.sharding is Sharding.NONE else partial(self._shares, ranks),
+            divides_frozen=self.schedule.sharding is Sharding.PARAMETERS,
             singly=self.schedule.sharding.sums_singly,
             pieces=self.settings.pieces,
         )
