@@ -32,6 +32,7 @@ bench: setup ## time bars; fails when one is missed
 	$(BIN)/python -m benchmarks.executor
 	$(BIN)/python -m benchmarks.lengths
 	$(BIN)/python -m benchmarks.tensor
+	$(BIN)/python -m benchmarks.zero
 	$(BIN)/python -m pytest -m bench tests
 
 lint: setup ## style and types

@@ -1,4 +1,7 @@
-"""Draw the pictures of the README and the docs: `make pictures`. Schedules are commands that users can type."""
+"""Draw the pictures of the README and the docs: `make pictures`. Schedules are commands that users can type.
+
+The last pictures are of real runs (`examples/cyclic_runs.py`), so their times differ a little each time.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +60,12 @@ def draw(name: str, folder: Path = FOLDER) -> Path:
 
 
 if __name__ == "__main__":
+    from examples.cyclic_runs import draw_runs
+
     FOLDER.mkdir(exist_ok=True)
     for name in PICTURES:
         print(draw(name))
     for name in LAYOUTS:
         print(draw_layout(name))
+    for path in draw_runs(FOLDER):
+        print(path)

@@ -120,7 +120,10 @@ def test_single_sums_belong_to_divided_gradients_only() -> None:
 @pytest.mark.parametrize(("name", "workers"), [("onef1b", 1), ("onef1b", 4), ("chimera", 4)])
 @pytest.mark.parametrize("copies", [1, 4])
 def test_memory_of_divided_state(name: str, workers: int, copies: int) -> None:
-    """Optimizer state by the number of holders; gradients of one backward, and slices. AdamW: two words for each parameter."""
+    """Optimizer state by the number of holders; whole gradients or those of one backward, and slices of the sum.
+
+    AdamW has two words for each parameter.
+    """
     plain = schedules.build(name, workers=workers, microbatches=4).repeated(1)
     cost = StageCost(1.0, 1.0, 1.0, parameter_bytes=8.0, optimizer_bytes=16.0)
 
@@ -130,5 +133,5 @@ def test_memory_of_divided_state(name: str, workers: int, copies: int) -> None:
 
     held = 2 if name == "chimera" else 1  # stages of a worker, and holders of a stage
     assert peak(Sharding.NONE) == held * (8 + 8 + 16)
-    assert peak(Sharding.STATE) == held * (8 + 8 + 16 / (held * copies))
+    assert peak(Sharding.STATE) == held * (8 + 8 + (8 + 16) / (held * copies))
     assert peak(Sharding.GRADIENTS) == held * (8 + (8 + 16) / (held * copies)) + 8

@@ -11,7 +11,8 @@ import torch
 from meshwright import Parallel
 from meshwright.runtime.parameters.unit import Unit
 from meshwright.train.prepared import PreparedRun
-from meshwright.train.verify.certificate import RankTrace, certify, digest
+from meshwright.train.verify.certificate import certify
+from meshwright.train.verify.rank_differences import RankTrace, digest
 from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
 from meshwright.train.verify.verify_case import Case, prepare_case
 from tests.conftest import Pool

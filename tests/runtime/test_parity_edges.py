@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright import schedules
 from meshwright.train.models import small_models as models
-from meshwright.train.verify.certificate import RankTrace
+from meshwright.train.verify.rank_differences import RankTrace
 from meshwright.train.verify.verify import momentum, rank_trace
 from meshwright.train.verify.verify_case import Case, prepare_case
 from tests.conftest import Pool

@@ -19,7 +19,8 @@ from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.stage import Bundle, Stage
 from meshwright.runtime.transport.edges import Outgoing
 from meshwright.train.prepared import PreparedRun
-from meshwright.train.verify.certificate import RankTrace, certify
+from meshwright.train.verify.certificate import certify
+from meshwright.train.verify.rank_differences import RankTrace
 from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
 from meshwright.train.verify.verify_case import Case, prepare_case
 from tests.conftest import Pool

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +27,7 @@ from meshwright.train.data.step_rows import StepRows
 from meshwright.train.prepared import RunRequest, prepare
 from tests.conftest import Pool
 from tests.support.delayed_rule import Delayed, labelled, language, split
+from tests.support.paths import ROOT, SUPPORT
 from tests.support.thin import slow
 from tests.support.trainers import gpt2
 
@@ -72,7 +78,7 @@ def mlp() -> nn.Module:
 
 def deep() -> nn.Module:
     torch.manual_seed(5)
-    return Chain(Wide(6, 8), *(Wide(8, 8) for _ in range(4)), nn.Linear(8, 3))
+    return Chain(Wide(6, 12), *(Wide(12, 12) for _ in range(4)), nn.Linear(12, 3))
 
 
 def convolutions() -> nn.Module:
@@ -102,8 +108,7 @@ def tools(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 
 def cuts_of(name: str, stages: int) -> list[str]:
     blocks = {"gpt2": [f"transformer.h.{i}" for i in range(1, 4)], "convolutions": [*CUTS[:2], f"{CUTS[2]}.0"]}
-    blocks["deep"] = [f"blocks.{i}" for i in range(1, 6)]
-    return blocks.get(name, CUTS)[: stages - 1]
+    return blocks.get(name, [f"blocks.{i}" for i in range(1, 6)])[: stages - 1]
 
 
 def stage_of(name: str, stages: int, parameter: str) -> int:
@@ -162,6 +167,8 @@ CASES = [
     ("gpt2", 2, 2, "v2"),
     slow(("gpt2", 3, 3, "v1"), several=True),
     slow(("gpt2", 4, 4, "v2"), several=True),
+    slow(("deep", 6, 6, "v2"), several=True),
+    slow(("deep", 6, 6, "v1"), several=True),
 ]
 
 
@@ -197,6 +204,44 @@ def test_transport_and_stagger_do_not_change_bits(more: dict[str, Any], pool: Po
     plan = {"dp": 3, "dp_mode": "cyclic", "stages": cuts_of("mlp", 3), **more}
     wanted, _ = expected("mlp", 3, 3, 0, 12, None)
     equal(pool.run(trained, "mlp", plan, [7, 1], 12, None, ranks=3)[2][0], wanted)
+
+
+def late_once(plan: dict[str, Any], delay_s: float) -> dict[str, Tensor]:
+    """On a rank: the weights after training in which worker 1 stops once for a while, in the middle of a forward."""
+    model = mlp()
+    optimizer, scheduler = tools(model)
+    loss = nn.functional.cross_entropy
+    how = {"optimizer": optimizer, "scheduler": scheduler, "loss": loss, "device": "cpu", "check_capture": False}
+    with mw.parallelize(model, batch("mlp", 0, 12), plan, **how) as session:
+        if session.rank == 1:
+            stage, calls = session.engine.stages[1], count()
+            forward = stage.forward
+            stage.forward = lambda record: (next(calls) == 3 and time.sleep(delay_s)) or forward(record)  # type: ignore[method-assign]
+        session.train([batch("mlp", step, 12) for step in range(STEPS)])
+        session.broadcast_weights()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def test_a_late_worker_changes_nothing(pool: Pool) -> None:
+    plan = {"dp": 3, "dp_mode": "cyclic", "stages": cuts_of("mlp", 3)}
+    wanted, _ = expected("mlp", 3, 3, 0, 12, None)
+    for weights in pool.run(late_once, plan, 0.05, ranks=3):
+        equal(weights, wanted)
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_train_as_local_workers(pool: Pool, tmp_path: Path) -> None:
+    plan = {"dp": 2, "dp_mode": "cyclic", "stages": cuts_of("mlp", 2)}
+    local = pool.run(trained, "mlp", plan, [3, 5], 8, None, ranks=2)
+    script = str(SUPPORT / "torchrun_cyclic.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for rank, (weights, *numbers) in enumerate(local):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        equal(found[0], weights)
+        assert str(found[1:]) == str(numbers), "losses, learning rates and norms"
 
 
 def own_rows(plan: dict[str, Any]) -> list[float]:

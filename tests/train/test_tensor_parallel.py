@@ -20,7 +20,7 @@ from meshwright.runtime.launch.workers import Workers
 from meshwright.tensor.wires.wires import TransferLog
 from meshwright.train.models import small_models
 from meshwright.train.prepared import PreparedRun
-from meshwright.train.verify.certificate import RankTrace
+from meshwright.train.verify.rank_differences import RankTrace
 from meshwright.train.verify.verify import rank_trace
 from meshwright.train.verify.verify_case import Case
 from tests.conftest import Pool

@@ -19,7 +19,8 @@ from meshwright.cli.simulate import simulate
 from meshwright.runtime.tracing.clock import Timing
 from meshwright.train.models import small_models as models
 from meshwright.train.verify import verify as module
-from meshwright.train.verify.certificate import RankTrace, certify, digest
+from meshwright.train.verify.certificate import certify
+from meshwright.train.verify.rank_differences import RankTrace, digest
 from meshwright.train.verify.serial_reference import SerialTrace
 from meshwright.train.verify.verify_case import Case, prepare_case
 

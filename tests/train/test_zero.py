@@ -56,6 +56,8 @@ PLANS: list[dict[str, Any]] = [
     {"dp": 2, "pp": 2, "schedule": "zero_bubble", "clip": 0.01},
     {"dp": 2, "tp": 2},
     {"dp": 4, "microbatches": 1},
+    {"pp": 2, "width": (3, 1), "clip": 0.01},
+    {"pp": 2, "dp": 2, "width": (2, 1)},
 ]
 SHORT = ("zero-1", PLANS[0]), ("zero-2", PLANS[1])
 
@@ -191,6 +193,34 @@ def test_ranks_hold_slices(pool: Pool, ranks: int) -> None:
     assert all(held.gradients < 1000 for held in (*two, *three)), "only weights and bits of what was reached"
 
 
+def frozen_bytes(plan: dict[str, Any]) -> tuple[int, int, list[Tensor]]:
+    """On a rank after two steps: bytes of frozen parameters, bytes of their storages now, and all weights at the end."""
+    model = adapted()
+    example = {name: torch.tensor([row[name] for row in text(8)]) for name in ("input_ids", "labels")}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with mw.parallelize(model, example, plan, optimizer=optimizer, check_capture=False) as session:
+        for _ in range(2):
+            session.step(example)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        units = session.engine.units.values()
+        own = [t for u in units if u.frozen_shares for t in u.frozen_shares.own]
+        kept = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in (*frozen, *own))}
+        state = session.state_dict()
+        session.load_state_dict(state)
+        with session.engine.whole_parameters():
+            return sum(p.nbytes for p in frozen), sum(kept.values()), [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_frozen_parameters_are_divided_too(pool: Pool) -> None:
+    """zero-3 keeps a slice of them on each rank, and trains to the same weights. A saved state fills them again."""
+    one = pool.run(frozen_bytes, {"dp": 2, "microbatches": 1, "schedule": "interleaved", "options": {"chunks": 4}}, ranks=2)
+    two = pool.run(frozen_bytes, {"dp": 2, "microbatches": 1, "dp_mode": "zero-3"}, ranks=2)
+    for (size, kept, weights), (_, divided, same) in zip(one, two, strict=True):
+        assert kept == size and divided <= size / 2 + 16 * len(weights)
+        assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+
+
 def adapted() -> Any:
     transformers.set_seed(0)
     config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, r=2, init_lora_weights=False)
@@ -199,7 +229,7 @@ def adapted() -> Any:
 
 @pytest.mark.parametrize("mode", [slow("zero-1"), "zero-2", slow("zero-3")])
 def test_adapters_of_peft(tmp_path: Path, workers: Workers, mode: str) -> None:
-    """Most parameters are frozen: they are in no slice."""
+    """Most parameters are frozen. Only zero-3 divides them."""
     expected, model = adapted(), adapted()
     log = reference(expected, tmp_path / "hf", text(), max_steps=4)
     plan = {"dp": 2, "pp": 1 if mode == "zero-3" else 2, "dp_mode": mode}

@@ -6,8 +6,9 @@ its end. The simulator maps moments to times; the byte budget walks through them
     activations   from F to B or W; R and I convert one form into another at their start, without a second copy
     gradients     one buffer per unit and round, from the first backward to the update; it also holds the sum, and
                   lives until a ring has passed the sum on
-                  if holders divide gradients among them: one buffer from a backward to its sum, and a slice from the first
-                  backward to the update
+                  if holders divide the sum among them: also a slice of it, for as long
+                  if they divide gradients too: one buffer from a backward to its sum, and a slice from the first backward to
+                  the update
     parameters    a version lives until its last reader, and so does what was gathered for some actions; an update is in place
                   if the old version is not read later
                   where units have owners: on the owner as above; on another worker from the start of the message to the last use
@@ -23,7 +24,7 @@ from meshwright.ir.action import NONE, Action, Entry, Kind, Op, Transfer, Value,
 from meshwright.ir.analysis.effects import ACTIVATIONS, CONSUMED
 from meshwright.ir.analysis.order import Flow
 from meshwright.ir.analysis.price import Price
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.schedule import Schedule, Sharding
 
 UNCOUNTED = frozenset({Kind.NORM, Kind.TURN, Kind.WGRAD})
 """Kinds that use no memory counted here, or share the memory of a buffer."""
@@ -69,8 +70,10 @@ def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
     for (unit, _), (first, end) in gradients.items():
         buffer = Value(Kind.WGRAD, unit)
         whole = price.value_bytes(worker, buffer)
-        divided = flow.schedule.sharding.sums_singly
-        yield Life(buffer, 2 * first, end, whole / price.shares(unit) if divided else whole, 0.0)
+        if not flow.schedule.sharding.sums_singly:
+            yield Life(buffer, 2 * first, end, whole, 0.0)
+        if flow.schedule.sharding is not Sharding.NONE:
+            yield Life(buffer, 2 * first, end, whole / price.shares(unit), 0.0)
     if flow.schedule.sharding.sums_singly:
         yield from _whole_gradients(flow, price, worker)
 

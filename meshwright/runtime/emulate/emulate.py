@@ -9,7 +9,7 @@ which is a time in the near future.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import cpu_count
 from statistics import median
@@ -46,7 +46,10 @@ QUIET = 0.1
 
 @dataclass(frozen=True)
 class EmulationJob:
-    """A schedule with its costs, to be run with waits instead of compute. `wrap` may wrap the transport in another one."""
+    """A schedule with its costs, to be run with waits instead of compute. `wrap` may wrap the transport in another one.
+
+    `delays` are seconds by which single actions take longer than their price, by worker and text of the action: `(2, "1F5")`.
+    """
 
     schedule: Schedule
     costs: Sequence[StageCost]
@@ -58,6 +61,7 @@ class EmulationJob:
     trace: bool = False
     timeout_s: float | None = None
     wrap: Callable[[Transport], Transport] | None = None
+    delays: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,15 @@ class EmulatedRun:
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs of a job. `timeline` is that of the median run, if it was traced."""
+    """The runs of a job. `timeline` is that of the median run, if it was traced.
+
+    `modelled` are the actions and messages of the last run at the times in its messages. With stamped messages these do not
+    depend on the load of the machine.
+    """
 
     runs: tuple[EmulatedRun, ...]
     timeline: Timeline | None = None
+    modelled: Timeline | None = None
 
     @property
     def makespan_s(self) -> float:
@@ -100,6 +109,7 @@ class Report:
     cpu_s: float
     busy_s: float
     spans: tuple[Span, ...]
+    stamps: tuple[Span, ...]
 
 
 def emulate(jobs: Sequence[EmulationJob], *, repeat: int = 5, workers: Workers | None = None) -> list[Measured]:
@@ -145,7 +155,7 @@ class EmulationSession:
             self.trace.clock = clock
         walked = self.runtime.program(job.schedule)
         price = Price(job.schedule, job.costs, job.cluster, overlap=job.overlap)
-        self.actions = WaitActions(walked, price, self.runtime.groups, job.timing, clock, self.trace)
+        self.actions = WaitActions(walked, price, self.runtime.groups, job.timing, clock, self.trace, job.delays)
         self.executor = self.runtime.executor(walked, self.actions, self.trace)
 
     def run(self) -> Report:
@@ -166,7 +176,7 @@ class EmulationSession:
         self.clock.sleep_until(self.actions.ended_s + REST_S)
         spent, busy = process_time() - cpu, busy_s() - busy
         spans = () if self.trace is None else tuple(self.trace.spans(self.job.schedule, self.runtime.mesh))
-        return Report(start, begun, self.actions.ended_s, self.actions.free_s, spent, busy, spans)
+        return Report(start, begun, self.actions.ended_s, self.actions.free_s, spent, busy, spans, tuple(self.actions.stamps))
 
     def close(self) -> None:
         """Releases channels and process groups."""
@@ -177,11 +187,14 @@ def _measured(job: EmulationJob, reports: Sequence[Sequence[Report]]) -> Measure
     """Returns the runs of a job from the reports of its ranks."""
     by_run = list(zip(*reports, strict=True))
     runs = tuple(map(_run, by_run))
+    last = by_run[-1]
+    modelled = assemble([report.stamps for report in last], job.schedule, start_s=last[0].start_s)
     if not job.trace:
-        return Measured(runs)
+        return Measured(runs, modelled=modelled)
     middle = sorted(range(len(runs)), key=lambda k: runs[k].makespan_s)[(len(runs) - 1) // 2]
     chosen = by_run[middle]
-    return Measured(runs, assemble([report.spans for report in chosen], job.schedule, start_s=chosen[0].start_s))
+    timeline = assemble([report.spans for report in chosen], job.schedule, start_s=chosen[0].start_s)
+    return Measured(runs, timeline, modelled)
 
 
 def _run(ranks: Sequence[Report]) -> EmulatedRun:

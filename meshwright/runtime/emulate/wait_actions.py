@@ -21,6 +21,7 @@ import torch.distributed as dist
 from meshwright.ir.action import Kind, Op
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Duplex
+from meshwright.ir.timeline import Lane, Span
 from meshwright.runtime.emulate.durations import Work, peer_of, rounds_before_compute, works
 from meshwright.runtime.executor.actions import Do, Store
 from meshwright.runtime.program import Instruction, Program
@@ -95,19 +96,31 @@ class Arrivals(Store):
 class WaitActions:
     """The actions of an emulated worker. Each waits as long as the modelled device would take.
 
-    `free_s` is when the device has finished what it has started, in modelled or in wall time.
+    `free_s` is when the device has finished what it has started, in modelled or in wall time. `stamps` are the actions that take
+    time and the messages, at the times of the model.
     """
 
     def __init__(
-        self, program: Program, price: Price, groups: Groups, timing: Timing, clock: Clock, trace: Trace | None = None
+        self,
+        program: Program,
+        price: Price,
+        groups: Groups,
+        timing: Timing,
+        clock: Clock,
+        trace: Trace | None = None,
+        delays: Mapping[tuple[int, str], float] | None = None,
     ) -> None:
+        """`delays` are seconds by which actions take longer than their price, by worker and text of the action."""
         self.program, self.price, self.groups, self.clock, self.trace = program, price, groups, clock, trace
         self.wall = timing is Timing.WALL
         self.half = price.cluster.duplex is Duplex.HALF
         self.arrivals = Arrivals(program)
         self.store: Store = self.arrivals
         self.free_s = self.ended_s = 0.0
+        self.stamps: list[Span] = []
         self._works = works(program, price)
+        for instruction in program.instructions if delays else ():
+            self._works[id(instruction)].takes_s += (delays or {}).get((program.worker, instruction.name), 0.0)
         self._middle = rounds_before_compute(program.schedule)
         self._last: tuple[dist.ProcessGroup | None, Reduction] | None = None
         self.token = Bundle((torch.zeros(2, dtype=torch.float64),), (False,))
@@ -115,6 +128,7 @@ class WaitActions:
     def start(self, moment_s: float) -> None:
         """Sets the start time of the run."""
         self.free_s = self.ended_s = moment_s
+        self.stamps.clear()
         self.arrivals.links.clear()
         self._last = None
 
@@ -164,6 +178,8 @@ class WaitActions:
             if instruction.action.op is Op.U:
                 self.trace.landed(instruction.action.stage, instruction.round)
         self.free_s = start + work.takes_s
+        if work.takes_s:
+            self.stamps.append(Span(self.program.worker, Lane.COMPUTE, instruction.entry, start, self.free_s))
         # Stamped times are known in advance, so messages are sent while their action still sleeps.
         if self.wall or self.trace is not None:
             self.clock.sleep_until(self.free_s)
@@ -201,6 +217,7 @@ class WaitActions:
         links[peer, True] = free = start + work.takes_s
         message = torch.empty(work.words, dtype=torch.float64)
         message[0], message[1] = free, free + work.latency_s
+        self.stamps.append(Span(self.program.worker, Lane.SEND, instruction.entry, start, free + work.latency_s))
         return Bundle((message,), (False,))
 
     def form(self) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -32,14 +32,16 @@ from meshwright.runtime.stage.layers import Layers, refuse_stray, require_layers
 from meshwright.runtime.stage.objective import Objective, Tally
 from meshwright.runtime.stage.stage import Stage
 from meshwright.runtime.tracing.clock_offset import common_clock
+from meshwright.runtime.tracing.counted_run import RankCounts
 from meshwright.runtime.tracing.trace import Trace, gather
-from meshwright.runtime.transport.pair_sum import pair_for
+from meshwright.runtime.transport.pair_sum import PairSum, pair_for
 
 
 class Engine:
     """One rank of a run. Every rank creates it with equal arguments, inside an initialised process group.
 
     `segment` returns shorter schedules of the same run, by their number of rounds, if a walk may have fewer than `schedule`.
+    `counts` counts what this rank sends.
     `program`, `parameters`, `actions` and `executor` are those of the last walk.
     """
 
@@ -50,6 +52,7 @@ class Engine:
         settings: Settings,
         trace: Trace | None = None,
         segment: Callable[[int], Schedule] | None = None,
+        counts: RankCounts | None = None,
     ) -> None:
         self._is_whole = schedule.flush and all(a.op is not Op.I for entries in schedule.lists for a in walk(entries))
         refuse_run(schedule, layers, settings)
@@ -71,14 +74,16 @@ class Engine:
         self._start_equal()
         self.units = {unit: self._unit(unit) for unit in self.program.units}
         self.borrowed = {unit: self._unit(unit, owned=False) for unit in self.program.borrowed}
-        self.unit_of = {p: unit for unit in self.units.values() for p in unit.params}
+        self.unit_of = {p: unit for unit in self.units.values() for p in (*unit.params, *unit.divided_params)}
         used = {p for unit in self.used_units.values() for p in unit.params}
         self._others = [p for p in self.layers.names if p not in used and p.grad is None]
-        self._trace, self._shorter = trace, segment
+        self._trace, self._shorter, self._counts = trace, segment, counts
         self._walkers = {schedule.steps: self._walker(self.program)}
         self._choose(schedule.steps)
         if trace is not None:
             self._watch(trace)
+        if counts is not None:
+            self._count_sums(counts)
 
     @property
     def used_units(self) -> dict[int, Unit]:
@@ -92,7 +97,7 @@ class Engine:
             program, self.mesh, self.used_units, layers, settings.rules, settings.device, self.scaler, settings.options
         )
         actions = TrainActions(program, self.stages, parameters, settings.microbatches, self.graphs)
-        return self.runtime.executor(program, actions, self._trace)
+        return self.runtime.executor(program, actions, self._trace, self._counts)
 
     def _choose(self, rounds: int) -> None:
         """Makes the lists of so many rounds those of the next walk. They are built when they are first needed."""
@@ -115,9 +120,10 @@ class Engine:
         refuse_hooks_of(self.schedule, self.layers, whole=self._is_whole)
         kept = max(self.schedule.stages, self.schedule.steps)  # a walk reads the forms of all its batches first
         batches = Batches(lambda step: self._cut(batch(step)), kept)
-        if self.scaler is not None and not self.scaler.unit:
-            self.scaler.measure(self._largest(batches[first_step].count))
-        self.executor.run(first_step, batches)
+        with nullcontext() if self._counts is None else self._counts.walking():
+            if self.scaler is not None and not self.scaler.unit:
+                self.scaler.measure(self._largest(batches[first_step].count))
+            self.executor.run(first_step, batches)
         if sum(walker.walks for walker in self._walkers.values()) == 1:
             refuse_stray(self.layers, self._others)
         return self.actions.tallies if self.mesh.coordinate == 0 else {}  # all ranks of a box have the same losses
@@ -164,6 +170,14 @@ class Engine:
                 trace.watch(number)
                 unit.landed = partial(trace.landed, number)
 
+    def _count_sums(self, counts: RankCounts) -> None:
+        """Counts the sums of two processes as collectives, and not what `Unit.watch` needs."""
+        for number, unit in self.units.items():
+            unit.show = counts.outside(unit.show)  # type: ignore[method-assign]
+            if isinstance(unit.adder, PairSum):
+                first = self.mesh.adding(self.schedule, number)[0] == self.mesh.rank
+                unit.adder.start = counts.sums_of_two(unit.adder.start, first=first)  # type: ignore[method-assign, assignment]
+
     def close(self) -> None:
         """Releases shared memory, channels and process groups."""
         for unit in self.units.values():
@@ -201,6 +215,7 @@ class Engine:
             late=unit in late_units(self.schedule, self.mesh.worker),
             tensor=self.layers.tensor,
             divided=None if self.schedule.sharding is Sharding.NONE else partial(self._shares, ranks),
+            divides_frozen=self.schedule.sharding is Sharding.PARAMETERS,
             singly=self.schedule.sharding.sums_singly,
             pieces=self.settings.pieces,
             owned=owned,

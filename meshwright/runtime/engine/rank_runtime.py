@@ -16,6 +16,7 @@ from meshwright.runtime.executor.executor import Executor
 from meshwright.runtime.mesh import Mesh, channels, sync_groups
 from meshwright.runtime.program import Program, program
 from meshwright.runtime.stage.batch import Batch, Given, Own
+from meshwright.runtime.tracing.counted_run import RankCounts
 from meshwright.runtime.tracing.trace import Trace
 from meshwright.runtime.transport.base import Transport
 from meshwright.runtime.transport.choose import open_transport
@@ -55,10 +56,12 @@ class RankRuntime:
         assert set(channels(self.mesh, schedule)) <= set(self.channels), "a message without a channel"
         return program(schedule, self.mesh.worker, self.mesh.rank_of)
 
-    def executor(self, walked: Program, actions: Actions, trace: Trace | None = None) -> Executor:
+    def executor(
+        self, walked: Program, actions: Actions, trace: Trace | None = None, counts: RankCounts | None = None
+    ) -> Executor:
         """Returns the executor that walks a program over this rank's transport."""
-        arrived = None if trace is None else trace.arrived
-        return Executor(walked, Edges(self.transport, self.device, arrived), actions, trace)
+        arrived, sent = None if trace is None else trace.arrived, None if counts is None else counts.sent
+        return Executor(walked, Edges(self.transport, self.device, arrived, sent), actions, trace)
 
     def batch(self, given: Given | Own, *, microbatches: int, names: tuple[str, ...] | None) -> Batch:
         """Returns the batch of a step, cut into the microbatches of this rank's data-parallel copy."""

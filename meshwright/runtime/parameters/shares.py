@@ -108,13 +108,14 @@ class Shares:
             view.copy_(parameter.data)
             parameter.data = view
         self.own = self._slices_of(self.flats) if keeps_whole else [mine.clone() for mine in self._slices_of(self.flats)]
-        self.pieces = [
-            ParameterPiece(nn.Parameter(self.own[span.flat].narrow(0, span.at, span.stop - span.start)), params[span.param], span)
-            for span in spans(self.plans, self.share)
-        ]
+        self.pieces = [self._piece(span) for span in spans(self.plans, self.share)]
         self._under_way: list[dist.Work] = []
         if not keeps_whole:
             self.free()
+
+    def _piece(self, span: SliceSpan) -> ParameterPiece:
+        whole, mine = self.params[span.param], self.own[span.flat].narrow(0, span.at, span.stop - span.start)
+        return ParameterPiece(nn.Parameter(mine, requires_grad=whole.requires_grad), whole, span)
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns the part of each parameter in flat tensors, with its shape."""
@@ -154,10 +155,11 @@ class Shares:
             parameter.data = view
 
     def free(self) -> None:
-        """Frees whole parameters. Until the next gather, a parameter keeps its shape and reads as NaN."""
+        """Frees whole parameters. Until the next gather, a parameter keeps its shape and reads as NaN, integers as 0."""
         assert not self._under_way, "a gather writes into this memory"
         for parameter in self.params:
-            parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
+            nothing = torch.nan if parameter.is_floating_point() or parameter.is_complex() else 0
+            parameter.data = parameter.data.new_full((), nothing).expand(parameter.shape)
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
 

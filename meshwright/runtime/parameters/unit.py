@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ class Unit:
         late: bool = False,
         tensor: TensorParameters | None = None,
         divided: Callable[[Sequence[nn.Parameter]], Shares] | None = None,
+        divides_frozen: bool = False,
         singly: bool = False,
         pieces: Pieces | None = None,
         owned: bool = True,
@@ -56,9 +58,9 @@ class Unit:
         """`rounds` is the number of rounds of a walk, `first` and `late` are those of its `Versions`.
 
         A unit with one version and one round has one buffer.
-        With `divided`, the holders divide the unit among them, and with `singly` they sum after every backward. `pieces` is told
-        which parameter each piece belongs to, before the optimizer is made. Without `owned`, another rank keeps and updates the
-        parameters.
+        With `divided`, the holders divide the unit among them, and with `singly` they sum after every backward. They divide what
+        is trained, and with `divides_frozen` the rest too. `pieces` is told which parameter each piece belongs to, before the
+        optimizer is made. Without `owned`, another rank keeps and updates the parameters.
         """
         self.params = [p for p in params if p.requires_grad]
         self.tensor = tensor
@@ -66,10 +68,14 @@ class Unit:
         self.borrowed = None if owned else Borrowed(self.params)
         self.versions = Versions(self.params, first=first, late=late) if versioned and owned else None
         self.shares = divided(self.params) if divided is not None and self.params else None
-        self.pieces = {} if self.shares is None else {piece.whole: piece for piece in self.shares.pieces}
-        self.updated = self.params if self.shares is None else [piece.parameter for piece in self.pieces.values()]
+        frozen = [p for p in params if not p.requires_grad]
+        self.frozen_shares = divided(frozen) if divided is not None and frozen and divides_frozen else None
+        self._shares = [found for found in (self.shares, self.frozen_shares) if found is not None]
+        self.pieces = {piece.whole: piece for found in self._shares for piece in found.pieces}
+        trained = [] if self.shares is None else self.shares.pieces
+        self.updated = self.params if self.shares is None else [piece.parameter for piece in trained]
         if pieces is not None:
-            for piece in self.pieces.values():
+            for piece in trained:
                 pieces(piece.parameter, piece.whole)
         self.optimizer = optimizer(self.updated) if self.updated and owned else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -86,10 +92,15 @@ class Unit:
             self._aim(self.params, self.spare[0])
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Returns what this rank's optimizer has of a parameter: itself, a piece of it, or None if others have all of it."""
-        if self.shares is None:
+        """Returns what this rank has of a parameter for itself: all of it, a piece of it, or None if others have all of it."""
+        if parameter not in self.divided_params:
             return parameter
         return self.pieces[parameter].parameter if parameter in self.pieces else None
+
+    @cached_property
+    def divided_params(self) -> frozenset[nn.Parameter]:
+        """The parameters of which holders have pieces."""
+        return frozenset(p for found in self._shares for p in found.params)
 
     def buffer(self, round_: int) -> Buffer:
         """Returns the gradients of a round. A unit with one version and one round has one buffer, which its parameters use."""
@@ -128,42 +139,42 @@ class Unit:
             buffer.start(self.adder)
 
     def gather(self) -> None:
-        """Starts to gather the slices that the holders have updated."""
-        if self.shares is not None:
-            self.shares.start_gather()
+        """Starts to gather the slices that the holders have."""
+        for found in self._shares:
+            found.start_gather()
 
     def wait(self) -> None:
         """Returns when all parameters are whole."""
-        if self.shares is not None:
-            self.shares.wait()
+        for found in self._shares:
+            found.wait()
 
     @property
     def keeps_whole(self) -> bool:
         """Whether this rank has whole parameters between uses."""
-        return self.shares is None or self.shares.keeps_whole
+        return all(found.keeps_whole for found in self._shares)
 
     def free(self) -> None:
         """Frees parameters that were gathered for some actions."""
-        if self.shares is not None:
-            self.shares.free()
+        for found in self._shares:
+            found.free()
 
     @contextmanager
     def whole(self, *, writes: bool = False) -> Iterator[None]:
         """Makes the parameters whole for a while. All holders do this together. With `writes`, changes are kept."""
-        if self.shares is None or self.shares.keeps_whole:
+        if self.keeps_whole:
             yield
             return
         self.gather()
         self.wait()
         yield
-        if writes:
-            self.shares.keep_own()
+        for found in self._shares if writes else ():
+            found.keep_own()
         self.free()
 
     def square(self, round_: int, factor: float = 1.0) -> float:
         """Returns the sum of squares of the mean gradient. Of equal parts in a box, one rank counts."""
         views = self._finished(round_, factor).gradients
-        wholes = self.params if self.shares is None else [*self.pieces]
+        wholes = self.params if self.shares is None else [piece.whole for piece in self.shares.pieces]
         views = [v for p, v in zip(wholes, views, strict=True) if self.tensor is None or self.tensor.counted[p]]
         return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in views))
 
@@ -179,8 +190,7 @@ class Unit:
             self.handed[round_] = [flat.clone() for flat in buffer.flats]
         views = buffer.gradients
         if self.watch is not None:
-            with self.whole():
-                self.watch(round_, self.params, buffer.whole_gradients())
+            self.show(round_, buffer)
         for p, view in zip(self.updated, views, strict=True) if self.versions or self.rounds > 1 or self.shares else ():
             if self.versions and not in_place:
                 p.data = p.data.clone()
@@ -199,6 +209,12 @@ class Unit:
             self.scheduler.step()
         if self.versions is not None:
             self.versions.add(round_ + 1)
+
+    def show(self, round_: int, buffer: Buffer) -> None:
+        """Shows whole parameters and gradients to `watch`. All holders do this together."""
+        assert self.watch is not None
+        with self.whole():
+            self.watch(round_, self.params, buffer.whole_gradients())
 
     def _empty(self) -> Buffer:
         return Buffer.like(self.params) if self.shares is None else SlicedBuffer(self.shares)

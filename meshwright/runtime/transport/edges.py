@@ -107,12 +107,14 @@ class Outgoing:
 
     def send_from(self, slots: list[Any], slot: int) -> Callable[[], None]:
         """Returns a function that sends the bundle of a slot, if there is one, and empties the slot."""
-        edges, channel = self._edges, self._channel
+        edges, channel, sent = self._edges, self._channel, self._edges.sent
 
         def send() -> None:
             bundle, slots[slot] = slots[slot], None
             if bundle is None:
                 return
+            if sent is not None:
+                sent(channel, bundle)
             tensors, flags = bundle
             contract = self._contract
             if contract is None or flags != contract.flags or tuple(map(_form, tensors)) != contract.forms:
@@ -204,11 +206,18 @@ class Incoming:
 class Edges:
     """The sending and receiving ends of this rank's channels.
 
-    `waiting` is the channel of the current wait. It stays set after a failed wait, and the watchdog reads it.
+    `waiting` is the channel of the current wait. It stays set after a failed wait, and the watchdog reads it. `sent` is called
+    with the channel and the content of each message.
     """
 
-    def __init__(self, transport: Transport, device: torch.device, arrived: Callable[[Any], None] | None = None) -> None:
-        self.transport, self.device, self.arrived = transport, device, arrived
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        arrived: Callable[[Any], None] | None = None,
+        sent: Callable[[Channel, Bundle], None] | None = None,
+    ) -> None:
+        self.transport, self.device, self.arrived, self.sent = transport, device, arrived, sent
         self.waiting: Channel | None = None
         self.posts_early = isinstance(transport, TorchTransport) and not transport.rendezvous
         # One object per channel and shape, for as long as a compiled walk or `_kept` refers to it.

@@ -2,7 +2,8 @@
 
 It compares the loss of every step, the mean gradient of every update on every rank that holds it, and the weights at the end.
 Copies of a parameter (replicas, ties, data parallelism, teams) must be equal bit for bit in every version. Under a tensor mode
-every rank also compares the words that it sends in each step with those that are declared for its stages.
+every rank also compares the words that it sends in each step with those that are declared for its stages. The certificate also
+has counts of the run: messages, bytes, collectives and live activations.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from meshwright.runtime.stage.batch import Given
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Loss, LossKind, Tally
 from meshwright.runtime.stage.precision import Precision
+from meshwright.runtime.tracing.trace import Trace
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.setup.captured_layers import Uncut
-from meshwright.train.verify.certificate import Certificate, RankTrace, certify, digest
+from meshwright.train.verify.certificate import Certificate, certify
+from meshwright.train.verify.rank_differences import RankTrace, digest
 from meshwright.train.verify.serial_reference import Serial, SerialTrace
 from meshwright.train.verify.verify_case import Case, prepare_case
 
@@ -144,8 +147,8 @@ def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
     mesh = run.mesh(dist.get_rank())
     layers, schedule = run.open(case.model(), mesh), run.schedule
     how = run.settings(optimizer=case.optimizer, scheduler=case.scheduler, rules=case.rules, seed=case.seed)
-    engine = Engine(schedule, layers, how)
-    trace, tallies = RankTrace(), dict[int, Tally]()
+    trace, tallies, times = RankTrace(), dict[int, Tally](), Trace()
+    engine = Engine(schedule, layers, how, times, counts=trace.counts)
     updates = 0
     for first in range(case.steps) if schedule.flush else [0]:
         for unit in engine.units.values():
@@ -156,6 +159,7 @@ def rank_trace(case: Case, run: PreparedRun) -> RankTrace:
             log = layers.tensor.wires.log
             trace.words += [f"step {first}, {difference}" for difference in log.differences()]
             log.clear()
+    trace.spans = times.spans(schedule, mesh) if mesh.coordinate == 0 else []
     trace.skipped = list(engine.parameters.skipped)
     trace.sums = {step: (float(tally.loss), tally.weight) for step, tally in tallies.items()}
     trainable = [p for unit in engine.units.values() for p in unit.params]
