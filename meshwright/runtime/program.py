@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Kind, Op, Transfer, Value, actions
-from meshwright.ir.analysis.effects import final, rule
+from meshwright.ir.analysis.effects import rule
+from meshwright.ir.analysis.held_values import final
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.transport.base import Channel
 

@@ -21,7 +21,7 @@ from meshwright import (
     simulate,
 )
 from meshwright.ir.action import Action, Kind, Op, Transfer
-from meshwright.ir.analysis.effects import final, late_units
+from meshwright.ir.analysis.held_values import final, late_units
 from meshwright.ir.timeline import Lane
 from tests.support.helpers import run
 

@@ -24,7 +24,8 @@ from meshwright import (
     simulate,
 )
 from meshwright.ir.action import Action, Kind, Op, Transfer, walk
-from meshwright.ir.analysis.effects import final, late_units, rings
+from meshwright.ir.analysis.effects import rings
+from meshwright.ir.analysis.held_values import final, late_units
 from meshwright.ir.placement import Placement
 from meshwright.runtime.mesh import Mesh, channels
 from meshwright.schedules._orders.cyclic_forms import placed

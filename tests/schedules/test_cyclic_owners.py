@@ -22,7 +22,7 @@ from meshwright import (
     simulate,
 )
 from meshwright.ir.action import Action, Entry, Kind, Op, Transfer, Value
-from meshwright.ir.analysis.effects import final, initial, late_units
+from meshwright.ir.analysis.held_values import final, initial, late_units
 from meshwright.ir.timeline import Lane
 
 SIZES = [2, 3, 4, 5]

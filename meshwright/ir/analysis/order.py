@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from meshwright.ir.action import Action, Cell, Entry, Op, Transfer, Value
-from meshwright.ir.analysis.effects import collective, initial, rule
+from meshwright.ir.analysis.effects import collective, rule
+from meshwright.ir.analysis.held_values import initial
 from meshwright.ir.schedule import Lists, Schedule
 
 Place = tuple[int, int]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Op, walk
-from meshwright.ir.analysis.effects import late_units
+from meshwright.ir.analysis.held_values import late_units
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved

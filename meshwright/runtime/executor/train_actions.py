@@ -12,7 +12,7 @@ from meshwright.ir.action import COMPUTE, NONE, Kind, Op
 from meshwright.ir.analysis.carried_values import Load
 from meshwright.runtime.device import stream
 from meshwright.runtime.executor.actions import Do, Store
-from meshwright.runtime.executor.lending import Lending
+from meshwright.runtime.executor.lent_parameters import LentParameters
 from meshwright.runtime.executor.row_flow import RowFlow
 from meshwright.runtime.executor.row_slices import joined, require_rows, size_of
 from meshwright.runtime.parameters.parameters import Parameters
@@ -36,7 +36,7 @@ class TrainActions:
         self.store = Store(len(program.values))
         self.flow = RowFlow(program, self.store, microbatches)
         self.form = self.flow.form
-        self.lending = Lending(program, parameters.units, self.store) if program.schedule.owners else None
+        self.lending = LentParameters(program, parameters.units, self.store) if program.schedule.owners else None
         self.tallies: dict[int, Tally] = {}
         self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 

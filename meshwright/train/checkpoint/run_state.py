@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.analysis.effects import late_units
+from meshwright.ir.analysis.held_values import late_units
 from meshwright.ir.schedule import Sharding
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.json_exchange import all_gather_json
