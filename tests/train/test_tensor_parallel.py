@@ -61,6 +61,11 @@ def test_a_box_trains_as_one_process(pool: Pool, build: Any, plan: dict[str, Any
     verified(pool, build, **plan)
 
 
+def test_a_tied_head_that_is_replicated_in_another_stage(pool: Pool) -> None:
+    """The table is cut by its rows; the stage of the head gathers it in every microbatch."""
+    verified(pool, GPT2, tp=2, pp=2, microbatches=2, replicate=["lm_head"])
+
+
 class Heads(nn.Module):
     """Three heads: one for the loss, one that the loss multiplies by zero, one that it does not read."""
 
