@@ -22,7 +22,7 @@ from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._orders.cyclic_owners import refuse_rule, with_owners
+from meshwright.schedules._orders.cyclic_owners import refuse_form, with_owners
 from meshwright.schedules._orders.cyclic_turns import refuse_sizes, staggered
 
 
@@ -43,7 +43,7 @@ def build(
     stages = workers if chunks is None else chunks
     refuse_sizes(workers, microbatches, stages, rule, margin)
     if form == "zero":
-        refuse_rule(rule, margin, stages)
+        refuse_form(rule, margin, workers, stages)
     margin = workers if rule == "v1" else margin or 0
 
     def fresh(worker: int, stage: int) -> bool:

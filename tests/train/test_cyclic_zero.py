@@ -39,7 +39,6 @@ CASES = [
     slow(("mlp", 3, 3, "strict"), several=True),
     slow(("mlp", 4, 4, "auto"), several=True),
     slow(("mlp", 4, 4, "torch"), several=True),
-    slow(("mlp", 4, 2, "auto"), several=True),
     slow(("convolutions", 3, 3, "auto"), several=True),
     slow(("convolutions", 4, 4, "torch"), several=True),
     slow(("gpt2", 2, 2, "auto"), several=True),

@@ -1,6 +1,6 @@
 """The ZeRO form of cyclic data parallelism: each stage has one owner, which alone keeps its parameters and updates them.
 
-Worker K + 1 - j (both from 1) owns stage j: under rule v2 it is the first to read a new version, right after the sum of the last
+Worker N + 1 - j (both from 1) owns stage j: under rule v2 it is the first to read a new version, right after the sum of the last
 one is complete. The lists are those of the replicated form without the updates of the other workers. They get the parameters of
 a stage for one forward or one backward at a time, from the worker that used them two time steps before.
 """
@@ -28,8 +28,14 @@ def with_owners(schedule: Schedule) -> Schedule:
     return replace(schedule, owners=owners, prologue=prologue, period=period, drain=drain)
 
 
-def refuse_rule(rule: str, margin: int | None, stages: int) -> None:
-    """Raises for rules under which the owner of a stage would not be its first reader."""
+def refuse_form(rule: str, margin: int | None, workers: int, stages: int) -> None:
+    """Raises for rules under which the owner of a stage would not be its first reader, and if workers would wait for stages."""
+    if stages != workers:
+        raise MeshwrightError(
+            f"form=zero needs as many stages as workers, got {stages} and {workers}: a stage is used by one worker at a time, so "
+            f"workers would be busy for {stages / workers:.0%} of the time at most",
+            fix=f"chunks={workers}",
+        )
     if rule != "v2" or margin:
         given = f"rule={rule}" if rule != "v2" else f"margin={margin}"
         raise MeshwrightError(
