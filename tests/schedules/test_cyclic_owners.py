@@ -98,7 +98,7 @@ def test_a_tour_goes_round_the_ring_from_the_owner(n: int) -> None:
 
 
 def test_fewer_stages_than_workers_are_refused() -> None:
-    with pytest.raises(MeshwrightError, match="got 2 and 4.*busy for 50% of the time"):
+    with pytest.raises(MeshwrightError, match=r"got 2 and 4.*busy for 50% of the time"):
         built(4, 4, chunks=2)
 
 
