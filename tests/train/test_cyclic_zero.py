@@ -89,6 +89,7 @@ def test_a_run_moves_between_modes_and_resumes_exactly(pool: Pool) -> None:
         equal(first[0], second[0])
 
 
+@pytest.mark.slow
 def test_a_segment_has_no_collective(pool: Pool) -> None:
     assert pool.run(counted, {"dp": 2, "dp_mode": "cyclic-zero"}, ranks=2) == [(0, [3] * 6)] * 2
 
@@ -179,7 +180,8 @@ def audited(how: dict[str, Any], rows: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("transport", ["auto", slow("torch")])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "torch"])
 def test_memory_of_a_rank(transport: str, pool: Pool) -> None:
     rows = 8
     model = even()
