@@ -57,12 +57,12 @@ def all_hold(case: Case) -> None:
 
 
 def complete(lowered: Schedule, case: Case) -> None:
-    """As many sends as receives; every unit synced and updated on every holder in every round."""
+    """As many sends as receives; every unit synced on every worker that runs it and updated on every holder in every round."""
     sends = [e for entries in lowered.lists for e in entries if isinstance(e, Transfer)]
     assert sum(e.sends for e in sends) * 2 == len(sends)
     for op in (Op.S, Op.U):
         found = sum(1 for entries in lowered.lists for e in entries if isinstance(e, Action) and e.op is op)
-        all_of_them = lowered.steps * sum(len(workers) for workers in lowered.holders)
+        all_of_them = lowered.steps * sum(map(len, lowered.runners if op is Op.S else lowered.holders))
         assert found == all_of_them or (op is Op.S and lowered.ring and found <= all_of_them), f"{case}: {op}"
 
 

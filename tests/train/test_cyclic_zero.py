@@ -39,7 +39,6 @@ CASES = [
     slow(("mlp", 3, 3, "strict"), several=True),
     slow(("mlp", 4, 4, "auto"), several=True),
     slow(("mlp", 4, 4, "torch"), several=True),
-    slow(("mlp", 4, 2, "auto"), several=True),
     slow(("convolutions", 3, 3, "auto"), several=True),
     slow(("convolutions", 4, 4, "torch"), several=True),
     slow(("gpt2", 2, 2, "auto"), several=True),
@@ -90,6 +89,7 @@ def test_a_run_moves_between_modes_and_resumes_exactly(pool: Pool) -> None:
         equal(first[0], second[0])
 
 
+@pytest.mark.slow
 def test_a_segment_has_no_collective(pool: Pool) -> None:
     assert pool.run(counted, {"dp": 2, "dp_mode": "cyclic-zero"}, ranks=2) == [(0, [3] * 6)] * 2
 
@@ -180,7 +180,8 @@ def audited(how: dict[str, Any], rows: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("transport", ["auto", slow("torch")])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "torch"])
 def test_memory_of_a_rank(transport: str, pool: Pool) -> None:
     rows = 8
     model = even()

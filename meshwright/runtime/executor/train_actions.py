@@ -12,7 +12,7 @@ from meshwright.ir.action import COMPUTE, NONE, Kind, Op
 from meshwright.ir.analysis.carried_values import Load
 from meshwright.runtime.device import stream
 from meshwright.runtime.executor.actions import Do, Store
-from meshwright.runtime.executor.lent_parameters import LentParameters
+from meshwright.runtime.executor.parameter_tours import ParameterTours
 from meshwright.runtime.executor.row_flow import RowFlow
 from meshwright.runtime.executor.row_slices import joined, require_rows, size_of
 from meshwright.runtime.parameters.parameters import Parameters
@@ -36,7 +36,7 @@ class TrainActions:
         self.store = Store(len(program.values))
         self.flow = RowFlow(program, self.store, microbatches)
         self.form = self.flow.form
-        self.lending = LentParameters(program, parameters.units, self.store) if program.schedule.owners else None
+        self.tours = ParameterTours(program, parameters.units, self.store) if program.schedule.owners else None
         self.tallies: dict[int, Tally] = {}
         self.token = Bundle((torch.zeros(1, dtype=torch.uint8, device=parameters.device),), (False,))
 
@@ -56,16 +56,16 @@ class TrainActions:
         value = instruction.value
         if value is not None and self.flow.loads[value.kind] is Load.BUFFER:
             return Bare(self.parameters.units[value.stage].buffer_bytes)
-        if value is not None and self.lending is not None and value.kind is Kind.PARAM:
-            return self.lending.shape(value)
+        if value is not None and self.tours is not None and value.kind is Kind.PARAM:
+            return self.tours.shape(value)
         return self.flow.shape(instruction)
 
     def compile(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
         """Compiles an instruction once; the returned function runs it on every walk."""
         do = self._compiled(instruction, line)
         computes = line is None and instruction.action.op in COMPUTE
-        if computes and self.lending is not None:
-            return self.lending.around(instruction, do)
+        if computes and self.tours is not None:
+            return self.tours.around(instruction, do)
         return self.parameters.while_whole(instruction, do) if computes and self.parameters.gathers else do
 
     def _compiled(self, instruction: Instruction, line: Outgoing | Incoming | None) -> Do:
@@ -244,8 +244,8 @@ class TrainActions:
         """Sends a bundle from its slot, or the current running sum of a unit."""
         value, slot = instruction.value, instruction.slot
         assert value is not None
-        if self.lending is not None and value.kind is Kind.PARAM:
-            return self.lending.send(instruction, line)
+        if self.tours is not None and value.kind is Kind.PARAM:
+            return self.tours.send(instruction, line)
         if self.flow.loads[value.kind] is not Load.BUFFER:
             return line.send_from(self.store.slots, slot)
 
@@ -261,8 +261,8 @@ class TrainActions:
         slots, load = self.store.slots, self.flow.loads[instruction.value.kind]
         if load is Load.BUFFER:
             return line.fill_into(slots, instruction, partial(self.parameters.room, instruction.value))
-        if self.lending is not None and load is Load.WEIGHTS:
-            return line.fill_into(slots, instruction, partial(self.lending.room, instruction.value))
+        if self.tours is not None and load is Load.WEIGHTS:
+            return line.fill_into(slots, instruction, partial(self.tours.room, instruction.value))
         if load is Load.TOKEN:
             return line.fill_into(slots, instruction, lambda: Bundle((torch.empty_like(self.token.tensors[0]),), (False,)))
         return line.post_into(slots, instruction)

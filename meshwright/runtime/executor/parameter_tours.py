@@ -22,7 +22,7 @@ from meshwright.runtime.stage.stage import Bundle
 from meshwright.runtime.transport.edges import Bare, Outgoing
 
 
-class LentParameters:
+class ParameterTours:
     """The parameters that a worker lends to others and borrows from them, during the walks of one program."""
 
     def __init__(self, program: Program, units: Mapping[int, Unit], store: Store) -> None:
