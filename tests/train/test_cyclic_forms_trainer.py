@@ -18,6 +18,7 @@ from meshwright.train.data.collate import Collate, stacked
 from meshwright.train.data.row_reader import RowReader
 from meshwright.train.data.sampler import Sampler
 from meshwright.train.data.step_rows import StepRows
+from meshwright.train.measure import measure
 from tests.conftest import Pool
 from tests.support.delayed_rule import Delayed, trainer_language
 from tests.support.thin import slow
@@ -158,3 +159,15 @@ def test_unequal_rows_are_refused_by_ranks_that_join_microbatches() -> None:
     source = RowReader(Collate(stacked, None), seed=0).source([(torch.zeros(3 + i // 2), 0) for i in range(4)])
     with pytest.raises(MeshwrightError, match=r"the size \(3,\) in microbatch 0 and \(4,\) in microbatch 1"):
         replace(source, copies=2, several=(0, 1)).numbered(Position(0, 0), [0, 1, 2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["pp", "mp"])
+def test_predictions_and_a_measurement(form: str, tmp_path: Path, workers: Workers) -> None:
+    model, rows = gpt2(), text(5)
+    run = trainer(tmp_path, workers, model, form)
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    assert torch.allclose(torch.from_numpy(run.predict(rows).predictions), model(ids).logits, atol=1e-5)
+    found = measure(run, steps=2)
+    assert found is not None and (found.schedule.first, found.schedule.steps) == (1, 3)
+    assert all(cost.forward_s > 0 and cost.backward_s > 0 and cost.activation_bytes > 0 for cost in found.costs)
