@@ -8,9 +8,8 @@ Worker i of round t (1-based) reads version t of stage j if it exists in time, i
 v2 has margin 0; v1 always reads t - 1. A worker updates its one copy of the parameters right before the forward that needs
 the new version. Lists that continue a run (`first` > 0) start and end with both versions of the stages that a worker reads late.
 
-The stagger is part of the schedule: a `turn` passes stage j from F(m) to B(m - (K - j)) to F(m + 1). With unequal stages, only
-the turns that delay the starts of the first round are kept, by the lead that the v2 rule needs. Leads are rounded up to whole
-actions, so round 1 stalls once on a worker (mostly for less than a third of a round), and later rounds do not.
+This file has the rule. The lists of all forms are in `_orders/cyclic_forms.py` and `cyclic_owners.py`. The stagger is part of the
+schedule, as turns (`_orders/cyclic_turns.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from meshwright.ir.action import Action, Op
-from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
-from meshwright.schedules._orders.cyclic_forms import placed, placement_of
+from meshwright.schedules._orders.cyclic_forms import placed, placement_of, side_by_side
 from meshwright.schedules._orders.cyclic_owners import with_owners
 from meshwright.schedules._orders.cyclic_turns import holds_turns, refuse_margin, refuse_sizes, staggered
 
@@ -61,40 +58,6 @@ def build(
             turns=holds_turns(stagger, rows_for(costs, stages)),
         )
     refuse_sizes(workers, microbatches, stages)
-
-    def round_list(worker: int, round_: int) -> list[Action]:
-        mb, entries = workers * round_ + worker, []
-        for stage in range(stages):
-            wanted = version(worker, stage, round_)
-            if wanted > first and wanted > version(worker, stage, round_ - 1):
-                entries.append(Action(Op.U, stage, version=wanted - 1))
-            entries.append(Action(Op.F, stage, mb, version=wanted))
-        return entries + [Action(Op.B, s, mb, version=version(worker, s, round_)) for s in reversed(range(stages))]
-
-    def updates_left(worker: int, end: int) -> list[Action]:
-        return [
-            Action(Op.U, s, version=k)
-            for k in range(first, end)
-            for s in reversed(range(stages))
-            if k >= version(worker, s, end - 1)
-        ]
-
-    settled = first + min(steps, 2)
-    prologue = [[a for t in range(first, settled) for a in round_list(w, t)] for w in range(workers)]
-    exact = {(a.op, a.stage, a.mb): a for w in range(workers) for t in range(first, settled + 2) for a in round_list(w, t)}
-    turns = staggered(stagger, workers, stages, rows_for(costs, stages), range(first, settled + 2))
-    edges = [(exact[a.op, a.stage, a.mb], exact[b.op, b.stage, b.mb]) for a, b in turns]
-    found = Schedule(
-        "cyclic",
-        Placement(((tuple((worker,) for worker in range(workers)),) * stages,)),
-        workers,
-        period=tuple(tuple(round_list(w, first + 2)) for w in range(workers)) if settled == first + 2 else (),
-        prologue=tuple(map(tuple, prologue)),
-        drain=tuple(tuple(updates_left(w, settled)) for w in range(workers)),
-        repeats=steps - min(steps, 2),
-        turns=tuple(edge for edge in edges if edge[1].mb < (first + 3) * workers),
-        flush=False,
-        ring=True,
-        first=first,
-    )
+    turns = staggered(stagger, workers, stages, rows_for(costs, stages), range(first, first + min(steps, 2) + 2))
+    found = side_by_side(workers, stages, range(first, first + steps), version, turns)
     return with_owners(found, rule, margin) if form == "zero" else found

@@ -1,4 +1,4 @@
-"""Cyclic data parallelism with stages on their own workers: the order of the replicated form, on other placements.
+"""Lists of cyclic data parallelism: workers side by side that run all stages, or the same order with stages on their own workers.
 
     mp   stage j of K has K - j + 1 workers, K (K + 1) / 2 in all; they take microbatches in turn, each holds one at a time
     pp   stage j has one worker, which holds up to K - j + 1 microbatches: 1F1B without a flush, with up to two versions
@@ -44,6 +44,47 @@ def placement_of(form: str, workers: int, microbatches: int, chunks: int | None)
         return Placement.line(stages)
     first = [sum(stages - k for k in range(stage)) for stage in range(stages)]
     return Placement((tuple(tuple((first[s] + k,) for k in range(stages - s)) for s in range(stages)),))
+
+
+def side_by_side(
+    workers: int, stages: int, rounds: range, version: Callable[[int, int, int], int], turns: Sequence[Turn]
+) -> Schedule:
+    """Builds some rounds on workers that run all stages; `version` is what a worker reads of a stage in a round."""
+    first, settled = rounds.start, rounds.start + min(len(rounds), 2)
+
+    def round_list(worker: int, round_: int) -> list[Action]:
+        mb, entries = workers * round_ + worker, []
+        for stage in range(stages):
+            wanted = version(worker, stage, round_)
+            if wanted > first and wanted > version(worker, stage, round_ - 1):
+                entries.append(Action(Op.U, stage, version=wanted - 1))
+            entries.append(Action(Op.F, stage, mb, version=wanted))
+        return entries + [Action(Op.B, s, mb, version=version(worker, s, round_)) for s in reversed(range(stages))]
+
+    def updates_left(worker: int, end: int) -> list[Action]:
+        return [
+            Action(Op.U, s, version=k)
+            for k in range(first, end)
+            for s in reversed(range(stages))
+            if k >= version(worker, s, end - 1)
+        ]
+
+    prologue = [[a for t in range(first, settled) for a in round_list(w, t)] for w in range(workers)]
+    exact = {(a.op, a.stage, a.mb): a for w in range(workers) for t in range(first, settled + 2) for a in round_list(w, t)}
+    edges = [(exact[a.op, a.stage, a.mb], exact[b.op, b.stage, b.mb]) for a, b in turns]
+    return Schedule(
+        "cyclic",
+        Placement(((tuple((worker,) for worker in range(workers)),) * stages,)),
+        workers,
+        period=tuple(tuple(round_list(w, first + 2)) for w in range(workers)) if settled == first + 2 else (),
+        prologue=tuple(map(tuple, prologue)),
+        drain=tuple(tuple(updates_left(w, settled)) for w in range(workers)),
+        repeats=rounds.stop - settled,
+        turns=tuple(edge for edge in edges if edge[1].mb < (first + 3) * workers),
+        flush=False,
+        ring=True,
+        first=first,
+    )
 
 
 def placed(

@@ -1,4 +1,9 @@
-"""The stagger of cyclic data parallelism, as control edges (writer, reader). Without them all workers would run in lockstep."""
+"""The stagger of cyclic data parallelism, as control edges (writer, reader). Without them all workers would run in lockstep.
+
+A `turn` passes stage j from F(m) to B(m - (K - j)) to F(m + 1). With unequal stages, only the turns that delay the starts of the
+first round are kept, by the lead that the v2 rule needs. Leads are rounded up to whole actions, so round 1 stalls once on a
+worker (mostly for less than a third of a round), and later rounds do not.
+"""
 
 from __future__ import annotations
 
