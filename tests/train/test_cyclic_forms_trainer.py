@@ -25,7 +25,7 @@ from tests.support.thin import slow
 from tests.support.trainers import distance, gpt2, ours, series, text
 from tests.train.test_cyclic_forms import device_of
 from tests.train.test_cyclic_trainer import HOW, PLAN, ROWS, STEPS, batches, same, tools
-from tests.train.test_cyclic_training import COLLECTIVES, batch, cuts_of, mlp
+from tests.train.test_cyclic_training import batch, cuts_of, mlp, watched_segments
 
 SECOND = ("transformer.h.2", "transformer.h.3", "transformer.ln_f", "lm_head")
 
@@ -87,29 +87,9 @@ def test_checkpoints_move_between_forms(form: str, tmp_path: Path, workers: Work
 
 def counted(plan: dict[str, Any]) -> tuple[int, list[int], list[float]]:
     """On a rank: the collectives inside a segment, the rows of the batches that it loads, and the losses of its steps."""
-    calls: list[str] = []
-    rows: list[int] = []
     loss = nn.functional.cross_entropy
     with mw.parallelize(mlp(), batch("mlp", 0, 9), plan, loss=loss, device="cpu", check_capture=False) as session:
-        engine = session.engine
-        run, cut = engine.run, engine._cut
-
-        def watched(*args: Any) -> Any:
-            kept = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
-            for name in COLLECTIVES:
-                setattr(torch.distributed, name, lambda *a, _name=name, **k: calls.append(_name) or kept[_name](*a, **k))
-            try:
-                return run(*args)
-            finally:
-                for name, function in kept.items():
-                    setattr(torch.distributed, name, function)
-
-        def noted(given: Any) -> Any:
-            found = cut(given)
-            rows.append(found.size)
-            return found
-
-        engine.run, engine._cut = watched, noted  # type: ignore[method-assign]
+        calls, rows = watched_segments(session.engine)
         data = [(torch.arange(6.0) * (i + 1) / 60, i % 3) for i in range(25)]
         source = session.source_for_rank(RowReader(Collate(stacked, None), seed=0).source(data))
         sampler = Sampler(25, StepRows(3, 1, 3), 0)

@@ -293,32 +293,37 @@ def test_a_session_resumes_exactly(pool: Pool) -> None:
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier", "reduce")
 
 
-def counted(plan: dict[str, Any]) -> tuple[int, list[int]]:
-    """On a rank: the collectives inside a segment, and the rows of the batches that it loads."""
+def watched_segments(engine: Any) -> tuple[list[str], list[int]]:
+    """The names of the collectives inside the segments that an engine runs from now on, and the rows of its batches."""
     calls: list[str] = []
     rows: list[int] = []
+    run, cut = engine.run, engine._cut
+
+    def watched(*args: Any) -> Any:
+        kept = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
+        for name in COLLECTIVES:
+            setattr(torch.distributed, name, lambda *a, _name=name, **k: calls.append(_name) or kept[_name](*a, **k))
+        try:
+            return run(*args)
+        finally:
+            for name, function in kept.items():
+                setattr(torch.distributed, name, function)
+
+    def noted(given: Any) -> Any:
+        found = cut(given)
+        rows.append(found.size)
+        return found
+
+    engine.run, engine._cut = watched, noted
+    return calls, rows
+
+
+def counted(plan: dict[str, Any]) -> tuple[int, list[int]]:
+    """On a rank: the collectives inside a segment, and the rows of the batches that it loads."""
     model = mlp()
     loss = nn.functional.cross_entropy
     with mw.parallelize(model, batch("mlp", 0, 6), plan, loss=loss, device="cpu", check_capture=False) as session:
-        engine = session.engine
-        run, cut = engine.run, engine._cut
-
-        def watched(*args: Any) -> Any:
-            kept = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
-            for name in COLLECTIVES:
-                setattr(torch.distributed, name, lambda *a, _name=name, **k: calls.append(_name) or kept[_name](*a, **k))
-            try:
-                return run(*args)
-            finally:
-                for name, function in kept.items():
-                    setattr(torch.distributed, name, function)
-
-        def noted(given: Any) -> Any:
-            found = cut(given)
-            rows.append(found.size)
-            return found
-
-        engine.run, engine._cut = watched, noted  # type: ignore[method-assign]
+        calls, rows = watched_segments(session.engine)
         data = [(torch.randn(6), i % 3) for i in range(60)]
         reader = RowReader(Collate(stacked, None), seed=0)
         source = session.source_for_rank(reader.source(data))
