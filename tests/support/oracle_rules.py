@@ -169,8 +169,13 @@ class Needs:
         takes: list[Fact] = [("gradient", worker, unit, a.stage, a.replica, a.mb, a.part) for a in made]
         if not self.schedule.ring:
             return takes, [], [self._sum(worker, unit, round_)]
-        first = {w: min(a.mb for a in made) for (w, u, r), made in self.gradients.items() if (u, r) == (unit, round_) and made}
-        ring = sorted(first, key=lambda w: first[w])
+        # Who finishes first adds first. Of two stages of a tie, the later one runs its backward of a microbatch earlier.
+        last = {
+            w: max((2 * a.mb - a.stage, -a.stage) for a in made)
+            for (w, u, r), made in self.gradients.items()
+            if (u, r) == (unit, round_) and made
+        }
+        ring = sorted(sorted(last), key=lambda w: last[w])
         if worker in ring[1:]:
             takes.append(("partial", unit, round_, ring[ring.index(worker) - 1]))
         ends = bool(ring) and worker == ring[-1]

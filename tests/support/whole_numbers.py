@@ -49,12 +49,18 @@ class Shape:
         self.stages = len(self.teams[0])
         self.workers = 1 + max(w for copy in self.teams for stage in copy for team in stage for w in team)
         self.units = [[s, *(self.stages + i for i, tie in enumerate(schedule.ties) if s in tie)] for s in range(self.stages)]
-        self.holders: dict[int, set[int]] = defaultdict(set)
+        self.runners: dict[int, set[int]] = defaultdict(set)
         for copy in self.teams:
             for stage, teams in enumerate(copy):
                 for unit in self.units[stage]:
-                    self.holders[unit] |= {worker for team in teams for worker in team}
+                    self.runners[unit] |= {worker for team in teams for worker in team}
+        self.holders = {unit: self._owned(unit) or workers for unit, workers in self.runners.items()}
         self._shares: dict[tuple[int, int, int], frozenset[int]] = {}
+
+    def _owned(self, unit: int) -> set[int]:
+        """The worker that keeps a unit for all others, if there is one: a tie goes with its first stage."""
+        stage = unit if unit < self.stages else self.schedule.ties[unit - self.stages][0]
+        return {self.schedule.owners[stage]} if self.schedule.owners else set()
 
     def team(self, replica: int, stage: int, mb: int) -> tuple[int, ...]:
         teams = self.teams[replica][stage]
@@ -111,6 +117,7 @@ class Worker:
     at: int = 0
     store: dict[Key, object] = field(default_factory=dict)
     params: dict[tuple[int, int], int] = field(default_factory=dict)
+    lent: dict[tuple[int, int, int], int] = field(default_factory=dict)
     buffers: dict[tuple[int, int], Buffer] = field(default_factory=lambda: defaultdict(Buffer))
     handed: dict[tuple[int, int], Buffer] = field(default_factory=dict)
     norm: int = 0
@@ -129,7 +136,7 @@ class Lists:
     """Facts about the lists as a whole: who adds to which unit in which round, versions, turns."""
 
     def __init__(self, schedule: Schedule, shape: Shape) -> None:
-        self.first: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        self.last: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
         self.version: dict[tuple[int, int], int] = {}
         self.mbs: dict[int, int] = {}
         self.normed: set[tuple[int, int]] = set()
@@ -139,8 +146,9 @@ class Lists:
                 ops.add(action.op)
                 if action.op in (Op.B, Op.W):
                     for unit in shape.units[action.stage]:
-                        mine = self.first[unit, action.mb // schedule.microbatches]
-                        mine[worker] = min(mine.get(worker, action.mb), action.mb)
+                        mine = self.last[unit, action.mb // schedule.microbatches]
+                        ends = (2 * action.mb - action.stage, -action.stage)  # backwards of later stages end earlier
+                        mine[worker] = max(mine.get(worker, ends), ends)
                 elif action.op is Op.F:
                     self.version[action.stage, action.mb] = action.version
                     self.mbs[action.mb] = action.replica
@@ -158,8 +166,8 @@ class Lists:
                 self.waits[reader].append(key)
 
     def ring(self, unit: int, round_: int) -> list[int]:
-        first = self.first[unit, round_]
-        return sorted(first, key=lambda worker: first[worker])
+        last = self.last[unit, round_]
+        return sorted(last, key=lambda worker: last[worker])
 
 
 def stage_out(stage: int, weights: list[int], value: int) -> int:

@@ -111,7 +111,9 @@ class Run:
             if isinstance(found, tuple):
                 raise WrongError(f"worker {worker.number} hands on what it has received: {entry}")
             return found
-        if kind not in ("partial", "sum") or not self.schedule.ring or worker.number not in self.shape.holders[key[0]]:
+        if kind == "param" and self.schedule.owners:
+            return self._parameters(worker, entry.value.stage, entry.value.version, entry.value.part, str(entry))
+        if kind not in ("partial", "sum") or not self.schedule.ring or worker.number not in self.shape.runners[key[0]]:
             raise WrongError(f"nothing carries {entry}")
         return worker.handed[key] if key in worker.handed else worker.buffers[key].copy()
 
@@ -119,7 +121,10 @@ class Run:
         value, kind = entry.value, entry.value.kind.value
         if kind in ("act", "grad", "turn"):
             worker.store[self._key(entry)] = ("received", load)
-        elif worker.number not in self.shape.holders[value.stage]:
+        elif kind == "param" and worker.number not in self.shape.holders[value.stage]:
+            assert isinstance(load, int)
+            worker.lent[value.stage, value.version, value.part] = load
+        elif kind == "param" or worker.number not in (self.shape.holders if kind == "sum" else self.shape.runners)[value.stage]:
             raise WrongError(f"worker {worker.number} has no place for {entry}")
         elif kind == "partial":
             worker.store["partial", value.stage, value.version, value.piece] = load
@@ -161,9 +166,17 @@ class Run:
                 version = action.version
                 if unit >= self.shape.stages:
                     version = self.lists.version[self.schedule.ties[unit - self.shape.stages][0], action.mb]
-            if (unit, version) not in worker.params:
-                raise WrongError(f"{action} on worker {worker.number}: there is no version {version} of unit {unit}")
-            found.append(worker.params[unit, version])
+            found.append(self._parameters(worker, unit, version, int(action.op is not Op.F), str(action)))
+        return found
+
+    def _parameters(self, worker: Worker, unit: int, version: int, way: int, reader: str) -> int:
+        """A version that a worker holds, or that it was lent for forwards (0) or backwards (1)."""
+        if worker.number in self.shape.holders[unit]:
+            found = worker.params.get((unit, version))
+        else:
+            found = worker.lent.get((unit, version, way))
+        if found is None:
+            raise WrongError(f"{reader} on worker {worker.number}: there is no version {version} of unit {unit}")
         return found
 
     def _act(self, worker: Worker, action: Action) -> None:
