@@ -80,7 +80,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """How much longer than the lower bound a step is, as a share."""
-        return self.step_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0 else 0.0
+        return max(0.0, self.step_s / self.lower_bound_s - 1.0) if self.lower_bound_s > 0 else 0.0
 
     @property
     def widths(self) -> tuple[int, ...]:
