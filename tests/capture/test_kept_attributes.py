@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import capture
+from meshwright.capture.check.restore_model import untouched
 
 
 class Keeps(nn.Module):
@@ -41,3 +42,31 @@ def test_a_captured_model_keeps_nothing_of_the_trace() -> None:
     x = torch.randn(3, 4)
     again = copy.deepcopy(model)
     assert torch.equal(model(x), again(x)) and model.calls == 1
+
+
+class Hooked(nn.Module):
+    """Registers a hook in its first forward and notes it, as models of transformers do that return hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.found: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "hooked", False):
+            self.first.register_forward_hook(lambda _module, _inputs, output: self.found.append(output))
+            self.hooked = True
+        self.found = []
+        y = self.second(self.first(x))
+        return y + self.found[-1] * len(self.found)
+
+
+def test_hooks_go_with_the_attribute_that_notes_them() -> None:
+    model, x = Hooked(), torch.randn(3, 4)
+    expected = copy.deepcopy(model)(x)
+    capture(model, (torch.ones(2, 4),))
+    assert not model.first._forward_hooks and not hasattr(model, "hooked")
+    with untouched(model, []):
+        model(x)
+    assert not model.first._forward_hooks and not hasattr(model, "hooked")
+    assert torch.equal(model(x), expected) and len(model.first._forward_hooks) == 1

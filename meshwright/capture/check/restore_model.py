@@ -1,4 +1,4 @@
-"""Restores a model after a check has run it: buffers, gradients, modes, attributes and random states."""
+"""Restores a model after a check has run it: buffers, gradients, modes, attributes, hooks and random states."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.capture.check.random_streams import keep_states
+from meshwright.capture.trace.patches.kept_attributes import HOOKS
 
 PLAIN = (bool, int, float, complex, str, tuple, type(None))
 """Attributes of these types are compared: if a forward changes one, the next call behaves differently."""
@@ -23,6 +24,7 @@ def untouched(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     modes = [module.training for module in modules]
     held = {module: dict(vars(module)) for module in model.modules()}
     inside = [(value, copy(value)) for kept in held.values() for key, value in kept.items() if _is_container(key, value)]
+    inside += [(kept[name], copy(kept[name])) for kept in held.values() for name in HOOKS]
     owned = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
     values = [(b, b.detach().clone()) for b in dict.fromkeys((*model.buffers(), *_buffers(layers))) if not b.is_meta]
     gradients = {p: p.grad for p in model.parameters()}

@@ -1,7 +1,8 @@
 """Leave a model as it was before it was traced.
 
 A forward may keep values in attributes of its modules, or of plain objects and containers in them (a cache, a counter). While it
-is traced these are fake tensors and symbolic sizes, with which the model could neither run nor be copied.
+is traced these are fake tensors and symbolic sizes, with which the model could neither run nor be copied. A forward may also
+register hooks on its modules and note in an attribute that it has: both are set back together.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has: modes, hooks, and the tables of parameters, buffers and submodules."""
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict))
+"""The tables of hooks of a module."""
 _NOT_SEARCHED = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Generator)
 
 
 @contextmanager
 def kept_attributes(model: nn.Module) -> Iterator[None]:
     """Sets attributes, lists and dicts back to what they held before the block."""
-    tables = [(vars(module), dict(vars(module))) for module in model.modules()]
+    tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(vars(module), dict(vars(module))) for module in model.modules()]
+    hooks = [vars(module)[name] for module in model.modules() for name in HOOKS]
     lists: list[tuple[list[Any], list[Any]]] = []
     for _, held in list(tables):
         for name, value in held.items():
@@ -34,6 +38,7 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
                 tables.append((value, dict(value)))
             elif hasattr(value, "__dict__"):
                 tables.append((vars(value), dict(vars(value))))
+    tables += [(table, dict(table)) for table in hooks]
     try:
         yield
     finally:
