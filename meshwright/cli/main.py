@@ -34,17 +34,27 @@ def main() -> None:
         sys.stderr.write(f"error: this needs {missing}, which is not installed\n  try: pip install 'meshwright[hf]'\n")
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        _say_interrupted()
         sys.exit(INTERRUPTED)
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer turns Ctrl-C into this
-            sys.stderr.write("interrupted\n")
+            _say_interrupted()
         raise
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
     finally:
         gc.freeze()
+
+
+def _say_interrupted() -> None:
+    """Ends the line of a user who pressed Ctrl-C.
+
+    If it came inside an `exec`, which dataclasses use, CPython remembers it and ends the process by the signal instead of with
+    the exit code. The next `exec` makes it forget.
+    """
+    exec("")
+    sys.stderr.write("interrupted\n")
 
 
 if __name__ == "__main__":
