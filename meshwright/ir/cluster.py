@@ -73,6 +73,8 @@ class Device:
         kind: Its name, such as `a100`.
         memory_bytes: Its memory.
         flops_per_s: Operations per second that it achieves, by precision.
+        bytes_per_s: Bytes per second that it reads from its memory.
+        launch_s: Seconds that one call of a stage costs before it computes.
 
     Examples:
         >>> from meshwright import Device
@@ -83,6 +85,8 @@ class Device:
     kind: str = "device"
     memory_bytes: float = float("inf")
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_s: float = float("inf")
+    launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

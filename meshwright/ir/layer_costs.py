@@ -33,6 +33,9 @@ class LayerCost:
         output_bytes: What crosses a cut after this layer, for one row: all tensors that later layers read.
         saved_bytes: What a forward keeps for the backward, for one row.
         parameter_bytes: The parameters.
+        transient_bytes: What a forward or backward needs at its peak beyond what it keeps, for one row.
+        flops: Operations of a forward, for one row.
+        ties: Names of parameters that other layers use too. A stage that has several of these layers holds them once.
 
     Examples:
         >>> from meshwright import LayerCost
@@ -47,9 +50,13 @@ class LayerCost:
     output_bytes: float = 0.0
     saved_bytes: float = 0.0
     parameter_bytes: float = 0.0
+    transient_bytes: float = 0.0
+    flops: float = 0.0
+    ties: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = (*self.forward_s, *self.input_s, *self.weight_s, self.output_bytes, self.saved_bytes, self.parameter_bytes)
+        sizes = (self.output_bytes, self.saved_bytes, self.parameter_bytes, self.transient_bytes, self.flops)
+        numbers = (*self.forward_s, *self.input_s, *self.weight_s, *sizes)
         if not all(0.0 <= x < float("inf") for x in numbers):
             raise MeshwrightError(f"costs of a layer are numbers of at least 0, got {self}")
 
@@ -70,6 +77,7 @@ class ChainCost:
     gradient_bytes: tuple[float, ...]
     saved_bytes: tuple[float, ...]
     parameter_bytes: tuple[float, ...]
+    transient_bytes: tuple[float, ...]
 
     @property
     def backward_s(self) -> tuple[float, ...]:
@@ -97,6 +105,10 @@ class Profile:
         device: What it was measured on.
         precision: The format of the tensors.
         source: Where the numbers come from.
+        parameter_itemsize: Bytes of one element of a parameter, so that parameters can be counted.
+        optimizer_bytes_per_parameter: What the optimizer holds for each parameter; 8 for Adam in float32.
+        tokens_per_row: Tokens of one row, for rates; 1 for images.
+        error: How far the times may be off, as a share: 0.2 is 20 %.
 
     Raises:
         MeshwrightError: There are no layers, or a layer does not have one time for each number of rows.
@@ -113,6 +125,10 @@ class Profile:
     device: str = ""
     precision: str = "float32"
     source: ProfileSource = ProfileSource.PUBLISHED
+    parameter_itemsize: float = 4.0
+    optimizer_bytes_per_parameter: float = 8.0
+    tokens_per_row: int = 1
+    error: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -146,6 +162,7 @@ class Profile:
             gradient_bytes=output,
             saved_bytes=tuple(layer.saved_bytes * factor for layer in layers),
             parameter_bytes=tuple(layer.parameter_bytes for layer in layers),
+            transient_bytes=tuple(layer.transient_bytes * factor for layer in layers),
         )
 
     def _time(self, times: tuple[float, ...], rows: int | None) -> float:
