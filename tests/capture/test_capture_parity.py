@@ -57,6 +57,21 @@ def test_plan_equals_the_model_itself(pool: Pool, name: str, plan: dict[str, Any
     assert found.updates == 5 or plan.get("schedule") == "pipedream"
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"width": (1, 2)},
+        pytest.param({"width": (1, 2), "dp_mode": "zero-1"}, marks=pytest.mark.slow),
+        {"schedule": "chimera", "options": {"mode": "halving"}, "microbatches": 4},
+    ],
+    ids=["width", "zero", "halving"],
+)
+def test_a_float32_loss_over_split_rows_is_no_difference(pool: Pool, plan: dict[str, Any]) -> None:
+    """The losses of transformers are float32 in a float64 model: halves of a microbatch round otherwise than the whole."""
+    found = pool.verify(c.gpt2, c.text, steps=2, **{"pp": 2, "microbatches": 2, **plan})
+    assert found.passed and found.loss_error < 1e-12, (found.loss_error, found.worst, found.problems)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", SCHEDULES)

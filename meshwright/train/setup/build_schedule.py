@@ -32,6 +32,12 @@ def stages_of(parallel: Parallel) -> int:
     return (parallel.order or _by_name(parallel, steps=1, costs=None)).stages
 
 
+def splits_rows(parallel: Parallel) -> bool:
+    """Returns whether several workers, or several actions, share the rows of one microbatch."""
+    order = parallel.order or _by_name(parallel, steps=1, costs=None)
+    return order.parts > 1 or any(width > 1 for width in (*parallel.width, *widths(order)))
+
+
 def lists_for(
     parallel: Parallel,
     *,

@@ -26,7 +26,7 @@ from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.train.data.vocabulary import refuse_ids, vocabularies
 from meshwright.train.optimizer.coupled_parameters import refuse_closure, refuse_coupled, refuse_not_elementwise, wants_more
 from meshwright.train.prepared import PreparedRun, RunRequest, captured, prepare
-from meshwright.train.setup.build_schedule import stages_of
+from meshwright.train.setup.build_schedule import splits_rows, stages_of
 from meshwright.train.setup.captured_layers import LISTS, Uncut
 from meshwright.train.setup.eval_submodules import stay_in_evaluation
 from meshwright.train.setup.settled_plan import settled
@@ -54,6 +54,8 @@ class Case:
     """The graph of a captured model. It is captured once for all workers."""
     scheduler: Scheduler | None = None
     rules: Rules = field(default_factory=Rules)
+    splits_rows: bool = False
+    """Whether the plan shares the rows of one microbatch among workers or actions."""
 
     @property
     def tolerance(self) -> float:
@@ -65,9 +67,11 @@ class Case:
     def widens(self) -> bool:
         """Whether casts to float32 inside the model become casts to float64, in the run and in the reference alike.
 
-        Under tensor parallelism sums have another order, and float32 inside a float64 model would round it differently.
+        Where tensors or the rows of a microbatch are shared, sums have another order, and float32 inside a float64 model (the
+        losses of transformers) would round it differently.
         """
-        return self.parallel.tp > 1 and self.dtype == "float64" and self.precision.dtype is None
+        shares = self.parallel.tp > 1 or self.splits_rows
+        return shares and self.dtype == "float64" and self.precision.dtype is None
 
     def wide_casts(self) -> AbstractContextManager[object]:
         """Returns a context in which the user's model casts to float64 instead of float32, if `widens`."""
@@ -147,6 +151,7 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
     refuse_seed(case.seed)
     refuse_loss(case.loss)
     case = replace(case, parallel=settled(case.parallel))
+    case = replace(case, splits_rows=splits_rows(case.parallel))
     refuse_crowd(case.parallel.processes)
     _refuse_local(case)
     stages = stages_of(case.parallel)
