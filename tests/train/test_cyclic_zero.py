@@ -207,6 +207,19 @@ def test_verify(workers: Workers) -> None:
     assert found.passed and found.max_relative_error == 0.0
 
 
+@pytest.mark.parametrize("mode", ["cyclic", "cyclic-zero", "cyclic-mp", "cyclic-pp"])
+def test_bf16(mode: str, workers: Workers) -> None:
+    how = {"dp": 2, "dp_mode": mode}
+    found = mw.verify(
+        mlp, single_batch, how, steps=3, loss=nn.functional.cross_entropy, dtype="float32", precision="bf16", workers=workers
+    )
+    assert found.passed and found.max_relative_error == 0.0
+
+
+def single_batch(step: int) -> Any:
+    return batch("mlp", step, 4)
+
+
 def verify_batch(step: int) -> Any:
     inputs, target = batch("mlp", step, 6)
     return inputs.double(), target
