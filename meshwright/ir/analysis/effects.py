@@ -45,11 +45,6 @@ class Effects(NamedTuple):
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
 
-    @property
-    def consumes(self) -> tuple[Value, ...]:
-        """The reads that are consumed."""
-        return tuple(value for value in self.reads if value.kind in CONSUMED)
-
 
 def effects(schedule: Schedule, worker: int, entry: Entry) -> Effects:
     """What one entry of a schedule reads and writes. This is the dependency rule.
