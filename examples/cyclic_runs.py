@@ -96,6 +96,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "zero-3": {"dp_mode": "zero-3", "microbatches": 1},
     "cyclic v1": {"dp_mode": "cyclic", "options": {"rule": "v1"}},
     "cyclic v2": {"dp_mode": "cyclic"},
+    "cyclic-zero": {"dp_mode": "cyclic-zero"},
+    "cyclic-mp": {"dp_mode": "cyclic-mp"},
+    "cyclic-pp": {"dp_mode": "cyclic-pp"},
 }
 
 
@@ -113,13 +116,14 @@ def main() -> None:
     print(f"N = {N} workers and stages, {ROUNDS} steps; bytes are in units of the gradients of the whole model, per step")
     print("| form | devices | live activations | messages | per worker and time step | sent | collectives | handed to them |")
     print("|---|---|---|---|---|---|---|---|")
-    with Workers(N) as pool:
+    with Workers(N * (N + 1) // 2) as pool:
         for form in FORMS:
             found = counted(pool, N, form)
+            devices = Parallel.of(found.parallel).processes
             assert found.passed, found.problems
             each = [found.stage_messages / ROUNDS, found.stage_messages_per_step, found.bytes_per_round / model]
             more = [found.collectives / ROUNDS, found.collective_bytes_per_round / model]
-            cells = [form, str(N), str(found.live_activations_max), *(f"{value:.3g}" for value in (*each, *more))]
+            cells = [form, str(devices), str(found.live_activations_max), *(f"{value:.3g}" for value in (*each, *more))]
             print("| " + " | ".join(cells) + " |", flush=True)
 
 
