@@ -108,7 +108,7 @@ def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
         wanted = schedules.needed(own) if ":" in own else frozenset()
         usual = {flag: usual[flag] for flag, size in (("pp", "workers"), ("microbatches", "microbatches")) if size in wanted}
     parallel = settled(Parallel.of({**usual, **given} if plan is None else asked(plan)))
-    refuse_crowd(parallel.processes)
+    refuse_crowd(parallel.started)
     return parallel
 
 

@@ -54,13 +54,15 @@ def plan_to_json(parallel: Parallel) -> str:
 
 
 def plan_table(given: Parallel | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a plan as JSON values; leaves out `order`, `costs` and the tensor fields if they are not used."""
+    """Returns a plan as JSON values; leaves out fields that are not used."""
     found = given.given() if isinstance(given, Parallel) else dict(given)
-    order, costs = found.pop("order", None), found.pop("costs", ())
+    order, costs, ranks = found.pop("order", None), found.pop("costs", ()), found.pop("ranks", ())
     if found.get("tp", 1) == 1 and not found.get("box"):
         found = {name: value for name, value in found.items() if name not in TENSOR_FIELDS}
     if order is not None:
         found["order"] = order if isinstance(order, Mapping) else json.loads(schedule_to_json(order))
+    if ranks:
+        found["ranks"] = ranks
     if costs:
         found["costs"] = [row if isinstance(row, Mapping) else asdict(row) for row in costs]
     return found
