@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright import lower, schedules
@@ -68,6 +68,7 @@ def shuffled(draw: st.DrawFn) -> tuple[tuple[int, int, int], tuple[int, ...]]:
     return sizes, tuple(started[:places])
 
 
+@settings(deadline=None)
 @given(shuffled())
 def test_ranks_give_every_place_to_the_process_that_they_name(case: tuple[tuple[int, int, int], tuple[int, ...]]) -> None:
     (workers, copies, box), ranks = case

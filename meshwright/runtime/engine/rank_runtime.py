@@ -55,7 +55,11 @@ class RankRuntime:
     def program(self, schedule: Schedule) -> Program:
         """Compiles this rank's list of a schedule: the schedule of this runtime, or one that uses only its channels."""
         assert set(channels(self.mesh, schedule)) <= set(self.channels), "a message without a channel"
-        return program(schedule, self.mesh.worker, self.mesh.rank_of)
+        found = program(schedule, self.mesh.worker, self.mesh.rank_of)
+        if self.mesh.ranks:  # the rank alone does not tell the parent which worker died
+            for instruction in found.instructions:
+                instruction.words += f"@{self.mesh.seat}".encode()
+        return found
 
     def executor(
         self, walked: Program, actions: Actions, trace: Trace | None = None, counts: RankCounts | None = None

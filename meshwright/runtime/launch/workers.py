@@ -186,8 +186,9 @@ class Workers:
         """Adds the last instruction of a rank that could not report it. The rank's own last report may be a second old."""
         if failure.how not in (FailureKind.DIED, FailureKind.STOPPED) or not (said := self.seats[failure.rank].value):
             return failure
-        action, stage = said.decode().rsplit(" ", 1)
-        return replace(failure, action=action, stage=int(stage))
+        action, place = said.decode().rsplit(" ", 1)
+        stage, _, worker = place.partition("@")
+        return replace(failure, action=action, stage=int(stage), worker=int(worker) if worker else None)
 
 
 def _local_store() -> TCPStore:
