@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from meshwright.ir.model import Cuts, ModelGraph
     from meshwright.ir.plan.chosen_plan import Plan, PlanStage
     from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json
+    from meshwright.ir.plan.planned_file import plan_file_json, planned_file
+    from meshwright.ir.plan.runnable_plan import runnable
     from meshwright.planners import plan
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.measure import measure
@@ -94,10 +96,13 @@ __all__ = [
     "model_to_json",
     "parallelize",
     "plan",
+    "plan_file_json",
     "plan_from_json",
     "plan_to_json",
+    "planned_file",
     "profile_from_text",
     "read_cluster",
+    "runnable",
     "schedule_from_json",
     "schedule_to_json",
     "schedules",
@@ -130,10 +135,13 @@ _LATER = {
     "model_to_json": "meshwright.ir.files.model_json",
     "parallelize": "meshwright.train.parallelize",
     "plan": "meshwright.planners",
+    "plan_file_json": "meshwright.ir.plan.planned_file",
     "plan_from_json": "meshwright.ir.plan.plan_file",
     "plan_to_json": "meshwright.ir.plan.plan_file",
+    "planned_file": "meshwright.ir.plan.planned_file",
     "profile_from_text": "meshwright.ir.files.profile_text",
     "read_cluster": "meshwright.ir.files.cluster_file",
+    "runnable": "meshwright.ir.plan.runnable_plan",
     "sketch": "meshwright.capture.weights.sketch",
     "verify": "meshwright.train.verify.verify",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +24,7 @@ class Pool:
     def __init__(self) -> None:
         self.workers: Workers | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int | Sequence[int]) -> list[Any]:
         """What each rank returned."""
         try:
             return self.started().run(function, *args, ranks=ranks)

@@ -59,9 +59,15 @@ class Emulation:
         return "auto" if self.transport is None else self.transport
 
     def run(
-        self, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster, overlap: float, predicted: Timeline
+        self,
+        schedule: Schedule,
+        costs: Sequence[StageCost],
+        cluster: Cluster,
+        overlap: float,
+        predicted: Timeline,
+        ranks: tuple[int, ...] = (),
     ) -> Measured:
-        """Run a lowered schedule on local workers."""
+        """Run a lowered schedule on local workers; worker w is rank `ranks[w]`."""
         total, limit = self.runs * predicted.makespan_s, 60.0 if self.limit is None else self.limit
         if not total <= limit:
             raise MeshwrightError(
@@ -73,7 +79,14 @@ class Emulation:
         except ImportError as error:
             raise MeshwrightError("emulated devices need torch", fix="pip install 'meshwright[torch]'") from error
         job = EmulationJob(
-            schedule, costs, cluster, overlap, self.emulate or Timing.WALL, self.carrier, trace=self.trace is not None
+            schedule,
+            costs,
+            cluster,
+            overlap,
+            self.emulate or Timing.WALL,
+            self.carrier,
+            trace=self.trace is not None,
+            ranks=ranks,
         )
         [measured] = emulate([job], repeat=self.runs)
         if self.trace is not None:

@@ -71,6 +71,9 @@ DataMode = Annotated[
     str | None,
     size_option("--dp-mode", metavar="NAME", show_default="replicated", help="zero-1, zero-2, cyclic, ...: what copies share."),
 ]
+Ranks = Annotated[
+    str | None, size_option("--ranks", metavar="3,1,0,2", help="The rank that runs each worker; other ranks are idle.")
+]
 StepMicrobatches = Annotated[int | None, size_option("--microbatches", help="Microbatches per step.")]
 Steps = Annotated[int | None, size_option(help="Steps to run: 1, or 4 for schedules without a flush.")]
 Option = Annotated[list[str] | None, size_option("--option", metavar="KEY=VALUE", help="An option of the schedule.")]
@@ -245,6 +248,14 @@ def timeline_file(name: str) -> Timeline | None:
         return None
     text = outputs.read(path)
     return Timeline.from_json(text) if '"kind": "timeline"' in text[:200] else None
+
+
+def rank_list(text: str | None) -> tuple[int, ...] | None:
+    """Returns the numbers of --ranks."""
+    try:
+        return None if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise MeshwrightError(f"--ranks takes whole numbers with commas between them, got {text!r}", fix="--ranks 1,0") from None
 
 
 def pairs(option: Sequence[str] | None) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 from meshwright.cli import _emulate as emulation
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
+from meshwright.cli import _planned as planning
 from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
 from meshwright.errors import MeshwrightError
@@ -36,8 +38,13 @@ def simulate(
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:
-    """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file."""
+    """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file, or of a plan file."""
     outputs.refuse_binary(format, output)
+    given = {"--steps": steps is not None, "--option": bool(option), "--workers": workers != 4, "--sync": sync is not Sync.EAGER}
+    plan = planning.planned_run(name, flags=flags, refused=[flag for flag, is_given in given.items() if is_given])
+    if plan is not None:
+        _simulate_plan(plan, flags, wish, format, output, as_json=as_json)
+        return
     schedule = inputs.load(name, workers=workers, microbatches=microbatches, steps=steps, option=option, flags=flags)
     if wish.emulate is not None:
         refuse_crowd(schedule.workers)
@@ -57,6 +64,33 @@ def simulate(
     found = predicted(schedule, timeline, format, colour=output is None and outputs.coloured())
     if measured is not None and isinstance(found, str) and format is Format.TEXT:
         found += "\n" + emulation.text(wish, measured, timeline)
+    outputs.give(found, output)
+
+
+def _simulate_plan(
+    plan: planning.PlannedRun,
+    flags: inputs.CostFlags,
+    wish: emulation.Emulation,
+    format: Format,
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Predicts the lists that training runs, and runs them on emulated devices if asked. Shows the plan's prediction beside."""
+    if wish.emulate is not None:
+        refuse_crowd(max(plan.ranks, default=plan.schedule.workers - 1) + 1)
+    timeline = predict(plan.schedule, plan.costs, plan.cluster, overlap=flags.overlap)
+    measured = None
+    if wish.emulate is not None:
+        measured = wish.run(plan.schedule, plan.costs, plan.cluster, flags.overlap, timeline, plan.ranks)
+    if as_json:
+        more = emulation.summary(wish, measured, timeline) if measured is not None else {}
+        outputs.give(json.dumps({**summary(plan.schedule, timeline), **plan.summary(timeline), **more}), output)
+        return
+    found = predicted(plan.schedule, timeline, format, colour=output is None and outputs.coloured())
+    if isinstance(found, str) and format is Format.TEXT:
+        found += "\n" + plan.text(timeline)
+        found += "\n" + emulation.text(wish, measured, timeline) if measured is not None else ""
     outputs.give(found, output)
 
 

@@ -45,6 +45,7 @@ def train(
     schedule: inputs.ScheduleChoice = None,
     microbatches: inputs.StepMicrobatches = None,
     costs: inputs.Costs = None,
+    ranks: inputs.Ranks = None,
     *,
     tensor: ModeFlags,
     dataset: Annotated[
@@ -63,7 +64,7 @@ def train(
     """
     gc.enable()  # unlike other verbs, this one runs for a long time
     degrees: dict[str, Any] = {"pp": pp, "dp": dp, "dp_mode": dp_mode, "schedule": schedule, "microbatches": microbatches}
-    degrees["costs"] = inputs.read_costs(costs)
+    degrees |= {"costs": inputs.read_costs(costs), "ranks": inputs.rank_list(ranks)}
     degrees |= tensor.plan_fields()
     job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": resume})
     checkpoint = job.checkpoint

@@ -45,6 +45,7 @@ def verify(
     steps: Annotated[int, inputs.size_option(help="Steps to train.")] = 5,
     *,
     tensor: ModeFlags,
+    ranks: inputs.Ranks = None,
     width: Annotated[str | None, inputs.size_option(metavar="3,2,1", help="Workers that share each stage.")] = None,
     sync: Annotated[Sync | None, inputs.size_option(show_default="eager", help="When gradients are summed.")] = None,
     recompute: Annotated[
@@ -77,7 +78,7 @@ def verify(
     }
     flags |= {"sync": sync and sync.value, "recompute": _recompute(recompute), "transport": transport}
     flags |= {"costs": inputs.read_costs(costs), "width": tuple(_numbers("--width", width, int)) if width else None}
-    flags |= tensor.plan_fields()
+    flags |= {"ranks": inputs.rank_list(ranks), **tensor.plan_fields()}
     parallel = _plan(plan, {name: value for name, value in flags.items() if value is not None})
     path = output or (None if as_json else Path("certificate.json"))
     outputs.refuse_output(path)
@@ -108,7 +109,7 @@ def _plan(plan: str | None, given: dict[str, Any]) -> Parallel:
         wanted = schedules.needed(own) if ":" in own else frozenset()
         usual = {flag: usual[flag] for flag, size in (("pp", "workers"), ("microbatches", "microbatches")) if size in wanted}
     parallel = settled(Parallel.of({**usual, **given} if plan is None else asked(plan)))
-    refuse_crowd(parallel.processes)
+    refuse_crowd(parallel.started)
     return parallel
 
 

@@ -135,9 +135,20 @@ class Placement:
         """Returns what one team sends to the next: (piece, source worker, target worker), without empty pieces."""
         if len(source) == len(target) == 1:
             return ((-1, source[0], target[0]),)
-        whole = Rows(0, self.shares)
-        ends = [(i * len(target) + j, a, b) for i, a in enumerate(source) for j, b in enumerate(target)]
-        return tuple(end for end in ends if whole.piece(end[0], len(source), len(target)).size)
+        known = self._pieces.get((source, target))  # asked for every action of a widened schedule
+        if known is None:
+            whole = Rows(0, self.shares)
+            ends = [(i * len(target) + j, a, b) for i, a in enumerate(source) for j, b in enumerate(target)]
+            known = tuple(end for end in ends if whole.piece(end[0], len(source), len(target)).size)
+            self._pieces[source, target] = known
+        return known
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[Team, Team], tuple[tuple[int, int, int], ...]]:
+        return {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_pieces"}
 
     def piece_share(self, piece: int, source: Team, target: Team) -> float:
         """Returns the fraction of a microbatch's rows that a piece carries."""

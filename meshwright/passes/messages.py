@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import COMPUTE, Action, Entry, Kind, Op, Transfer, Value, actions
+from meshwright.ir.action import COMPUTE, NONE, Action, Entry, Kind, Op, Transfer, Value, actions
 from meshwright.ir.analysis.effects import CONSUMED, collective
 from meshwright.ir.analysis.order import JOINT, Flow, Sweep, sweep
-from meshwright.ir.schedule import Schedule
+from meshwright.ir.placement import Placement
+from meshwright.ir.schedule import ChannelOrder, Schedule
 
 START = -1
 """The position before all entries, where only initial values exist."""
@@ -141,29 +142,42 @@ def _last_use(flow: Flow, worker: int, index: int) -> int:
 
 def _with_channels(flow: Flow) -> Flow:
     """Returns the flow with one more list per ordered channel, which moves a value from its producer to its reader."""
-    schedule, placement = flow.schedule, flow.schedule.placement
+    schedule = flow.schedule
     lists, reads, writes, values = list(flow.lists), list(flow.reads), list(flow.writes), list(flow.values)
+    arrivals: list[dict[int, int]] = [{} for _ in lists]
     for channel in schedule.channels:
         row: list[Entry] = []
         row_reads: list[tuple[int, ...]] = []
         row_writes: list[tuple[int, ...]] = []
         for producer in channel.producers:
-            forward = producer.op is Op.F
-            boundary, reader = (producer.stage, producer.stage + 1) if forward else (producer.stage - 1, producer.stage - 1)
-            value = Value(Kind.ACT if forward else Kind.GRAD, boundary, producer.mb, producer.replica, 0, producer.part)
-            target = placement.team(producer.replica, reader, producer.mb)[0]
-            if value not in flow.ids or target not in channel.workers:
+            value, target = _carried(channel, producer, schedule.placement)
+            if value is None or value not in flow.ids:
                 raise MeshwrightError(f"{schedule.name}: the channel {channel.workers} cannot carry the output of {producer}")
             number, arrived = flow.ids[value], len(values)
             values.append(value)
             row.append(Transfer(True, value, target))
             row_reads.append((number,))
             row_writes.append((arrived,))
-            reads[target] = [tuple(arrived if n == number else n for n in ids) if number in ids else ids for ids in reads[target]]
+            arrivals[target][number] = arrived
         lists.append(tuple(row))
         reads.append(row_reads)
         writes.append(row_writes)
+    for target, changed in enumerate(arrivals):
+        if changed:
+            reads[target] = [tuple(changed.get(number, number) for number in ids) for ids in reads[target]]
     return Flow(schedule, tuple(lists), reads, writes, flow.initial, flow.ids, values)
+
+
+def _carried(channel: ChannelOrder, producer: Action, placement: Placement) -> tuple[Value | None, int]:
+    """Returns the value that a channel carries after an action, None if there is none, and the worker that it goes to."""
+    forward = producer.op is Op.F
+    kind, boundary = (Kind.ACT, producer.stage) if forward else (Kind.GRAD, producer.stage - 1)
+    teams = [placement.team(producer.replica, boundary + k, producer.mb) for k in (0, 1)]
+    for piece, first, second in placement.pieces(*teams):
+        if {first, second} == set(channel.workers):
+            value = Value(kind, boundary, producer.mb, producer.replica, 0, producer.part, piece)
+            return value, second if forward else first
+    return None, NONE
 
 
 class StuckError(MeshwrightError):

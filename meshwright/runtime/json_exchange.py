@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.started_ranks import started
 
 _FIX = "send numbers, text, None, lists, and dicts with text keys"
 
@@ -116,7 +117,7 @@ def _failure(error: Exception) -> _Message:
 
 def _refusal(rank: int, text: bytes) -> MeshwrightError:
     what, fix = json.loads(text)
-    return MeshwrightError(f"rank {rank} cannot send its value to the other ranks: {what}", fix=fix)
+    return MeshwrightError(f"rank {started(rank)} cannot send its value to the other ranks: {what}", fix=fix)
 
 
 def _refuse_inexact(value: Any, path: str) -> None:

@@ -25,7 +25,8 @@ class Instruction:
     `frees` the units that were gathered for it and the instructions before it.
     `ends` are slots with parameters that others own, of which this instruction is the last use here.
     `releases` is true for the last use of the unit's gradients of this round. `waits` and `signals` are turns. `words` is `name`
-    and `stage` as bytes. The executor writes them before it runs the instruction, so that the parent knows where a worker died.
+    and `stage` as bytes, and the worker if the plan maps workers to ranks. The executor writes them before it runs the
+    instruction, so that the parent knows where a worker died.
     """
 
     entry: Entry

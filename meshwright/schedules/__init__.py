@@ -21,7 +21,8 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.schedule_json import LARGEST
 from meshwright.ir.input_limits import shown
-from meshwright.ir.profile import StageCost
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
 from meshwright.schedules._orders.user_schedule import own_builder, parameters_of, read, refuse_malformed
 
@@ -40,6 +41,7 @@ __all__ = [
     "shaped",
     "summary",
     "values_of",
+    "with_order",
 ]
 
 GIVEN = ("workers", "microbatches", "steps", "first", "costs", "cluster")
@@ -203,6 +205,21 @@ def shaped(
     if found is None and (cluster is None or "cluster" not in parameters(name)):
         return schedule
     return build(name, costs=found, cluster=cluster, **given)
+
+
+def with_order(parallel: Parallel, cluster: Cluster | None = None) -> Parallel:
+    """Returns a plan with its own lists as `order`, not widened yet, if its schedule takes costs.
+
+    Where the plan runs they would otherwise be built again, with other costs. Worker w is device w of the cluster.
+    """
+    name, rows = parallel.schedule, parallel.costs
+    if parallel.order is not None or parallel.mode.is_cyclic or "costs" not in parameters(name):
+        return parallel
+    sizes = {"workers": parallel.pp, "microbatches": parallel.microbatches}
+    wanted = {**sizes, **parallel.options}
+    built = shaped(name, costs=lambda s: rows_for(rows, s.stages) if rows else None, cluster=cluster, **wanted)
+    kept = {key: value for key, value in parallel.given().items() if key not in ("schedule", "options")}
+    return Parallel.of({**kept, "order": built}) if built.flush else parallel
 
 
 def converted(name: str, chosen: Mapping[str, object]) -> dict[str, object]:

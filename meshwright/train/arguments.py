@@ -158,8 +158,14 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def process_index(self) -> int:
-        """The rank of this process."""
-        return torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", 0))
+        """The rank of this process among those of the plan; a larger number on idle ranks, so that only one has 0."""
+        if torch.distributed.is_initialized():
+            return torch.distributed.get_rank()
+        rank = int(os.environ.get("RANK", 0))
+        members = sorted(self.parallel["ranks"]) if "RANK" in os.environ and (self.parallel or {}).get("ranks") else None
+        if members is None:
+            return rank
+        return members.index(rank) if rank in members else len(members) + rank
 
     @property
     def local_process_index(self) -> int:

@@ -9,6 +9,7 @@ Every rank runs the same script, in one process or under torchrun. All ranks mus
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -95,7 +96,7 @@ def parallelize(
     """
     parallel = settled(Parallel.of(asked(plan)))
     refuse_world(parallel)
-    _refuse_alone(parallel.processes)
+    _refuse_alone(parallel)
     refuse_arguments(model, optimizer, scheduler, loss, seed)
     skeleton, model = (model, model.model) if isinstance(model, Skeleton) else (None, model)
     if weights is not None and skeleton is None:
@@ -133,8 +134,16 @@ def parallelize(
     return session
 
 
-def _refuse_alone(ranks: int) -> None:
-    """Raises if the plan needs several ranks, but the script runs in one process."""
+def _refuse_alone(parallel: Parallel) -> None:
+    """Raises if the plan needs several ranks, but the script runs in one process, or if a rank would have no session."""
+    ranks = parallel.started
+    if launched() and not dist.is_initialized() and parallel.processes < int(os.environ["WORLD_SIZE"]):
+        raise MeshwrightError(
+            f"every rank that calls parallelize gets a session, but the plan has {parallel.processes} ranks and the job "
+            f"{os.environ['WORLD_SIZE']}",
+            fix=f"torchrun --nproc-per-node {parallel.processes} with ranks below that, or meshwright.Trainer, whose idle ranks "
+            "wait",
+        )
     if ranks > 1 and not launched() and not dist.is_initialized():
         raise MeshwrightError(
             f"the plan needs {ranks} ranks, but this is one process",

@@ -150,7 +150,7 @@ class PreparedRun:
 
     def mesh(self, rank: int) -> Mesh:
         """Returns the place of a rank in this run."""
-        return Mesh(self.schedule.workers, self.parallel.copies, rank, self.parallel.tp)
+        return Mesh.of(self.parallel, rank, self.schedule.workers)
 
     def settings(
         self,
@@ -169,6 +169,7 @@ class PreparedRun:
             microbatches=plan.microbatches,
             copies=plan.copies,
             box=plan.tp,
+            ranks=plan.ranks,
             scheduler=scheduler,
             loss=self.loss,
             count=self.count,

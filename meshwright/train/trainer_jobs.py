@@ -155,7 +155,7 @@ class TrainerJobs:
         if self._pool is None:
             with phase(self._phase_listeners, "start workers"):
                 self._pool = Workers(
-                    self.args.plan.processes, preload=[on_rank.__name__, *{type(self.model).__module__} - {"__main__"}]
+                    self.args.plan.started, preload=[on_rank.__name__, *{type(self.model).__module__} - {"__main__"}]
                 )
             weakref.finalize(self, self._pool.close)
         return self._pool

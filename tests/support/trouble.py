@@ -21,6 +21,7 @@ from meshwright.ir.plan.plan import Parallel
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.launch.workers import Workers
+from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.choose import open_transport
@@ -123,7 +124,14 @@ class TroubledSGD(torch.optim.SGD):
 
 
 def train(
-    trouble: Trouble = nothing, place: str = "forward", *, rank: int = 1, call: int = 3, transport: str = "auto", steps: int = 2
+    trouble: Trouble = nothing,
+    place: str = "forward",
+    *,
+    rank: int = 1,
+    call: int = 3,
+    transport: str = "auto",
+    steps: int = 2,
+    ranks: tuple[int, ...] = (),
 ) -> list[float]:
     """1F1B on all ranks; the trouble is in the first layer, the loss or the optimizer of one rank, or of all (-1)."""
     world = dist.get_world_size()
@@ -133,7 +141,7 @@ def train(
     mine = rank in (dist.get_rank(), -1)
     if place in ("forward", "backward"):  # the same layers on all ranks, the trouble on one
         for stage in range(world):
-            here = mine and stage == dist.get_rank()
+            here = mine and stage == Mesh(world, 1, dist.get_rank(), 1, ranks).worker
             modules[2 * stage] = Troubled(trouble if here else nothing, place, call).double()
 
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -147,7 +155,9 @@ def train(
         return nn.functional.mse_loss(output, target)
 
     engine = Engine(
-        schedule, Layers.of(modules, world), Settings(optimizer=optimizer, microbatches=4, loss=loss, transport=transport)
+        schedule,
+        Layers.of(modules, world),
+        Settings(optimizer=optimizer, microbatches=4, loss=loss, transport=transport, ranks=ranks),
     )
     losses = []
     for step in range(steps):

@@ -14,6 +14,7 @@ from meshwright.ir.plan.plan_dp import ZERO_3_STAGES, DpMode, parse_dp_mode, ref
 from meshwright.ir.plan.plan_fields import checked_options, checked_recompute, checked_stages, checked_width
 from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
 from meshwright.ir.plan.plan_order import Follows, followed, order_of, refers
+from meshwright.ir.plan.plan_ranks import checked_ranks, refuse_count
 from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS, checked_tensor
 from meshwright.ir.profile import StageCost, costs_from
 from meshwright.ir.reader import LARGEST
@@ -61,6 +62,8 @@ class Parallel:
         stages: Where the stages after the first begin: modules by name, or numbers of layers. Empty: cut evenly.
         order: The lists themselves, instead of a schedule by name.
         costs: What each stage costs, so that the schedule is shaped by it.
+        ranks: The rank that runs each place: worker by worker, the ranks of a tensor-parallel worker together, then the next
+            data-parallel copy. Empty: rank i runs place i. Ranks that are not named are idle.
         tp: Ranks that share the tensors of one worker.
         tensor: How they share them: `line` (1-D), `grid` (2-D), `tesseract` (2.5-D) or `box` (3-D).
         box: The three sides (w, a, b) of a `box`; its product is `tp`.
@@ -104,6 +107,7 @@ class Parallel:
     overlap: bool = False
     replicate: tuple[str, ...] = ()
     dp_mode: str = "replicated"
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._take_own()
@@ -137,6 +141,9 @@ class Parallel:
         if self.width and len(self.width) != self.pp and not isinstance(self.pp, Unsaid):
             raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
         self._set(**vars(checked_tensor({name: getattr(self, name) for name in TENSOR_FIELDS}, self.width)))
+        self._set(ranks=checked_ranks(self.ranks))
+        if not isinstance(self.pp, Unsaid):
+            refuse_count(self.ranks, self.processes, self.degrees)
 
     def _take_own(self) -> None:
         """Turns a `Schedule` given as `schedule` into `order`, and a path into a file name."""
@@ -210,6 +217,16 @@ class Parallel:
     def processes(self) -> int:
         """The total number of processes."""
         return self.workers * self.copies * self.tp
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part, in ascending order. All others are idle."""
+        return tuple(sorted(self.ranks)) or tuple(range(self.processes))
+
+    @property
+    def started(self) -> int:
+        """The number of processes to start, idle ones included."""
+        return max(self.ranks) + 1 if self.ranks else self.processes
 
     @property
     def degrees(self) -> tuple[str, ...]:

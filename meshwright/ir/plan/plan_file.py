@@ -6,7 +6,8 @@ pp = 4
 schedule = "chimera"
 microbatches = 8
 
-A plan that contains its own schedule has it next to the table, as `order`, in the form of a schedule file.
+A plan that contains its own schedule has it next to the table, as `order`, in the form of a schedule file. A plan that a
+planner chose has schema 2 and more keys (`planned_file.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from meshwright.ir.input_limits import file_text, shown, toml
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_order import order_of
 from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS
-from meshwright.ir.reader import Reader, parsed
+from meshwright.ir.reader import Reader, count, number, parsed, positive, rows
 
 SCHEMA = 1
+PLANNED_SCHEMA = 2
+KEYS = frozenset({"schema", "parallel", "order"})
+PLANNED_KEYS = KEYS | {"kind", "stages", "predicted", "made_for"}
 WHAT = "a plan file"
 
 _log = logging.getLogger(__name__)
@@ -54,13 +58,15 @@ def plan_to_json(parallel: Parallel) -> str:
 
 
 def plan_table(given: Parallel | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a plan as JSON values; leaves out `order`, `costs` and the tensor fields if they are not used."""
+    """Returns a plan as JSON values; leaves out fields that are not used."""
     found = given.given() if isinstance(given, Parallel) else dict(given)
-    order, costs = found.pop("order", None), found.pop("costs", ())
+    order, costs, ranks = found.pop("order", None), found.pop("costs", ()), found.pop("ranks", ())
     if found.get("tp", 1) == 1 and not found.get("box"):
         found = {name: value for name, value in found.items() if name not in TENSOR_FIELDS}
     if order is not None:
         found["order"] = order if isinstance(order, Mapping) else json.loads(schedule_to_json(order))
+    if ranks:
+        found["ranks"] = ranks
     if costs:
         found["costs"] = [row if isinstance(row, Mapping) else asdict(row) for row in costs]
     return found
@@ -83,14 +89,14 @@ def plan_from_json(text: str) -> Parallel:
         >>> plan_from_json('{"schema": 1, "parallel": {"pp": 4, "schedule": "chimera"}}').pp
         4
     """
-    return Parallel.of(_table(parsed(text, WHAT)))
+    return Parallel.of(table_of(parsed(text, WHAT)))
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
     """Reads a plan file and returns its keys as written."""
     path = Path(path)
     text = file_text(path, "the plan", fix="parallel=dict(pp=2), or a JSON or TOML file")
-    found = _table(toml(text, f"the plan {path}") if path.suffix == ".toml" else parsed(text, WHAT))
+    found = table_of(toml(text, f"the plan {path}") if path.suffix == ".toml" else parsed(text, WHAT))
     Parallel.of(found)
     say_code(path, found.get("schedule"))
     return found
@@ -115,16 +121,21 @@ def asked(given: Parallel | Mapping[str, Any] | str | Path | None) -> dict[str, 
         )
     if isinstance(given, str) and given.lstrip().startswith("{"):
         data = parsed(given, "a plan")
-        given = _table(data) if isinstance(data, dict) and "parallel" in data else data
+        given = table_of(data) if isinstance(data, dict) and "parallel" in data else data
     if isinstance(given, str | Path):
         return read_plan(given)
     Parallel.of(given)
     return dict(given)
 
 
-def _table(data: Any) -> dict[str, Any]:
-    """Returns the `parallel` table of the file, together with the `order` next to it."""
-    read = Reader(data, WHAT, kind=None, schema=SCHEMA, keys=frozenset({"schema", "parallel", "order"}))
+def table_of(data: Any) -> dict[str, Any]:
+    """Returns the `parallel` table of the file, together with the `order` next to it. Raises if anything else is wrong."""
+    planned = isinstance(data, Mapping) and (data.get("schema") == PLANNED_SCHEMA or "kind" in data)
+    keys, kind = (PLANNED_KEYS, "plan") if planned else (KEYS, None)
+    read = Reader(data, WHAT, kind=kind, schema=PLANNED_SCHEMA, keys=keys)
+    read("stages", lambda value: [checked_stage(stage) for stage in rows(value)], [])
+    read("predicted", checked_prediction, {})
+    read("made_for", _mapping, {})
     found = dict(read("parallel", _mapping))
     if "schema" not in data:
         raise MeshwrightError(f"{WHAT} has no 'schema'", fix=f'"schema": {SCHEMA}')
@@ -132,6 +143,34 @@ def _table(data: Any) -> dict[str, Any]:
         if found.get("order") is not None:
             raise MeshwrightError(f"{WHAT} has an order in 'parallel' and another one next to it", fix="give only one of them")
         found["order"] = read("order", order_of)
+    return found
+
+
+def checked_stage(value: Any) -> Mapping[str, Any]:
+    """Returns a stage of a chosen plan: its layers, the devices that run it, and how much of it is recomputed."""
+    stage = _mapping(value)
+    if unknown := sorted(set(stage) - {"layers", "devices", "width", "recompute"}):
+        raise MeshwrightError(f"a stage has no {', '.join(map(repr, unknown))[:200]}", fix="layers, devices, width, recompute")
+    first, last = (count(layer) for layer in rows(stage["layers"]))
+    devices = [count(device) for device in rows(stage["devices"])]
+    if first > last:
+        raise MeshwrightError(f"a stage begins with layer {first} and ends with layer {last}", fix="[first, last]")
+    if not devices or len(set(devices)) < len(devices):
+        raise MeshwrightError(f"a stage runs on the devices {shown(devices)}", fix="at least one device, each of them once")
+    if not 1 <= positive(stage.get("width", 1)) <= len(devices):
+        raise MeshwrightError(f"a stage of {len(devices)} devices has the width {stage['width']}", fix=f"at most {len(devices)}")
+    if number(stage.get("recompute", 0.0)) > 1:
+        raise MeshwrightError(f"a stage recomputes a share of {shown(stage['recompute'])}", fix="between 0 and 1")
+    return stage
+
+
+def checked_prediction(value: Any) -> Mapping[str, Any]:
+    """Returns what was predicted for a plan. Its times and bytes are numbers; it may have more keys."""
+    found = _mapping(value)
+    for name in ("step_s", "lower_bound_s"):
+        number(found.get(name, 0.0))
+    for size in rows(found.get("peak_bytes", [])):
+        number(size)
     return found
 
 

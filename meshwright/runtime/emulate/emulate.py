@@ -22,6 +22,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.plan import parse_name
+from meshwright.ir.plan.plan_ranks import checked_ranks, refuse_count
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Span, Timeline
@@ -49,6 +50,7 @@ class EmulationJob:
     """A schedule with its costs, to be run with waits instead of compute. `wrap` may wrap the transport in another one.
 
     `delays` are seconds by which single actions take longer than their price, by worker and text of the action: `(2, "1F5")`.
+    `ranks` are the ranks of the workers; empty if worker i is rank i.
     """
 
     schedule: Schedule
@@ -62,6 +64,12 @@ class EmulationJob:
     timeout_s: float | None = None
     wrap: Callable[[Transport], Transport] | None = None
     delays: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part, in ascending order."""
+        return tuple(sorted(self.ranks)) or tuple(range(self.schedule.workers))
 
 
 @dataclass(frozen=True)
@@ -119,8 +127,10 @@ def emulate(jobs: Sequence[EmulationJob], *, repeat: int = 5, workers: Workers |
     needed = {job.schedule.workers for job in jobs}
     if len(needed) != 1:
         raise MeshwrightError(f"jobs that alternate must have the same number of workers, got {sorted(needed)}")
-    (ranks,) = needed
-    pool = workers or Workers(ranks)
+    if len(members := {job.members for job in jobs}) != 1:
+        raise MeshwrightError(f"jobs that alternate must run on the same ranks, got {sorted(members)}")
+    (ranks,) = members
+    pool = workers or Workers(ranks[-1] + 1)
     try:
         reports: list[list[list[Report]]] = pool.run(serve, tuple(jobs), repeat, ranks=ranks)
     finally:
@@ -149,7 +159,7 @@ class EmulationSession:
 
     def __init__(self, job: EmulationJob, clock: Clock) -> None:
         self.job, self.clock = job, clock
-        self.runtime = RankRuntime(job.schedule, transport=job.transport, timeout_s=job.timeout_s, wrap=job.wrap)
+        self.runtime = RankRuntime(job.schedule, ranks=job.ranks, transport=job.transport, timeout_s=job.timeout_s, wrap=job.wrap)
         self.trace = Trace() if job.trace else None
         if self.trace is not None:
             self.trace.clock = clock
@@ -215,6 +225,7 @@ def _run(ranks: Sequence[Report]) -> EmulatedRun:
 def _refuse(job: EmulationJob, repeat: int) -> None:
     """Raises before workers start if a job cannot run."""
     parse_name(job.transport)
+    refuse_count(checked_ranks(job.ranks), job.schedule.workers, (f"{job.schedule.name} of {job.schedule.workers} workers",))
     if not job.schedule.lowered:
         raise MeshwrightError(f"{job.schedule.name} has no sends and receives yet", fix="meshwright.lower(schedule)")
     refuse_unproved(job.schedule)

@@ -62,7 +62,12 @@ class Engine:
         self.objective = Objective(settings.loss, weigh=layers.weigh, count=settings.count, kind=settings.loss_kind)
         self.scaler = settings.precision.scaler()
         self.runtime = RankRuntime(
-            schedule, copies=settings.copies, box=settings.box, transport=settings.transport, device=settings.device
+            schedule,
+            copies=settings.copies,
+            box=settings.box,
+            ranks=settings.ranks,
+            transport=settings.transport,
+            device=settings.device,
         )
         self.mesh, self.groups, self.transport = self.runtime.mesh, self.runtime.groups, self.runtime.transport
         self.program = self.runtime.program(schedule)

@@ -36,13 +36,14 @@ class RankRuntime:
         *,
         copies: int = 1,
         box: int = 1,
+        ranks: tuple[int, ...] = (),
         transport: str = "auto",
         device: torch.device = CPU,
         timeout_s: float | None = None,
         wrap: Callable[[Transport], Transport] | None = None,
     ) -> None:
-        """`timeout_s` limits every wait for a message. `wrap` may wrap the transport that was opened in another one."""
-        self.mesh = Mesh(schedule.workers, copies, dist.get_rank(), box)
+        """`ranks` is that of the plan. `timeout_s` limits every wait for a message. `wrap` may wrap the opened transport."""
+        self.mesh = Mesh(schedule.workers, copies, dist.get_rank(), box, ranks)
         self.device = device
         self.groups = sync_groups(self.mesh, schedule)
         self.channels = channels(self.mesh, schedule)
@@ -54,14 +55,20 @@ class RankRuntime:
     def program(self, schedule: Schedule) -> Program:
         """Compiles this rank's list of a schedule: the schedule of this runtime, or one that uses only its channels."""
         assert set(channels(self.mesh, schedule)) <= set(self.channels), "a message without a channel"
-        return program(schedule, self.mesh.worker, self.mesh.rank_of)
+        found = program(schedule, self.mesh.worker, self.mesh.rank_of)
+        if self.mesh.ranks:  # the rank alone does not tell the parent which worker died
+            for instruction in found.instructions:
+                instruction.words += f"@{self.mesh.seat}".encode()
+        return found
 
     def executor(
         self, walked: Program, actions: Actions, trace: Trace | None = None, counts: RankCounts | None = None
     ) -> Executor:
         """Returns the executor that walks a program over this rank's transport."""
         arrived, sent = None if trace is None else trace.arrived, None if counts is None else counts.sent
-        return Executor(walked, Edges(self.transport, self.device, arrived, sent), actions, trace)
+        found = Executor(walked, Edges(self.transport, self.device, arrived, sent), actions, trace)
+        found.worker = self.mesh.seat if self.mesh.ranks else None
+        return found
 
     def batch(self, given: Given | Own, *, microbatches: int, names: tuple[str, ...] | None) -> Batch:
         """Returns the batch of a step, cut into the microbatches of this rank's data-parallel copy."""
@@ -71,9 +78,7 @@ class RankRuntime:
     def connect(self, wires: Wires) -> None:
         """Makes the process groups of all boxes, in one order on all ranks, and gives this rank's groups to its wires."""
         assert isinstance(wires, GroupWires), "ranks of a run talk over process groups"
-        box = self.mesh.box
-        boxes = [range(seat * box, (seat + 1) * box) for seat in range(self.mesh.processes // box)]
-        self._box_groups = make_groups(wires.grid, boxes, self.mesh.rank)
+        self._box_groups = make_groups(wires.grid, self.mesh.boxes, self.mesh.rank)
         wires.connect(self._box_groups)
 
     def close(self) -> None:

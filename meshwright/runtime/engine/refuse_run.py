@@ -13,8 +13,9 @@ from meshwright.runtime.parameters.parameters import refuse_rules
 from meshwright.runtime.stage.cpu_formats import require
 from meshwright.runtime.stage.layers import Layers, refuse_hooks, refuse_tied_hooks
 from meshwright.runtime.stage.precision import refuse
+from meshwright.runtime.started_ranks import started
 
-EQUAL = ("microbatches", "copies", "box", "loss_kind", "rules", "transport", "seed", "precision")
+EQUAL = ("microbatches", "copies", "box", "ranks", "loss_kind", "rules", "transport", "seed", "precision")
 """The settings that must be the same on all ranks."""
 
 
@@ -74,6 +75,6 @@ def refuse_unequal(schedule: Schedule, layers: Layers, settings: Settings) -> No
     for what in mine:
         if other := [rank for rank, words in enumerate(found) if words[what] != found[0][what]]:
             raise MeshwrightError(
-                f"ranks {what}: rank 0 has {found[0][what]}, rank {other[0]} has {found[other[0]][what]}",
+                f"ranks {what}: rank {started(0)} has {found[0][what]}, rank {started(other[0])} has {found[other[0]][what]}",
                 fix="use the same model, example batch, plan, settings and version of torch on all ranks",
             )

@@ -21,6 +21,8 @@ class Settings:
     copies: int = 1
     box: int = 1
     """Ranks that share the tensors of a worker."""
+    ranks: tuple[int, ...] = ()
+    """The rank of each place, as processes were started; empty if rank i runs place i."""
     scheduler: Scheduler | None = None
     options: Options | None = None
     loss: Loss | None = None

@@ -44,11 +44,12 @@ class Walk(NamedTuple):
 
 
 class Executor:
-    """Runs a program. `at` is the current instruction; the watchdog reads it from another thread."""
+    """Runs a program. The watchdog reads `at`, the current instruction, and `worker` from another thread."""
 
     def __init__(self, program: Program, edges: Edges, actions: Actions, trace: Trace | None = None) -> None:
         self.program, self.edges, self.actions, self.trace = program, edges, actions, trace
         self.at: Instruction | None = None
+        self.worker: int | None = None
         self.walks = 0
         self._computes = {id(i): self._compute(i) for i in program.instructions if i.channel is None}
         self._walks = Recent[Hashable, Walk](FORMS)

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -32,7 +34,10 @@ from meshwright.runtime.watchdog.failure import Failure, describe
 from meshwright.runtime.watchdog.watchdog import TICK_S, Timeouts, Watch
 
 _LINGER_S = 4.0  # how long a rank waits before it exits because of another one
+_IDLE_DONE = "idle done"
 _FINAL_REPORTS_S = 1.5  # how long to wait for the final reports of the other ranks
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,21 +52,32 @@ class Attached:
 
 @contextmanager
 def attach(
-    *, timeout_s: float = Timeouts.timeout_s, silence_s: float = Timeouts.silence_s, device: str | None = None
+    *,
+    timeout_s: float = Timeouts.timeout_s,
+    silence_s: float = Timeouts.silence_s,
+    device: str | None = None,
+    members: Sequence[int] = (),
 ) -> Iterator[Attached]:
-    """Joins the job that the environment describes. An error on any rank ends all ranks, and the first error is printed."""
+    """Joins the job that the environment describes. An error on any rank ends all ranks, and the first error is printed.
+
+    `members` are the ranks of the process group, in order; empty means all. On another rank, which is idle, this waits until
+    the members have finished, and then ends the process with `SystemExit`.
+    """
     rank, world, local_rank = _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", default=0)
+    members = tuple(members) or tuple(range(world))
     name = f"meshwright/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store, watching = _stores(rank)
     name = f"{name}/{store.add(f'{name}/attached/{rank}', 1)}"  # a script may attach several times, the same number on each rank
-    board = Board(PrefixStore(f"{name}/watch", watching), world)
+    board = Board(PrefixStore(f"{name}/watch", watching), members)
+    if rank not in members:
+        _wait_idle(board, rank, world - len(members))
     with _Exit(board, rank) as exit_:
         here = Attached(rank, world, local_rank, devices.choose(local_rank, device=device))
         timeouts, alarms = Timeouts(timeout_s, silence_s), {exit_.wakeup.fileno(): exit_.on_sigterm}
         watch = Watch(board, rank, timeouts, ends=exit_.leave, alarms=alarms, supervised=False)
         faulthandler.enable()
         try:
-            with process_group(rank, world, PrefixStore(name, store), local_rank=local_rank):
+            with process_group(rank, members, PrefixStore(name, store), local_rank=local_rank):
                 yield here
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code and not watch.status.look().action:
@@ -70,7 +86,7 @@ def attach(
             exit_.after_error(watch.fail(error), error)
             raise
         watch.finish()
-        _stay_for_others(board, rank, timeout_s)
+        _stay_for_others(board, rank, timeout_s, idle=world - len(members))
 
 
 class _Exit:
@@ -181,10 +197,35 @@ def _stores(rank: int) -> tuple[TCPStore, TCPStore]:
     return store, TCPStore(address, port, is_master=False, timeout=ANSWER_S)
 
 
-def _stay_for_others(board: Board, rank: int, timeout_s: float) -> None:
-    """Waits until all ranks have finished, if this rank hosts the store."""
+def _stay_for_others(board: Board, rank: int, timeout_s: float, idle: int) -> None:
+    """Waits until all ranks have finished and idle ones have seen it, if this rank hosts the store."""
     deadline = time.monotonic() + timeout_s
     while _hosts_store(rank) and time.monotonic() < deadline and board.failure() is None:
-        if all(doing is not None and doing.over for doing in board.everyone()):
+        if _all_over(board) and board.store.add(_IDLE_DONE, 0) >= idle:
             return
         time.sleep(TICK_S / 5)
+
+
+def _all_over(board: Board) -> bool:
+    return all(doing is not None and doing.over for doing in board.everyone())
+
+
+def _wait_idle(board: Board, rank: int, idle: int) -> NoReturn:
+    """Waits until the ranks of the plan have finished, and ends this process: its model and its results would be old ones.
+
+    It ends with an error if a rank of the plan fails. A launcher may stop it at any time.
+    """
+    _log.info("rank %d is not in the plan and waits for ranks %s", rank, ", ".join(map(str, board.members)))
+    try:
+        while not _all_over(board):
+            if (failure := board.failure()) is not None:
+                _print(f"rank {rank}, which is idle, stops: {failure}")
+                time.sleep(_LINGER_S)  # the rank that failed exits first
+                raise SystemExit(2 if failure.clean else 1)
+            time.sleep(TICK_S / 5)
+        board.store.add(_IDLE_DONE, 1)
+        _stay_for_others(board, rank, Timeouts.timeout_s, idle)
+    except RuntimeError as error:  # raised if the store is gone
+        _print(f"rank {rank}, which is idle, lost the store of the job: {str(error).splitlines()[0]}")
+        raise SystemExit(1) from None
+    raise SystemExit(0)

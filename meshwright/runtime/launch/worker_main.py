@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
+from meshwright.runtime import started_ranks
 from meshwright.runtime.launch.shared_tensors import Lending, unpack
 from meshwright.runtime.watchdog.board import Board
 from meshwright.runtime.watchdog.failure import Failure
@@ -47,18 +48,22 @@ FOREVER = timedelta(days=7)
 
 
 @contextmanager
-def process_group(rank: int, world: int, store: Store, *, local_rank: int | None = None) -> Iterator[None]:
+def process_group(started: int, members: int | Sequence[int], store: Store, *, local_rank: int | None = None) -> Iterator[None]:
     """Creates a process group over a store, and destroys it at the end.
+
+    `started` is this rank. `members` are the ranks that take part, in order, or their number if they count from 0.
 
     After an error it is not destroyed, because the other ranks may never reach that point.
     """
-    device = devices.choose(rank if local_rank is None else local_rank)
-    before = sys.excepthook
+    device = devices.choose(started if local_rank is None else local_rank)
+    members = range(members) if isinstance(members, int) else members
+    before, rank, world = sys.excepthook, members.index(started), len(members)
     dist.init_process_group(devices.backend(device), store=store, rank=rank, world_size=world, timeout=FOREVER)
     names_its_rank = sys.excepthook
     if store.add("joined", 1) == world:
         store.set("all joined", "yes")
-    yield
+    with started_ranks.members(members):
+        yield
     store.wait(["all joined"])  # closing earlier would break the connections that others still open
     dist.destroy_process_group()
     if sys.excepthook is names_its_rank:  # torch does not restore it, and a later error would print its rank once per group
@@ -83,18 +88,18 @@ def serve(
     watching.set_timeout(ANSWER_S)
     while True:
         try:
-            work, name, world = pipe.recv()
+            work, name, members = pipe.recv()
             file = handed_over(pipe)
         except (EOFError, ConnectionError):
             return
-        board = Board(PrefixStore(f"{name}/watch", watching), world, secret=secret + name.encode())
+        board = Board(PrefixStore(f"{name}/watch", watching), members, secret=secret + name.encode())
         alarms = {pipe.fileno(): leave}
         watch = Watch(board, rank, timeouts, ends=leave, alarms=alarms, supervised=True, seat=seat)
         lending = Lending()
         try:
             function, args = _unpack(work, file)
             del work
-            with process_group(rank, world, PrefixStore(name, store)):
+            with process_group(rank, members, PrefixStore(name, store)):
                 result = function(*args)
             del function, args
             answer = lending.pack(result, "the result of a worker cannot be sent", "return plain data or tensors")

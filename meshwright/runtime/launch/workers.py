@@ -64,24 +64,27 @@ class Workers:
         self.seats: list[Any] = []
         self._start_or_end()
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
-        """Calls `function(*args)` on the first `ranks` workers, each inside the process group. Raises the first error."""
-        world = self.count if ranks is None else ranks
-        if world > self.count:
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int | Sequence[int] | None = None) -> list[Any]:
+        """Calls `function(*args)` on workers, each inside the process group. Raises the first error.
+
+        `ranks` are these workers, or so many of the first; the others stay idle. The results are in ascending order of workers.
+        """
+        members = tuple(sorted(ranks)) if isinstance(ranks, Sequence) else tuple(range(self.count if ranks is None else ranks))
+        if (world := members[-1] + 1) > self.count:
             raise MeshwrightError(f"there are {self.count} local workers, but {world} are needed", fix=f"Workers({world})")
         with Lending() as lending:
             fix = "pass a function that can be imported by name, and plain arguments"
             work = lending.pack((function, args), "this job cannot be sent to workers", fix)
-            return self._run(work, lending.file, world)
+            return self._run(work, lending.file, members)
 
-    def _run(self, work: bytes, file: int | None, world: int) -> list[Any]:
+    def _run(self, work: bytes, file: int | None, members: tuple[int, ...]) -> list[Any]:
         # An idle worker writes nothing. If its pipe is readable, the worker has died.
         if not self.processes or any(pipe.poll() for pipe in self.pipes):
             self.close()
             self._start_or_end()
         self.jobs += 1
         try:
-            return self._do(work, file, f"job{self.jobs}", world)
+            return self._do(work, file, f"job{self.jobs}", members)
         except BaseException:
             self.close()  # some of them may still be running
             raise
@@ -136,18 +139,19 @@ class Workers:
                 fix="check whether the machine ran out of memory (dmesg | tail), and start again",
             ) from error
 
-    def _do(self, work: bytes, file: int | None, name: str, world: int) -> list[Any]:
+    def _do(self, work: bytes, file: int | None, name: str, members: tuple[int, ...]) -> list[Any]:
         assert self.store is not None, "running workers have a store"
-        board = Board(PrefixStore(f"{name}/watch", self.store), world, secret=self.secret + name.encode())
-        for pipe, seat in zip(self.pipes[:world], self.seats, strict=False):
-            seat.value = b""
+        board = Board(PrefixStore(f"{name}/watch", self.store), members, secret=self.secret + name.encode())
+        for rank in members:
+            pipe = self.pipes[rank]
+            self.seats[rank].value = b""
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker has died; the wait below notices it
-                pipe.send((work, name, world))
+                pipe.send((work, name, members))
                 hand_over(pipe, file)
         del work
         found: dict[int, Any] = {}
-        silent = set(range(world))
-        while len(found) < world:
+        silent = set(members)
+        while len(found) < len(members):
             ready = wait([self.pipes[rank] for rank in silent], timeout=TICK_S)
             for rank in [rank for rank in silent if self.pipes[rank] in ready]:
                 silent.discard(rank)
@@ -158,9 +162,9 @@ class Workers:
                     found[rank] = unpack(*answer)
                 else:
                     self._note_death(rank, board)
-            if len(found) < world and (failure := board.failure()) is not None:
+            if len(found) < len(members) and (failure := board.failure()) is not None:
                 raise as_error(self._with_last_instruction(failure), board.last_words(failure, _FINAL_REPORTS_S))
-        return [found[rank] for rank in range(world)]
+        return [found[rank] for rank in members]
 
     def _note_death(self, rank: int, board: Board) -> None:
         """Handles a worker that ended without an answer. Posts a failure if the worker could not post one itself."""
@@ -182,8 +186,9 @@ class Workers:
         """Adds the last instruction of a rank that could not report it. The rank's own last report may be a second old."""
         if failure.how not in (FailureKind.DIED, FailureKind.STOPPED) or not (said := self.seats[failure.rank].value):
             return failure
-        action, stage = said.decode().rsplit(" ", 1)
-        return replace(failure, action=action, stage=int(stage))
+        action, place = said.decode().rsplit(" ", 1)
+        stage, _, worker = place.partition("@")
+        return replace(failure, action=action, stage=int(stage), worker=int(worker) if worker else None)
 
 
 def _local_store() -> TCPStore:

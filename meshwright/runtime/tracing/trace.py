@@ -147,7 +147,7 @@ def gather(trace: Trace, schedule: Schedule, mesh: Mesh) -> Timeline | None:
         return None
     spans = [
         [Span(seat, Lane(lane), parse(entry), start, end) for lane, entry, start, end in one]
-        for seat, one in enumerate(heard[:: mesh.box])
+        for seat, one in enumerate(heard[box[0]] for box in mesh.boxes)
     ]
     return assemble(spans, schedule)
 

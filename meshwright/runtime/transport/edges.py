@@ -23,7 +23,9 @@ from torch import Tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.analysis.carried_values import ROWS
 from meshwright.runtime.stage.stage import Bundle
+from meshwright.runtime.started_ranks import started
 from meshwright.runtime.transport.base import Channel, Receipt, Transport
+from meshwright.runtime.transport.faults import label
 from meshwright.runtime.transport.torch_distributed import TorchTransport
 
 HEADER = 128
@@ -258,7 +260,7 @@ def _told(channel: Channel, shape: object) -> bool:
 
 def _changed(channel: Channel, before: Contract, now: Contract) -> MeshwrightError:
     """Returns the error for a message that breaks the contract of its channel."""
-    where = f"what rank {channel.source} sends to {channel.target} ({channel.kind.value})"
+    where = f"what rank {started(channel.source)} sends to {started(channel.target)} ({channel.kind.value})"
     if before.forms == now.forms:
         return MeshwrightError(
             f"{where} takes a gradient in one microbatch and none in another",
@@ -275,11 +277,11 @@ def _header(contract: Contract, channel: Channel) -> Tensor:
     words = [len(contract.forms)]
     for (size, dtype), flag in zip(contract.forms, contract.flags, strict=True):
         if dtype not in DTYPES:
-            raise MeshwrightError(f"{dtype} cannot be sent from rank {channel.source} to {channel.target}")
+            raise MeshwrightError(f"{dtype} cannot be sent on channel {label(channel)}")
         words += [DTYPES.index(dtype), int(flag), len(size), *size]
     if len(words) > HEADER:
         raise MeshwrightError(
-            f"rank {channel.source} sends {len(contract.forms)} tensors to {channel.target}, more than fit into a header",
+            f"channel {label(channel)} has a message of {len(contract.forms)} tensors, more than fit into a header",
             fix="pass fewer tensors between stages",
         )
     return torch.tensor(words + [0] * (HEADER - len(words)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.started_ranks import started
 from meshwright.runtime.transport.base import Channel
 
 
 def label(channel: Channel) -> str:
-    """Returns a channel as text: `act 0->1`."""
-    return f"{channel.kind.value} {channel.source}->{channel.target}"
+    """Returns a channel as text: `act 0->1`. Like all texts here, it has the numbers that processes were started with."""
+    return f"{channel.kind.value} {started(channel.source)}->{started(channel.target)}"
 
 
 def other(channel: Channel, rank: int) -> int:
@@ -22,8 +23,9 @@ class PeerLost(MeshwrightError):
     def __init__(self, channel: Channel, rank: int) -> None:
         self.channel, self.rank, self.peer = channel, rank, other(channel, rank)
         super().__init__(
-            f"rank {rank} lost rank {self.peer} on channel {label(channel)}: that process died or closed its transport",
-            fix=f"read the last output of rank {self.peer}",
+            f"rank {started(rank)} lost rank {started(self.peer)} on channel {label(channel)}: that process died or closed its "
+            "transport",
+            fix=f"read the last output of rank {started(self.peer)}",
         )
 
 
@@ -35,15 +37,16 @@ class PeerSilent(MeshwrightError):
         verb = "send to" if rank == channel.source else "receive from"
         span = "longer than its process group allows" if timeout_s is None else f"{timeout_s:g} s"
         super().__init__(
-            f"rank {rank} waited {span} to {verb} rank {self.peer} on channel {label(channel)}",
-            fix=f"check whether rank {self.peer} runs and can reach rank {rank}, or increase the timeout",
+            f"rank {started(rank)} waited {span} to {verb} rank {started(self.peer)} on channel {label(channel)}",
+            fix=f"check whether rank {started(self.peer)} runs and can reach rank {started(rank)}, or increase the timeout",
         )
 
 
 def wrong_message(channel: Channel, sent: str, expected: str) -> MeshwrightError:
     """Returns the error for two ends of a channel that disagree about the next message."""
+    source, target = started(channel.source), started(channel.target)
     return MeshwrightError(
-        f"channel {label(channel)}: rank {channel.source} sent {sent}, rank {channel.target} expects {expected}",
+        f"channel {label(channel)}: rank {source} sent {sent}, rank {target} expects {expected}",
         fix="give both ends the same schedule, shapes and dtypes",
     )
 

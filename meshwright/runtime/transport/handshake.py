@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from hashlib import sha256
 
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.started_ranks import started
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _PAUSE_S = 0.005
@@ -57,7 +58,8 @@ def take(line: socket.socket, text: str, count: int, peer: int) -> list[int]:
         os.close(file)
     said = heard.decode() or "nothing: that process is gone"
     raise MeshwrightError(
-        f"rank {peer} should have opened '{text}' but sent {said}", fix="give all ranks the same channels in the same order"
+        f"rank {started(peer)} should have opened '{text}' but sent {said}",
+        fix="give all ranks the same channels in the same order",
     )
 
 
@@ -109,7 +111,8 @@ def _answer(
             continue
         if int(caller) not in missing:
             raise MeshwrightError(
-                f"rank {int(caller)} has a channel to rank {rank}, which has none to it", fix="give all ranks the same channels"
+                f"rank {started(int(caller))} has a channel to rank {started(rank)}, which has none to it",
+                fix="give all ranks the same channels",
             )
         line.settimeout(timeout_s)
         return int(caller), line
@@ -123,8 +126,8 @@ def _owner(line: socket.socket) -> int:
 
 
 def _absent(rank: int, missing: Collection[int], timeout_s: float, strangers: Collection[int]) -> MeshwrightError:
-    names = ", ".join(map(str, sorted(missing)))
-    what = f"rank {rank} could not connect to rank {names} within {timeout_s:g} s"
+    names = ", ".join(map(str, map(started, sorted(missing))))
+    what = f"rank {started(rank)} could not connect to rank {names} within {timeout_s:g} s"
     if not strangers:
         return MeshwrightError(what, fix="check whether those processes run on this host")
     users = ", ".join(map(str, sorted(strangers)))

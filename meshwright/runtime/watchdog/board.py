@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -30,8 +31,10 @@ Entry = TypeVar("Entry", Doing, Failure)
 class Board:
     """The board of one job. It has its own connection, because other connections block during waits. `secret` signs entries."""
 
-    def __init__(self, store: Store, world: int, *, secret: bytes = b"") -> None:
-        self.store, self.world, self.secret = store, world, secret
+    def __init__(self, store: Store, members: int | Sequence[int], *, secret: bytes = b"") -> None:
+        """`members` are the ranks that take part, or their number if they count from 0."""
+        self.members = tuple(range(members)) if isinstance(members, int) else tuple(members)
+        self.store, self.secret = store, secret
         self._named: set[str] = set()
 
     def post(self, failure: Failure) -> Failure:
@@ -66,28 +69,28 @@ class Board:
 
     def everyone(self) -> list[Doing | None]:
         """Returns the last status of every rank."""
-        keys = [_key(rank) for rank in range(self.world)]
+        keys = [_key(rank) for rank in self.members]
         if self.store.check(keys):
-            return [self._doing(rank, text) for rank, text in enumerate(self.store.multi_get(keys))]
-        return [self.heard(rank) for rank in range(self.world)]
+            return [self._doing(rank, text) for rank, text in zip(self.members, self.store.multi_get(keys), strict=True)]
+        return [self.heard(rank) for rank in self.members]
 
     def last_words(self, failure: Failure, timeout_s: float) -> list[Doing]:
         """Returns the status of each rank at the time it learnt of a failure, for ranks that report within the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
             found = [doing for doing in self.everyone() if doing is not None]
-            missing = self.world - sum(d.last or d.over or d.rank == failure.rank for d in found)
+            missing = len(self.members) - sum(d.last or d.over or d.rank == failure.rank for d in found)
             if not missing or time.monotonic() > deadline:
                 return found
             time.sleep(_PAUSE_S)
 
     def _failure(self, entry: bytes) -> Failure | None:
-        return self._read(_FAILURE, entry, Failure, range(self.world))
+        return self._read(_FAILURE, entry, Failure, self.members)
 
     def _doing(self, rank: int, entry: bytes) -> Doing | None:
-        return self._read(_key(rank), entry, Doing, range(rank, rank + 1))
+        return self._read(_key(rank), entry, Doing, (rank,))
 
-    def _read(self, key: str, entry: bytes, kind: type[Entry], ranks: range) -> Entry | None:
+    def _read(self, key: str, entry: bytes, kind: type[Entry], ranks: Sequence[int]) -> Entry | None:
         """Returns an entry about one of these ranks; None for anything else."""
         try:
             found = kind.from_json(self._opened(key, entry))

@@ -22,7 +22,8 @@ class Doing:
     """What one rank is doing.
 
     `peer` is the rank that it waits for, `waits` is the message or collective, and `where` is the current line of user code.
-    `over`: the rank has finished. `last`: this is its final report after a failure.
+    `over`: the rank has finished. `last`: this is its final report after a failure. `worker` is set if the plan maps workers to
+    ranks.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Doing:
     home: str = ""
     pid: int = 0
     born: int = 0
+    worker: int | None = None
 
     @property
     def inside(self) -> bool:
@@ -46,14 +48,19 @@ class Doing:
 
     def __str__(self) -> str:
         if self.over:
-            return f"rank {self.rank}: finished"
+            return f"{self.name}: finished"
         parts = [self.action or "outside a schedule"]
         if self.waits:
             whom = "other ranks" if self.peer is None else f"rank {self.peer}"
             parts.append(f"waits for {whom} ({self.waits})")
         elif self.where:
             parts.append(f"at {self.where}")
-        return f"rank {self.rank}: {', '.join(parts)}, {self.still_s:.1f} s"
+        return f"{self.name}: {', '.join(parts)}, {self.still_s:.1f} s"
+
+    @property
+    def name(self) -> str:
+        """The rank as text, with its worker if it has another number."""
+        return _name(self.rank, self.worker)
 
     def to_json(self) -> str:
         """Returns the record as JSON for the store."""
@@ -63,6 +70,10 @@ class Doing:
     def from_json(cls, text: str | bytes) -> Doing:
         """Reads a record from JSON. Raises ValueError if the text is not one."""
         return cls(**_fields(cls, text))
+
+
+def _name(rank: int, worker: int | None) -> str:
+    return f"rank {rank}" if worker is None else f"rank {rank} (worker {worker})"
 
 
 def _fields(kind: type, text: str | bytes) -> dict[str, Any]:
@@ -126,22 +137,22 @@ class Failure:
     detail: str = ""
     clean: bool = False
     noticed_by: int | None = None
+    worker: int | None = None
 
     @classmethod
     def of(cls, error: BaseException, doing: Doing) -> Failure:
         """Returns the failure for an exception on a rank."""
         if isinstance(error, KeyboardInterrupt):
-            return cls(doing.rank, FailureKind.STOPPED, "interrupted by Ctrl-C", doing.action, doing.stage)
-        place = doing.action, doing.stage
+            return cls.seen(FailureKind.STOPPED, "interrupted by Ctrl-C", doing)
         if isinstance(error, MeshwrightError):
-            return cls(doing.rank, FailureKind.RAISED, _short(error.what), *place, fix=error.fix, clean=not doing.action)
+            return cls.seen(FailureKind.RAISED, _short(error.what), doing, fix=error.fix, clean=not doing.action)
         what, detail = f"{type(error).__name__}: {error}".rstrip(": "), "".join(traceback.format_exception(error))
-        return cls(doing.rank, FailureKind.RAISED, _short(what), *place, detail=_short(detail))
+        return cls.seen(FailureKind.RAISED, _short(what), doing, detail=_short(detail))
 
     @classmethod
     def seen(cls, how: FailureKind, what: str, doing: Doing, **more: Any) -> Failure:
-        """Returns the failure of a rank that cannot report it itself, as other ranks noticed it."""
-        return cls(doing.rank, how, what, doing.action, doing.stage, **more)
+        """Returns the failure of a rank in the middle of what it did."""
+        return cls(doing.rank, how, what, doing.action, doing.stage, worker=doing.worker, **more)
 
     def __str__(self) -> str:
         if self.clean:
@@ -149,7 +160,7 @@ class Failure:
         place = f" in {self.action}" if self.action else ""
         if self.action and self.stage is not None:
             place += f" (stage {self.stage})"
-        return f"rank {self.rank} {self.how.value}{place}: {self.what}"
+        return f"{_name(self.rank, self.worker)} {self.how.value}{place}: {self.what}"
 
     def to_json(self) -> str:
         """Returns the record as JSON for the store."""

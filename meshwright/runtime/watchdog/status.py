@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from meshwright.runtime.program import Instruction
+from meshwright.runtime.started_ranks import own_number, started
 from meshwright.runtime.transport.base import Channel
 from meshwright.runtime.transport.faults import label, other
 from meshwright.runtime.watchdog.failure import Doing
@@ -42,6 +43,8 @@ class Walker(Protocol):
 
     at: Instruction | None
     walks: int
+    worker: int | None
+    """Its worker, if the plan maps workers to ranks."""
 
     @property
     def edges(self) -> WaitingEdges:
@@ -95,7 +98,7 @@ class Status:
             self._beat,
             action="" if instruction is None else instruction.name,
             stage=None if instruction is None else instruction.stage,
-            peer=None if channel is None else other(channel, self.rank),
+            peer=None if channel is None else started(other(channel, own_number(self.rank))),
             waits=waits,
             where=where,
             still_s=round(now - self._since, 2),
@@ -104,6 +107,7 @@ class Status:
             home=self._home,
             pid=os.getpid(),
             born=self._born,
+            worker=None if walker is None else walker.worker,
         )
         return self.seen
 

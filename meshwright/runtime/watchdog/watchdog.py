@@ -155,8 +155,10 @@ class Watch:
 
     def _next(self) -> Doing | None:
         """Returns the status of the next rank that has not finished; None if that rank has not started or has already failed."""
-        for step in range(1, self.board.world):
-            doing = self.board.heard((self.rank + step) % self.board.world)
+        members = self.board.members
+        here = members.index(self.rank)
+        for rank in (*members[here + 1 :], *members[:here]):
+            doing = self.board.heard(rank)
             if doing is None or not doing.over:
                 return None if doing is None or doing.last else doing
         return None
@@ -186,7 +188,7 @@ class Watch:
         known = [doing for doing in everyone if doing is not None]
         if len(known) < len(everyone):
             if time.monotonic() - self._start > limit:
-                absent = [rank for rank, doing in enumerate(everyone) if doing is None]
+                absent = [rank for rank, doing in zip(self.board.members, everyone, strict=True) if doing is None]
                 self.board.post(
                     Failure(absent[0], FailureKind.HUNG, f"it has not started within {limit:g} s", noticed_by=self.rank)
                 )

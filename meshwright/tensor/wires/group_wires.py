@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from meshwright.costs.declared import CollectiveKind, SentWords
 from meshwright.costs.scheme import Axes, Grid
+from meshwright.errors import MeshwrightError
 from meshwright.tensor.wires.wires import StartedCollective, TotalKind, Wires
 
 Groups = dict[Axes, dist.ProcessGroup]
@@ -27,10 +29,22 @@ def make_groups(grid: Grid, boxes: Sequence[Sequence[int]], rank: int) -> Groups
                     continue
                 for members in sorted({grid.group(local, axes) for local in range(grid.ranks)}):
                     ranks = [box[local] for local in members]
-                    group = dist.new_group(ranks)
+                    group = _group_in_order(ranks)
                     if rank in ranks:
                         found[axes] = group
     return found
+
+
+def _group_in_order(ranks: list[int]) -> dist.ProcessGroup:
+    """Creates a group that numbers its ranks in this order: pieces are gathered and scattered by coordinate."""
+    if ranks == sorted(ranks):
+        return dist.new_group(ranks)
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise MeshwrightError(
+            f"torch {torch.__version__} sorts the ranks of a group, but the ranks {ranks} share tensors in this order",
+            fix="ascending ranks inside each tensor-parallel worker, or torch 2.13",
+        )
+    return dist.new_group(ranks, sort_ranks=False)
 
 
 class GroupWires(Wires):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.device import peak_bytes
 from meshwright.runtime.json_exchange import all_gather_json
+from meshwright.runtime.started_ranks import started
 
 _PLAIN = (int, float, str, type(None))
 
@@ -32,7 +33,7 @@ def agree(work: Callable[[], Any], *, group: dist.ProcessGroup | None = None) ->
     if failed:
         rank, (what, fix) = failed[0]
         whole = len(failed) == len(answers)  # all ranks failed: the number of one rank would not help
-        raise MeshwrightError(what if whole or len(answers) == 1 else f"rank {rank}: {what}", fix=fix)
+        raise MeshwrightError(what if whole or len(answers) == 1 else f"rank {started(rank)}: {what}", fix=fix)
     return [value for value, _ in answers]
 
 
@@ -43,7 +44,7 @@ def refuse_differences(facts: Mapping[str, Any]) -> None:
         for name, value in found[0].items():
             if (other := theirs.get(name)) != value:
                 raise MeshwrightError(
-                    f"ranks differ: {name} is {value} on rank 0 and {other} on rank {rank}",
+                    f"ranks differ: {name} is {value} on rank {started(0)} and {other} on rank {started(rank)}",
                     fix="the same script, arguments and data on every rank",
                 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
@@ -21,7 +21,9 @@ from meshwright.passes.check import prove
 from meshwright.passes.lower import lower
 from meshwright.passes.widen import widen
 from meshwright.simulate.recompute_budget import stage_aware, with_recompute
-from meshwright.train.setup.saved_bytes import KeptBytes
+
+if TYPE_CHECKING:
+    from meshwright.train.setup.saved_bytes import KeptBytes
 
 SEGMENT = 16
 """The most rounds that a schedule without a flush trains before all workers finish their updates."""

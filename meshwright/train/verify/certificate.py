@@ -128,19 +128,19 @@ def certify(
     sharded: ShardedGraph | None = None,
 ) -> Certificate:
     """Compares the records of all ranks with that of one process. If `sharded`, a rank has parts of its parameters."""
-    mesh = Mesh(schedule.workers, case.parallel.copies, 0, case.parallel.tp)
+    mesh = Mesh.of(case.parallel, 0, schedule.workers)
     trainable = {name for p, name in layers.names.items() if p.requires_grad}
     expected = Expected(reference, mesh, sharded)
     held = expected.names(layers, schedule)
     copies = list(unequal(traces, expected))
-    problems = [*missing(held, trainable, traces, len(reference.gradients)), *copies]
+    problems = [*missing(held, trainable, traces, expected), *copies]
     problems += different_starts(layers, traces, expected)
     problems += [
-        f"rank {rank} skipped the updates {trace.skipped}, one process skipped {reference.skipped}"
+        f"rank {mesh.started(rank)} skipped the updates {trace.skipped}, one process skipped {reference.skipped}"
         for rank, trace in enumerate(traces)
         if trace.skipped != reference.skipped
     ]
-    problems += [f"rank {rank}, {difference}" for rank, trace in enumerate(traces) for difference in trace.words]
+    problems += [f"rank {mesh.started(rank)}, {difference}" for rank, trace in enumerate(traces) for difference in trace.words]
     gradients = [(0.0, "nothing"), *gradient_errors(expected, traces)]
     weights = [(0.0, "nothing"), *weight_errors(expected, traces)]
     losses = _losses(traces, case.steps)

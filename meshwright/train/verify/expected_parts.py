@@ -24,13 +24,13 @@ class Expected:
 
     def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
         """Returns the part of a parameter or gradient that a rank has."""
-        return whole if self.sharded is None else self.sharded.part(name, whole, rank % self.mesh.box)
+        return whole if self.sharded is None else self.sharded.part(name, whole, self.mesh.coordinate_of(rank))
 
     def same_part(self, name: str, rank: int) -> object:
         """Returns a key that is equal for ranks whose parts of a parameter must be equal."""
         if self.sharded is None:
             return name
-        axes, at = axes_of(self.sharded.cut(name).layout), self.sharded.grid.at(rank % self.mesh.box)
+        axes, at = axes_of(self.sharded.cut(name).layout), self.sharded.grid.at(self.mesh.coordinate_of(rank))
         return name, tuple((axis, place) for axis, place in at.items() if axis in axes)
 
     def names(self, layers: Layers, schedule: Schedule) -> list[set[str]]:

@@ -51,9 +51,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
-def missing(held: list[set[str]], trainable: set[str], traces: list[RankTrace], updates: int) -> Iterator[str]:
+def missing(held: list[set[str]], trainable: set[str], traces: list[RankTrace], expected: Expected) -> Iterator[str]:
     """Finds tensors that a rank should have and has not, or the other way round."""
-    for rank, (names, trace) in enumerate(zip(held, traces, strict=True)):
+    updates = len(expected.reference.gradients)
+    for number, (names, trace) in enumerate(zip(held, traces, strict=True)):
+        rank = expected.mesh.started(number)
         yield from _name_differences(f"weights on rank {rank}", names, trace.weights)
         for update in range(updates):
             yield from _name_differences(
@@ -82,26 +84,27 @@ def different_starts(layers: Layers, traces: list[RankTrace], expected: Expected
         first = trace.digests.get(0, {})
         if other := [name for name, found in first.items() if found != digest(expected.part(name, built[name], rank))]:
             yield (
-                f"rank {rank} starts with other values of {other[0]} than build() returns here: does build() use only torch's "
-                "generator?"
+                f"rank {expected.mesh.started(rank)} starts with other values of {other[0]} than build() returns here: does "
+                "build() use only torch's generator?"
             )
 
 
 def unequal(traces: list[RankTrace], expected: Expected) -> Iterator[str]:
     """Compares the copies of each parameter on all ranks: digests for every version, all bits at the end."""
     first: dict[tuple[int, object], tuple[int, int]] = {}
+    named = expected.mesh.started
     for rank, trace in enumerate(traces):
         for version, digests in sorted(trace.digests.items()):
             for name, found in digests.items():
                 other, wanted = first.setdefault((version, expected.same_part(name, rank)), (rank, found))
                 if found != wanted:
-                    yield f"version {version} of {name} differs between ranks {other} and {rank}"
+                    yield f"version {version} of {name} differs between ranks {named(other)} and {named(rank)}"
     last: dict[object, tuple[int, Tensor]] = {}
     for rank, trace in enumerate(traces):
         for name, tensor in trace.weights.items():
             other, same = last.setdefault(expected.same_part(name, rank), (rank, tensor))
             if tensor.shape != same.shape or not torch.equal(_bits(tensor), _bits(same)):
-                yield f"{name} differs between ranks {other} and {rank} at the end"
+                yield f"{name} differs between ranks {named(other)} and {named(rank)} at the end"
 
 
 def gradient_errors(expected: Expected, traces: list[RankTrace]) -> Iterator[tuple[float, str]]:

@@ -107,10 +107,10 @@ def verify(
     if workers is not None and not callable(getattr(workers, "run", None)):
         raise MeshwrightError(f"workers must be a pool of running workers, got {workers!r}", fix="workers=None starts a pool")
     case, layers, run = prepare_case(case)
-    pool = workers or Workers(case.parallel.processes)
+    pool = workers or Workers(case.parallel.started)
     try:
         (reference,) = pool.run(serial_trace, case, run, ranks=1)
-        traces = pool.run(rank_trace, case, run, ranks=case.parallel.processes)
+        traces = pool.run(rank_trace, case, run, ranks=case.parallel.members)
     finally:
         if workers is None:
             pool.close()

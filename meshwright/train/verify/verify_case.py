@@ -152,7 +152,7 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
     refuse_loss(case.loss)
     case = replace(case, parallel=settled(case.parallel))
     case = replace(case, splits_rows=splits_rows(case.parallel))
-    refuse_crowd(case.parallel.processes)
+    refuse_crowd(case.parallel.started)
     _refuse_local(case)
     stages = stages_of(case.parallel)
     built = case.model()

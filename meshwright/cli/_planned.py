@@ -1,0 +1,105 @@
+"""`simulate plan.json`: the schedule of a plan file as it will be trained, its costs and links, and its prediction beside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster, cluster_to_json
+from meshwright.ir.input_limits import shown
+from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, digest_of, is_plan_file, planned_file
+from meshwright.ir.profile import StageCost, rows_for
+from meshwright.ir.schedule import Schedule
+from meshwright.ir.timeline import Timeline
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.setup.settled_plan import settled
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a plan file asks to simulate: the lists that training runs, with costs and links of the plan's workers."""
+
+    file: PlannedFile
+    schedule: Schedule
+    costs: Sequence[StageCost]
+    cluster: Cluster
+    notes: tuple[str, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the workers of the first data-parallel copy, as emulated devices have them."""
+        return workers_of(self.file)
+
+    def summary(self, timeline: Timeline) -> dict[str, Any]:
+        """Returns what `--json` adds."""
+        plan = self.file.parallel
+        return {
+            "plan": {
+                "predicted": self.file.predicted or {},
+                "made_for": self.file.made_for or {},
+                "ranks": list(plan.ranks),
+                "ratio_to_predicted": self._ratio(timeline),
+                "notes": list(self.notes),
+            }
+        }
+
+    def text(self, timeline: Timeline) -> str:
+        """Returns lines for the terminal: predicted in the file, and simulated here."""
+        plan, step = self.file.parallel, (self.file.predicted or {}).get("step_s")
+        lines = [f"plan: {', '.join(plan.degrees)}, {plan.microbatches} microbatches"]
+        if plan.ranks:
+            idle = sorted(set(range(plan.started)) - set(plan.ranks))
+            lines[0] += f", ranks {', '.join(map(str, plan.ranks))}" + (f" (idle: {', '.join(map(str, idle))})" if idle else "")
+        if step is not None:
+            ratio = self._ratio(timeline)
+            more = "" if ratio is None else f"   ratio {ratio:.4f}"
+            lines.append(f"plan: predicted {step:.6g} s   simulated here {timeline.makespan_s:.6g} s{more}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _ratio(self, timeline: Timeline) -> float | None:
+        step = (self.file.predicted or {}).get("step_s")
+        return timeline.makespan_s / step if step else None
+
+
+def workers_of(file: PlannedFile) -> tuple[int, ...]:
+    """Returns the rank of each worker of the first data-parallel copy; of a tensor-parallel one, its first rank."""
+    plan = file.parallel
+    return plan.ranks[: plan.workers * plan.tp : plan.tp]
+
+
+def planned_run(name: str, *, flags: inputs.CostFlags, refused: Sequence[str]) -> PlannedRun | None:
+    """Returns what a plan file asks to simulate; None if the name is something else, for example a schedule.
+
+    `refused` are flags that were given, but are decided by the plan.
+    """
+    path = Path(name)
+    if path.suffix != ".json" or not os.path.isfile(path) or not is_plan_file(outputs.read(path)):
+        return None
+    if refused:
+        raise MeshwrightError(f"{name} is a plan, which decides {' and '.join(refused)}", fix=f"leave out {refused[0]}")
+    file = planned_file(path)
+    plan = settled(file.parallel)
+    schedule = lists_for(plan, steps=1)
+    notes = []
+    if plan.costs and flags.file is None:
+        costs: Sequence[StageCost] = rows_for(plan.costs, schedule.stages)
+    else:
+        costs = flags.stages(schedule)
+        notes.append(
+            "the plan has no costs, so those of the flags are used" if flags.file is None else f"costs from {flags.file}"
+        )
+    cluster, ranks = flags.cluster or Cluster(), workers_of(file)
+    if flags.cluster_file is not None:
+        now = {"cluster": {"digest": digest_of(cluster_to_json(cluster))}}
+        notes += [f"priced again: {change}" for change in changed_inputs(file.made_for or {}, now)]
+        if ranks:
+            cluster = cluster.placed(ranks)
+    if len(costs) != schedule.stages:
+        raise MeshwrightError(f"{shown(name)} has {schedule.stages} stages, but {len(costs)} rows of costs")
+    return PlannedRun(file, schedule, costs, cluster, tuple(notes))

@@ -1,0 +1,143 @@
+"""The file of a chosen plan, `plan.json`: what to run, what was predicted for it, and from which inputs.
+
+    {"schema": 2, "kind": "plan",
+     "parallel": {"pp": 2, "schedule": "listed", "microbatches": 8, "ranks": [3, 1]},
+     "order": {...},
+     "stages": [{"layers": [0, 3], "devices": [3], "width": 1, "recompute": 0.0}, ...],
+     "predicted": {"step_s": 0.31, "lower_bound_s": 0.3, "peak_bytes": [2.1e9, 1.9e9]},
+     "made_for": {"profile": {"digest": "...", "rows": [1, 2]}, "cluster": {"digest": "..."}, "batch": 64, "precision": "bf16"}}
+
+`order` is the schedule itself, if its lists depend on costs: what was planned is what runs. Everything that takes a plan file
+takes this one too, and reads `parallel` and `order` of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.ir.input_limits import file_text, shown
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.plan.plan_file import PLANNED_SCHEMA, WHAT, plan_table, table_of
+from meshwright.ir.reader import parsed
+
+DIGITS = 16
+"""Characters of a digest."""
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """The content of a plan file. `stages`, `predicted` and `made_for` are empty in a file that only says what to run."""
+
+    parallel: Parallel
+    stages: tuple[Mapping[str, Any], ...] = ()
+    predicted: Mapping[str, Any] | None = None
+    made_for: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, data: Any) -> PlannedFile:
+        """Returns the checked content of a plan file."""
+        table = table_of(data)
+        more = {key: data[key] for key in ("predicted", "made_for") if key in data}
+        return cls(Parallel.of(table), tuple(data.get("stages", ())), **more)
+
+
+def plan_file_json(
+    parallel: Parallel,
+    *,
+    stages: Sequence[Mapping[str, Any]] = (),
+    predicted: Mapping[str, Any] | None = None,
+    made_for: Mapping[str, Any] | None = None,
+) -> str:
+    """Write a chosen plan as a file for `--plan`.
+
+    Args:
+        parallel: What to run. Its `order` is kept.
+        stages: For each stage `layers` (first and last), `devices`, `width` and `recompute`.
+        predicted: What was predicted: `step_s`, `lower_bound_s`, `peak_bytes`, and whatever else JSON has.
+        made_for: The inputs: `profile` and `cluster` with their digests (`digest_of`), `batch`, `precision`.
+
+    Returns:
+        JSON text.
+
+    Raises:
+        MeshwrightError: A value would not be read back.
+
+    Examples:
+        >>> from meshwright import Parallel, plan_file_json, plan_from_json
+        >>> text = plan_file_json(Parallel(pp=2, ranks=(3, 1)), predicted={"step_s": 0.5})
+        >>> plan_from_json(text).ranks
+        (3, 1)
+    """
+    table = plan_table(parallel)
+    found: dict[str, Any] = {"schema": PLANNED_SCHEMA, "kind": "plan", "parallel": table}
+    if "order" in table:
+        found["order"] = table.pop("order")
+    found |= {"stages": [dict(stage) for stage in stages], "predicted": dict(predicted or {}), "made_for": dict(made_for or {})}
+    try:
+        text = json.dumps(found, indent=1, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise MeshwrightError(
+            f"a plan has a value that JSON does not have: {error}", fix="numbers, texts, lists, tables"
+        ) from error
+    PlannedFile.of(parsed(text, WHAT))
+    return text
+
+
+def planned_file(path: str | Path) -> PlannedFile:
+    """Read a plan file with everything that is in it.
+
+    Args:
+        path: A JSON file that `plan_file_json` or `plan_to_json` wrote.
+
+    Returns:
+        The plan, and what was predicted for which inputs.
+
+    Raises:
+        MeshwrightError: The file cannot be read as a plan.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from meshwright import Parallel, plan_file_json, planned_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "plan.json")
+        ...     _ = path.write_text(plan_file_json(Parallel(pp=2), predicted={"step_s": 0.5}))
+        ...     planned_file(path).predicted["step_s"]
+        0.5
+    """
+    return PlannedFile.of(parsed(file_text(Path(path), "the plan", fix="meshwright plan -o plan.json"), WHAT))
+
+
+def is_plan_file(text: str) -> bool:
+    """Returns whether a text looks like a plan file: an object with a table `parallel`, and no schedule or timeline."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "parallel" in found and found.get("kind", "plan") == "plan"
+
+
+def digest_of(value: str | Mapping[str, Any] | Sequence[Any]) -> str:
+    """Returns a short digest of an input, for `made_for`. JSON text and the values in it have the same digest."""
+    data = parsed(value, "an input of a plan") if isinstance(value, str) else value
+    try:
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise MeshwrightError(f"{shown(value)} has no JSON form: {error}") from error
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def changed_inputs(made_for: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns in words which inputs are not those that a plan was made for. Inputs that only one side names are left out."""
+    found = []
+    for name in sorted(set(made_for) & set(now)):
+        before, after = (side[name].get("digest") if isinstance(side[name], Mapping) else side[name] for side in (made_for, now))
+        if before != after:
+            found.append(f"{name} was {shown(before)}, is {shown(after)}")
+    return tuple(found)
