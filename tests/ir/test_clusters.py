@@ -134,7 +134,8 @@ def test_racks() -> None:
     cluster = Cluster(hosts=tuple(Host(1, INSIDE, CARD, rack=rack) for rack in (0, 0, 1)), spine=Link(5.0, 1.0))
     assert cluster.between(0, 1) == CARD and cluster.between(1, 2) == Link(5.0, 1.0)
     assert cluster.slowest((0, 1)) == CARD and cluster.slowest((0,), (2,)) == Link(5.0, 1.0)
-    text = "schema = 1\nracks = {latency_s = 5}\n[device.a]\n[[nodes]]\ncount = 5\nper_node = 1\ndevice = 'a'\nper_rack = 2\nrack = 1"
+    nodes = "[[nodes]]\ncount = 5\nper_node = 1\ndevice = 'a'\nper_rack = 2\nrack = 1"
+    text = f"schema = 1\nracks = {{latency_s = 5}}\n[device.a]\n{nodes}"
     assert [host.rack for host in cluster_from_toml(text).hosts] == [1, 1, 2, 2, 3]
 
 
@@ -177,7 +178,7 @@ def test_parts_that_do_not_fit(wrong: dict[str, object], said: str) -> None:
 
 
 def test_bad_devices_and_hosts() -> None:
-    with pytest.raises(MeshwrightError, match="not above 0: {'fp32': 0.0}"):
+    with pytest.raises(MeshwrightError, match=r"not above 0: {'fp32': 0\.0}"):
         Device("a", flops_per_s={"fp32": 0.0})
     with pytest.raises(MeshwrightError, match="launch time of -1"):
         Device("a", launch_s=-1.0)

@@ -119,7 +119,8 @@ def _device(device: Device, name: str) -> list[str]:
         raise MeshwrightError(
             f"a cluster file cannot name the precision {sorted(unknown)[0]!r}", fix=f"one of {', '.join(PRECISIONS)}"
         )
-    lines = ["", f"[device.{_text(name)}]"]
+    plain = name.replace("-", "").replace("_", "")
+    lines = ["", f"[device.{name if plain.isalnum() and plain.isascii() else _text(name)}]"]
     if name != device.kind:
         lines.append(f"kind = {_text(device.kind)}")
     if device.memory_bytes != float("inf"):
