@@ -7,7 +7,8 @@ from meshwright import schedules
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Cell, Op, Transfer, Value
 from meshwright.ir.analysis.effects import effects
-from meshwright.ir.cluster import Cluster, Duplex, Link, cluster_from_json, cluster_to_json
+from meshwright.ir.cluster import Cluster, Duplex, Link
+from meshwright.ir.files.cluster_json import cluster_from_json, cluster_to_json
 from meshwright.ir.files.schedule_csv import from_csv, to_csv
 from meshwright.ir.files.schedule_json import schedule_from_json, schedule_to_json
 from meshwright.ir.placement import Placement
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from meshwright.capture.weights.sketch import sketch
     from meshwright.ir.cluster import Device, Host
     from meshwright.ir.files.cluster_file import read_cluster
+    from meshwright.ir.files.cluster_toml import cluster_from_toml
+    from meshwright.ir.files.cluster_writer import cluster_to_toml
     from meshwright.ir.files.measurement import Measurement, measurement_from_json, measurement_to_json
     from meshwright.ir.files.model_json import model_from_json, model_to_json
     from meshwright.ir.files.profile_text import profile_from_text
@@ -81,7 +84,9 @@ __all__ = [
     "capture",
     "check",
     "cluster_from_json",
+    "cluster_from_toml",
     "cluster_to_json",
+    "cluster_to_toml",
     "costs_from_json",
     "costs_to_json",
     "effects",
@@ -128,6 +133,8 @@ _LATER = {
     "Trainer": "meshwright.train.trainer",
     "TrainingArguments": "meshwright.train.arguments",
     "capture": "meshwright.capture",
+    "cluster_from_toml": "meshwright.ir.files.cluster_toml",
+    "cluster_to_toml": "meshwright.ir.files.cluster_writer",
     "measure": "meshwright.train.measure",
     "measurement_from_json": "meshwright.ir.files.measurement",
     "measurement_to_json": "meshwright.ir.files.measurement",

@@ -19,6 +19,7 @@ ANSWERS = {
     "simulate": ("chimera", "--json"),
     "compare": ("--memory", "4"),
     "schedules": (),
+    "cluster": ("show", "8xdgx-a100"),
 }
 """Verbs that need no torch."""
 NEEDS = {"inspect": ("gpt-tiny",), "verify": ("mlp",), "train": ("gpt-tiny", "--max-steps", "1"), "measure": ("gpt-tiny",)}

@@ -79,7 +79,12 @@ Steps = Annotated[int | None, size_option(help="Steps to run: 1, or 4 for schedu
 Option = Annotated[list[str] | None, size_option("--option", metavar="KEY=VALUE", help="An option of the schedule.")]
 Costs = Annotated[Path | None, cost_option("--costs", help="JSON with one row of costs per stage.")]
 ClusterFile = Annotated[
-    Path | None, cost_option("--cluster", help="Devices and their links, JSON or TOML; replaces --send and --bandwidth.")
+    Path | None,
+    cost_option(
+        "--cluster",
+        metavar="FILE|PRESET",
+        help="Devices and their links, JSON or TOML, or a preset: 8xdgx-a100; replaces --send and --bandwidth.",
+    ),
 ]
 BatchFunction = Annotated[
     str | None, typer.Option("--batch-function", metavar="package.module:function", help="batch(step), for your own model.")

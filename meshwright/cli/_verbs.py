@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import check, compare, inspect, measure, plan, schedules, show, simulate, train, verify
+from meshwright.cli import check, cluster, compare, inspect, measure, plan, schedules, show, simulate, train, verify
 
 
 def _version(asked: bool) -> None:
@@ -60,6 +60,11 @@ app.command(
     ),
 )(compare.compare)
 app.command("plan", epilog=_examples("plan --profile bert-24.txt --cluster cluster.toml --microbatches 16"))(plan.plan)
+app.add_typer(
+    cluster.app,
+    name="cluster",
+    epilog=_examples("cluster", "cluster show 8xdgx-a100", "cluster discover -o cluster.toml"),
+)
 app.command("schedules", epilog=_examples("schedules", "schedules --json"))(schedules.schedules)
 app.command(
     "inspect",

@@ -1,118 +1,31 @@
-"""Devices and the links between them: how much memory a device has, how long a message or a reduction takes."""
+"""Devices and the links between them: how much memory a device has, how long a message or a reduction takes.
+
+Three forms, from simple to arbitrary: one link for all pairs, hosts (with shared cards and racks), and matrices. `links` replaces
+single pairs of any of them. Questions about many devices are answered from the hosts, not from all pairs of devices.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from itertools import combinations
-from typing import Any
+from operator import itemgetter
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir import reader as reading
-from meshwright.ir.reader import Reader, count, number, parsed, rows
+from meshwright.ir.links import collectives
+from meshwright.ir.links.host_links import FREE, Pair, crossing, distinct_links, divided_cards, slowest_link
+from meshwright.ir.links.link import Duplex, Link
+from meshwright.ir.links.machines import Device, Host
 
-SCHEMA = 1
+__all__ = ["Cluster", "Device", "Duplex", "Host", "Link"]
 
-
-class Duplex(StrEnum):
-    """Whether the two directions of a link share it.
-
-    `FULL`: each direction has the whole bandwidth. `HALF`: the two directions of a pair take turns.
-
-    Examples:
-        >>> from meshwright import Cluster, Duplex, Link
-        >>> Cluster(Link(bytes_per_s=1e9), duplex=Duplex.HALF).duplex.value
-        'half'
-    """
-
-    FULL = "full"
-    HALF = "half"
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a message between two workers costs.
-
-    A message takes `latency_s + bytes / bytes_per_s`. It occupies the link for the second term only.
-
-    Args:
-        latency_s: Seconds before the first byte arrives.
-        bytes_per_s: The bandwidth.
-
-    Raises:
-        MeshwrightError: The latency is negative or infinite, or the bandwidth is not above zero.
-
-    Examples:
-        >>> from meshwright import Link
-        >>> Link(latency_s=1e-3, bytes_per_s=1e9).busy_s(5e8)
-        0.5
-    """
-
-    latency_s: float = 0.0
-    bytes_per_s: float = float("inf")
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.latency_s < float("inf") or not self.bytes_per_s > 0.0:
-            raise MeshwrightError(
-                f"a link needs a latency of at least 0 and a bandwidth above 0, got {self.latency_s} and {self.bytes_per_s}"
-            )
-
-    def busy_s(self, size: float) -> float:
-        """Returns how long a message of this size occupies the link."""
-        return size / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device of a cluster.
-
-    Args:
-        kind: Its name, such as `a100`.
-        memory_bytes: Its memory.
-        flops_per_s: Operations per second that it achieves, by precision.
-        bytes_per_s: Bytes per second that it reads from its memory.
-        launch_s: Seconds that one call of a stage costs before it computes.
-
-    Examples:
-        >>> from meshwright import Device
-        >>> Device("a100", 80e9, {"bf16": 312e12}).memory_bytes
-        80000000000.0
-    """
-
-    kind: str = "device"
-    memory_bytes: float = float("inf")
-    flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    bytes_per_s: float = float("inf")
-    launch_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A host with several devices.
-
-    Args:
-        devices: How many devices it has.
-        inside: The link between two of them.
-        card: The link to other hosts.
-
-    Examples:
-        >>> from meshwright import Cluster, Host, Link
-        >>> host = Host(8, inside=Link(5e-6, 250e9), card=Link(2e-5, 25e9))
-        >>> Cluster(hosts=(host, host)).between(0, 9).bytes_per_s
-        25000000000.0
-    """
-
-    devices: int
-    inside: Link
-    card: Link
+Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and links: one link for every pair, and others for the pairs that differ.
+    """Devices and links: one link for every pair, hosts or matrices, and other links for the pairs that differ.
 
     Args:
         link: The link of every pair that nothing else names.
@@ -120,7 +33,13 @@ class Cluster:
         duplex: Whether the two directions of a link share it.
         devices: The devices, if they are known.
         hosts: The hosts, in the order of their devices. Devices of one host use its link `inside`, others the slower card.
-        bandwidths: Bytes per second from each device to each other one, with the latency of `link`.
+        bandwidths: Bytes per second from each device to each other one. They replace those of hosts and of `link`.
+        latencies: Seconds from each device to each other one, with `bandwidths`; empty if all have the latency of `link`.
+        spine: The link between hosts of different racks, if it is slower than their cards.
+        order: Device w of this cluster is number `order[w]` in its hosts and matrices; empty if the numbers are the same.
+
+    Raises:
+        MeshwrightError: The parts have different numbers of devices, or a matrix is not square.
 
     Examples:
         >>> from meshwright import Cluster, Link
@@ -129,59 +48,137 @@ class Cluster:
         (0.001, 0.0001)
     """
 
-    link: Link = Link()
+    link: Link = FREE
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     duplex: Duplex = Duplex.FULL
     devices: tuple[Device, ...] = ()
     hosts: tuple[Host, ...] = ()
-    bandwidths: tuple[tuple[float, ...], ...] = ()
+    bandwidths: Matrix = ()
+    latencies: Matrix = ()
+    spine: Link | None = None
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _refuse_shapes(self)
 
     @property
     def free(self) -> bool:
         """True if messages take no time at all."""
-        return not self.links and not self.hosts and not self.bandwidths and self.link == Link()
+        return not self.links and not self.hosts and not self.bandwidths and self.link == FREE
 
     @cached_property
     def size(self) -> int:
         """The number of devices; 0 if it is not known."""
-        return len(self.devices) or len(self.bandwidths) or sum(host.devices for host in self.hosts)
+        return len(self.order) or len(self.devices) or len(self.bandwidths) or sum(host.devices for host in self.hosts)
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
         """The host of each device; empty if hosts are not known."""
-        return tuple(number for number, host in enumerate(self.hosts) for _ in range(host.devices))
+        return tuple(host for host, _ in self._places)
+
+    @cached_property
+    def _places(self) -> tuple[Pair, ...]:
+        """The host of each device, and its number in the host."""
+        found = tuple((number, place) for number, host in enumerate(self.hosts) for place in range(host.devices))
+        return tuple(found[number] for number in self.order) if self.order and found else found
+
+    @cached_property
+    def _distinct(self) -> tuple[Link, ...]:
+        """Every kind of link that some pair has, and perhaps some that a pair of `links` replaces."""
+        if self.bandwidths:
+            seats = self.order or range(self.size)
+            found: set[tuple[float, float]] = set()
+            for source in seats:
+                delays = self.latencies[source] if self.latencies else (self.link.latency_s,) * len(self.bandwidths)
+                rates = self.bandwidths[source]
+                found.update((delays[target], rates[target]) for target in seats if target != source)
+            return tuple({*self.links.values(), *(Link(*one) for one in found)})
+        used = [self.hosts[host] for host in self.host_of]
+        return tuple({*self.links.values(), *(distinct_links(used, self.spine) if used else {self.link})})
 
     def between(self, source: int, target: int) -> Link:
         """Returns the link from one device to another. A pair given in one direction only is used for both directions."""
         if self.links and (found := self.links.get((source, target)) or self.links.get((target, source))):
             return found
         if max(source, target) >= self.size > 0:
-            raise MeshwrightError(
-                f"there is no device {max(source, target)} in a cluster of {self.size} devices",
-                fix="fewer workers, or a larger cluster",
-            )
+            self._refuse_devices(max(source, target))
         if self.bandwidths:
-            return Link(self.link.latency_s, self.bandwidths[source][target])
+            a, b = (self.order[source], self.order[target]) if self.order else (source, target)
+            return Link(self.latencies[a][b] if self.latencies else self.link.latency_s, self.bandwidths[a][b])
         if self.hosts:
-            here, there = self.host_of[source], self.host_of[target]
-            return self.hosts[here].inside if here == there else _slower(self.hosts[here].card, self.hosts[there].card)
+            here, there = self.hosts[self.host_of[source]], self.hosts[self.host_of[target]]
+            same = self.host_of[source] == self.host_of[target]
+            return here.inside if same else crossing(here, there, self.spine)
         return self.link
+
+    def _refuse_devices(self, device: int) -> None:
+        raise MeshwrightError(
+            f"there is no device {device} in a cluster of {self.size} devices", fix="fewer workers, or a larger cluster"
+        )
 
     def hop_s(self, sizes: Iterable[float]) -> float:
         """Returns the longest time that one of these messages needs over any of the links."""
-        links = [self.link, *self.links.values(), *(link for host in self.hosts for link in (host.inside, host.card))]
-        if self.bandwidths:
-            slowest = min(rate for a, row in enumerate(self.bandwidths) for b, rate in enumerate(row) if a != b)
-            links = [Link(self.link.latency_s, slowest), *self.links.values()]
-        return max((link.latency_s + link.busy_s(size) for size in sizes for link in links), default=0.0)
+        largest = max(sizes, default=None)
+        return 0.0 if largest is None else max((link.latency_s + link.busy_s(largest) for link in self._distinct), default=0.0)
+
+    def rates(self) -> list[list[float]]:
+        """Returns the bytes per second from each device to each other one; infinite on the diagonal."""
+        if self.hosts and not self.bandwidths:
+            found = self._host_rates()
+        elif self.bandwidths:
+            seats = self.order or range(self.size)
+            found = [[self.bandwidths[a][b] for b in seats] for a in seats]
+        else:
+            found = [[self.link.bytes_per_s] * self.size for _ in range(self.size)]
+        for a, b in self.links:
+            if max(a, b) < self.size:
+                found[a][b], found[b][a] = self.between(a, b).bytes_per_s, self.between(b, a).bytes_per_s
+        for device, row in enumerate(found):
+            row[device] = float("inf")
+        return found
+
+    def _host_rates(self) -> list[list[float]]:
+        """Every device of a host has the same row of rates, but for itself."""
+        rows: dict[int, list[float]] = {}
+        for host in dict.fromkeys(self.host_of):
+            here = self.hosts[host]
+            others = [crossing(here, there, self.spine).bytes_per_s for there in self.hosts]
+            others[host] = here.inside.bytes_per_s
+            rows[host] = [others[there] for there in self.host_of]
+        return [rows[host].copy() for host in self.host_of]
 
     def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
         """Returns the largest latency and the lowest bandwidth among some devices, or between them and others."""
+        if self.links:
+            return self._slowest_pair(ranks, others)
+        last = max((*ranks, *(others or ())), default=0)
+        if last >= self.size > 0:
+            self._refuse_devices(last)
+        if self.bandwidths:
+            return self._slowest_rows(ranks, others)
+        if self.hosts:
+            return slowest_link(self.hosts, self.spine, self.host_of, ranks, others)
+        many = len(set(ranks)) > 1 if others is None else bool(ranks and others and len({*ranks, *others}) > 1)
+        return self.link if many else FREE
+
+    def _slowest_pair(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
         pairs = combinations(ranks, 2) if others is None else ((a, b) for a in ranks for b in others if a != b)
-        latency, rate = 0.0, float("inf")
+        found = FREE
         for a, b in pairs:
-            for link in (self.between(a, b), self.between(b, a)):
-                latency, rate = max(latency, link.latency_s), min(rate, link.bytes_per_s)
+            found = found.slower(self.between(a, b)).slower(self.between(b, a))
+        return found
+
+    def _slowest_rows(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
+        """The same over matrices, with one pass over the columns of each row."""
+        latency, rate = 0.0, float("inf")
+        here, there = ([self.order[r] for r in group] if self.order else list(group) for group in (ranks, others or ranks))
+        for rows, columns in ((here, there), (there, here)) if others is not None else ((here, there),):
+            for row in rows:
+                wanted = [column for column in columns if column != row]
+                if wanted:
+                    pick = itemgetter(*wanted, wanted[0])
+                    rate = min(rate, *pick(self.bandwidths[row]))
+                    latency = max(latency, *pick(self.latencies[row])) if self.latencies else self.link.latency_s
         return Link(latency, rate)
 
     def all_reduce_s(self, ranks: Sequence[int], size: float) -> float:
@@ -191,86 +188,88 @@ class Cluster:
     def gather_s(self, ranks: Sequence[int], size: float) -> float:
         """Returns how long these devices need to gather a buffer of `size` bytes of which each has an equal part.
 
-        Parts are passed around a ring, or doubled in each step if the number of devices is a power of two. The slowest link
-        among them decides.
+        The best of a ring, of doubling and of hosts first counts, see `ir/links/collectives.py`. The slowest link decides.
         """
         count = len(ranks)
         if count < 2 or size <= 0:
             return 0.0
-        link = self.slowest(ranks)
-        steps = count.bit_length() - 1 if count & (count - 1) == 0 else count - 1
-        return steps * link.latency_s + (count - 1) / count * size / link.bytes_per_s
+        slowest = busiest = self.slowest(ranks)
+        if not self.hosts:
+            return collectives.flat_s(count, size, slowest)
+        groups: dict[int, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(self.host_of[rank], []).append(rank)
+        if len(groups) == 1:
+            return collectives.flat_s(count, size, slowest)
+        for host, found in groups.items():
+            busiest = busiest.slower(self.hosts[host].flow(len(found)))
+        flat = collectives.flat_s(count, size, slowest, busiest)
+        per_host = {len(found) for found in groups.values()}
+        if len(per_host) > 1 or per_host == {1}:
+            return flat
+        inside, between = self._levels(list(groups.values()))
+        for host in groups:
+            between = between.slower(self.hosts[host].flow(*per_host))
+        return min(flat, collectives.hierarchical_s(len(groups), *per_host, size, inside=inside, between=between))
+
+    def _levels(self, groups: Sequence[Sequence[int]]) -> tuple[Link, Link]:
+        """Returns the slowest link inside the hosts of these groups of devices, and the slowest between them."""
+        inside = between = FREE
+        if not self.links and not self.bandwidths:
+            homes = {self.host_of[group[0]] for group in groups}
+            for host in homes:
+                inside = inside.slower(self.hosts[host].inside)
+            return inside, self.slowest([group[0] for group in groups])
+        for group in groups:
+            rest = [rank for other in groups if other is not group for rank in other]
+            inside, between = inside.slower(self.slowest(group)), between.slower(self.slowest(group, rest))
+        return inside, between
 
     def scatter_s(self, ranks: Sequence[int], size: float) -> float:
         """Returns how long these devices need to add up a buffer so that each has the sum of an equal part."""
         return self.gather_s(ranks, size)
 
+    def shared(self, pairs: Iterable[tuple[int, int]]) -> Cluster:
+        """Returns this cluster with the rates of shared network cards divided by the pairs (source, target) that use them.
+
+        A card is divided statically: its rate by the pairs that leave through it, and by those that arrive. Only these pairs
+        change. Hosts whose `cards` are 0 have nothing to divide.
+        """
+        if not any(host.cards for host in self.hosts) or self.bandwidths:
+            return self
+        half = self.duplex is Duplex.HALF
+        found = divided_cards(self.hosts, pairs, self._places.__getitem__, self.spine, half=half)
+        return replace(self, links={**found, **self.links})
+
     def placed(self, ranks: Sequence[int]) -> Cluster:
         """Returns the cluster whose device w is device `ranks[w]` of this one."""
-        rates = tuple(tuple(0.0 if a == b else self.between(a, b).bytes_per_s for b in ranks) for a in ranks)
-        latency = max((self.between(a, b).latency_s for a, b in combinations(ranks, 2)), default=self.link.latency_s)
+        if (last := max(ranks, default=0)) >= self.size > 0:
+            self._refuse_devices(last)
+        worker = {rank: place for place, rank in enumerate(ranks)}
+        links = {(worker[a], worker[b]): link for (a, b), link in self.links.items() if a in worker and b in worker}
         devices = tuple(self.devices[rank] for rank in ranks) if self.devices else ()
-        return replace(self, link=Link(latency), links={}, hosts=(), bandwidths=rates, devices=devices)
+        order = tuple(self.order[rank] for rank in ranks) if self.order else tuple(ranks)
+        plain = not self.hosts and not self.bandwidths
+        return replace(self, links=links, devices=devices, order=() if plain else order)
 
 
-def _slower(one: Link, other: Link) -> Link:
-    return Link(max(one.latency_s, other.latency_s), min(one.bytes_per_s, other.bytes_per_s))
-
-
-def cluster_to_json(cluster: Cluster) -> str:
-    """Write a cluster as a file for `--cluster`.
-
-    Args:
-        cluster: The links to write.
-
-    Returns:
-        JSON text. An infinite bandwidth is left out.
-
-    Examples:
-        >>> from meshwright import Cluster, Link, cluster_from_json, cluster_to_json
-        >>> cluster = Cluster(Link(1e-4, 1e10))
-        >>> cluster_from_json(cluster_to_json(cluster)) == cluster
-        True
-    """
-
-    def shown(link: Link) -> dict[str, float]:
-        finite = {"bytes_per_s": link.bytes_per_s} if link.bytes_per_s != float("inf") else {}
-        return {"latency_s": link.latency_s, **finite}
-
-    pairs = [{"source": a, "target": b, **shown(link)} for (a, b), link in cluster.links.items()]
-    data = {"schema": SCHEMA, "kind": "cluster", "duplex": cluster.duplex.value, "link": shown(cluster.link), "links": pairs}
-    return json.dumps(data, indent=1)
-
-
-def cluster_from_json(text: str) -> Cluster:
-    """Read a cluster from its file form.
-
-    Args:
-        text: The JSON text.
-
-    Returns:
-        The cluster.
-
-    Raises:
-        MeshwrightError: The text is not a cluster file, or a number in it is not possible.
-
-    Examples:
-        >>> from meshwright import cluster_from_json
-        >>> text = '{"schema": 1, "kind": "cluster", "link": {"latency_s": 0.1}}'
-        >>> cluster_from_json(text).link.latency_s
-        0.1
-    """
-    keys = frozenset({"schema", "kind", "duplex", "link", "links"})
-    read = Reader(parsed(text, "a cluster file"), "a cluster file", kind="cluster", schema=SCHEMA, keys=keys)
-    duplex = read("duplex", lambda value: Duplex(reading.text(value)), Duplex.FULL)
-    return Cluster(read("link", link_from, Link()), read("links", lambda value: dict(map(_pair, rows(value))), {}), duplex)
-
-
-def link_from(row: Any) -> Link:
-    """Reads a link from a table of a file."""
-    read = Reader(row, "a link", kind=None, schema=SCHEMA, keys=frozenset({"latency_s", "bytes_per_s", "source", "target"}))
-    return Link(read("latency_s", number, 0.0), read("bytes_per_s", number, float("inf")))
-
-
-def _pair(row: Any) -> tuple[tuple[int, int], Link]:
-    return (count(row["source"]), count(row["target"])), link_from(row)
+def _refuse_shapes(cluster: Cluster) -> None:
+    """Raises if the parts of a cluster have different numbers of devices, or if a matrix is not square."""
+    base = len(cluster.bandwidths) or sum(host.devices for host in cluster.hosts)
+    counts = {"hosts": sum(host.devices for host in cluster.hosts), "devices": len(cluster.devices)}
+    if cluster.order:
+        counts["devices"] = 0
+        if len(set(cluster.order)) < len(cluster.order) or not 0 <= min(cluster.order) <= max(cluster.order) < base:
+            raise MeshwrightError(f"'order' of a cluster must name different devices below {base}, got {cluster.order[:8]}")
+        if cluster.devices and len(cluster.devices) != len(cluster.order):
+            raise MeshwrightError(f"a cluster orders {len(cluster.order)} devices and describes {len(cluster.devices)}")
+    for what, count in counts.items():
+        if count and base and count != base:
+            raise MeshwrightError(f"a cluster has {base} devices in its links, and {count} in its {what}", fix="equal numbers")
+    for name, matrix in (("bandwidths", cluster.bandwidths), ("latencies", cluster.latencies)):
+        if matrix and (len(matrix) != len(cluster.bandwidths) or any(len(row) != len(matrix) for row in matrix)):
+            raise MeshwrightError(
+                f"'{name}' of a cluster must be a square matrix, got {len(matrix)} rows", fix="one row for each device"
+            )
+    if any(min(row[:a] + row[a + 1 :], default=1.0) <= 0 for a, row in enumerate(cluster.bandwidths)):
+        raise MeshwrightError("the bandwidth between two devices must be above 0", fix="a small number for a slow link")

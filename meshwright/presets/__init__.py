@@ -1,1 +1,1 @@
-"""Files that come with the package: model configurations by name."""
+"""Files that come with the package: model configurations and clusters by name."""

@@ -18,8 +18,9 @@ def written(folder: Path, name: str, content: bytes) -> Cluster:
 def test_hosts_in_toml(tmp_path: Path) -> None:
     found = written(tmp_path, "cluster.toml", CLUSTER_TOML)
     assert found.size == 8 and found.host_of == (0,) * 4 + (1,) * 4
-    assert found.devices[5] == Device("a100", 80e9, {"bf16": 312e12})
+    assert found.devices[5] == Device("a100", 80e9, {"bf16": 312e12, "fp32": 17e12}, 1.5e12, 2e-5)
     assert found.between(1, 3) == Link(5e-6, 250e9) and found.between(1, 4) == found.between(4, 1) == Link(2e-5, 25e9)
+    assert found.between(7, 0) == Link(0.0, 1e9) and found.hosts[1].cards == 2 and found.spine == Link(5e-5)
 
 
 def test_a_matrix_in_json(tmp_path: Path) -> None:
@@ -56,6 +57,15 @@ def test_a_bad_matrix(tmp_path: Path, content: bytes, said: str) -> None:
         (b"per_node = 4", b"per_node = 0", "not at least 1"),
         (b"count = 2", b"count = 900000", "the limit is 100000"),
         (b'"80 GB"', b'"80 apples"', "not a size"),
+        (b'"17 TFLOPS"', b'"17 TB"', "not a speed"),
+        (b'"20 us"', b'"20"', "not a time"),
+        (b'"8 Gbit/s"', b'"8 Gb/s"', "not a rate"),
+        (b"bf16 =", b"bf61 =", "unknown key 'bf61'; did you mean bf16"),
+        (b"312e12", b"0", "not above 0"),
+        (b"latency_s = 5e-6", b"latency_s = 5e-6, latency = 1", "both 'latency' and 'latency_s'"),
+        (b'"a100"\n', b'["a100", "a100"]\n', "a node has 4 devices, and 2 names"),
+        (b"per_node = 2", b"per_node = 0", "not at least 1"),
+        (b"[[nodes]]", b"[[node]]", "unknown keys: node"),
     ],
 )
 def test_bad_hosts(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
@@ -63,25 +73,9 @@ def test_bad_hosts(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
         written(tmp_path, "c.toml", CLUSTER_TOML.replace(old, new))
 
 
-def test_collectives() -> None:
-    """Four devices double in two steps; three pass parts around in two; the slowest link among them decides."""
-    cluster = Cluster(hosts=(Host(3, Link(1.0, 8.0), Link(2.0, 4.0)), Host(3, Link(1.0, 8.0), Link(2.0, 4.0))))
-    assert cluster.gather_s((0, 1, 2), 24.0) == 2 * 1.0 + 2 / 3 * 24 / 8
-    assert cluster.gather_s((1, 2, 3, 4), 16.0) == 2 * 2.0 + 3 / 4 * 16 / 4
-    assert cluster.all_reduce_s((0, 1, 2), 24.0) == 2 * cluster.scatter_s((0, 1, 2), 24.0)
-    assert cluster.all_reduce_s((4,), 24.0) == 0.0 == cluster.gather_s((0, 1), 0.0)
-
-
 def test_more_workers_than_devices() -> None:
     with pytest.raises(MeshwrightError, match="no device 2 in a cluster of 2 devices"):
         Cluster(hosts=(Host(2, Link(), Link()),)).between(0, 2)
-
-
-def test_placed() -> None:
-    cluster = Cluster(hosts=(Host(2, Link(0.0, 8.0), Link(0.0, 4.0)),) * 2, devices=tuple(Device(name) for name in "abcd"))
-    found = cluster.placed((3, 0, 2))
-    assert [device.kind for device in found.devices] == ["d", "a", "c"]
-    assert found.between(0, 2).bytes_per_s == 8.0 and found.between(0, 1).bytes_per_s == 4.0
 
 
 def test_a_cut_carries_each_tensor_once() -> None:

@@ -18,8 +18,9 @@ PARSERS = re.compile(
 READ_BY = {
     "capture/weights/safetensors_files.py": {"index", "safetensors"},
     "cli/train.py": {"job.toml", "model.toml"},
-    "ir/cluster.py": {"cluster"},
-    "ir/files/cluster_file.py": {"cluster.toml", "cluster.json"},
+    "ir/files/cluster_file.py": {"cluster.json"},
+    "ir/files/cluster_json.py": {"cluster"},
+    "ir/files/cluster_toml.py": {"cluster.toml"},
     "ir/files/profile_text.py": {"profile"},
     "ir/files/schedule_csv.py": {"csv"},
     "ir/files/schedule_json.py": {"schedule", "lowered"},

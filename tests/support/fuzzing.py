@@ -80,15 +80,23 @@ activation = "gelu"
 """
 CONFIG = b'{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 64, "task": {"a": [1, 2.5, null, true]}}'
 CLUSTER_TOML = b"""schema = 1
+racks = {latency = "50 us"}
 [device.a100]
 memory = "80 GB"
 bf16 = 312e12
+fp32 = "17 TFLOPS"
+reads = "1.5 TB/s"
+launch = "20 us"
 [[nodes]]
 count = 2
 per_node = 4
 device = "a100"
 inside = {latency_s = 5e-6, bytes_per_s = 250e9}
-card = {latency_s = 2e-5, bytes_per_s = 25e9}
+card = {latency_s = 2e-5, bytes_per_s = 25e9, per_node = 2}
+[[links]]
+source = 0
+target = 7
+bandwidth = "8 Gbit/s"
 """
 MATRIX = b'{"memory_bytes": [1e9, 2e9, 3e9], "bytes_per_s": [[0, 1.5, 2], [1, 0, 3], [1, 2, 0]], "latency_s": 1e-5}'
 NUMBERS = "forward_compute_time=1.5, backward_compute_time=3, activation_size=8, parameter_size=4"

@@ -1,58 +1,98 @@
-"""Other file forms of a cluster than the one of `ir/cluster.py`: hosts in TOML, and a matrix of bandwidths in JSON.
+"""Find and read a cluster: a preset by name, a TOML file, or a JSON file with links or a matrix of bandwidths.
 
-schema = 1                                      {"memory_bytes": [16e9, 16e9],
-[device.a100]                                    "bytes_per_s": [[0, 1e9], [1e9, 0]],
-memory = "80 GB"                                 "latency_s": 1e-5}
-bf16 = 312e12
-[[nodes]]
-count = 8
-per_node = 8
-device = "a100"
-inside = {latency_s = 5e-6, bytes_per_s = 250e9}
-card = {latency_s = 2e-5, bytes_per_s = 25e9}
+read_cluster("dgx-a100")         a preset: a file in meshwright/presets/clusters
+read_cluster("8xdgx-a100")       eight of it
+read_cluster("cluster.toml")     devices and nodes
+read_cluster("cluster.json")     {"memory_bytes": [16e9, 16e9], "bytes_per_s": [[0, 1e9], [1e9, 0]], "latency_s": 1e-5}
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
-from meshwright.ir.byte_sizes import bytes_in
-from meshwright.ir.cluster import Cluster, Device, Host, Link, cluster_from_json, link_from
-from meshwright.ir.input_limits import file_text, shown, toml
-from meshwright.ir.reader import Reader, number, parsed, positive, rows
-from meshwright.ir.reader import text as as_text
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.ir.cluster import Cluster, Device, Host, Link
+from meshwright.ir.files.cluster_json import cluster_from_json
+from meshwright.ir.files.cluster_toml import DEVICES, SCHEMA, WHAT, cluster_from_toml, matrix
+from meshwright.ir.input_limits import file_text
+from meshwright.ir.reader import Reader, number, parsed, rows
 
-SCHEMA = 1
-WHAT = "a cluster file"
-DEVICES = 100_000
-"""The most devices of a cluster."""
+_COUNTED = re.compile(r"(?:(\d{1,6})x)?([a-z].*?)(?:x(\d{1,6}))?")
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from a file.
+    """Read a cluster from a file, or by the name of a preset.
 
     Args:
-        path: A TOML file with hosts, or a JSON file with links or with a matrix.
+        path: A TOML file with nodes, a JSON file with links or with a matrix, or a preset: `dgx-a100`, or `8xdgx-a100` (also
+            `dgx-a100x8`) for eight of them.
 
     Returns:
         The cluster.
 
     Raises:
-        MeshwrightError: The file cannot be read, or is not a cluster.
+        MeshwrightError: The file cannot be read, is not a cluster, or there is no such preset.
 
     Examples:
         >>> import meshwright as mw, tempfile, pathlib
+        >>> mw.read_cluster("8xdgx-a100").size
+        64
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "two.json"
         >>> _ = path.write_text('{"bytes_per_s": [[0, 5.0], [5.0, 0]]}')
         >>> mw.read_cluster(path).between(0, 1).bytes_per_s
         5.0
     """
     path = Path(path)
-    content = file_text(path, "the cluster", fix="a TOML or JSON file; see the documentation of clusters")
+    if not path.suffix and len(path.parts) == 1 and not os.path.exists(path):
+        return _preset(path.name)
+    content = file_text(path, "the cluster", fix=f"a TOML or JSON file, or one of {', '.join(preset_names())}")
     return cluster_from_toml(content) if path.suffix == ".toml" else cluster_from_text(content)
+
+
+def preset_names() -> list[str]:
+    """Returns the names of the clusters that come with the package, sorted."""
+    files = resources.files("meshwright.presets").joinpath("clusters").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def preset_text(name: str) -> str:
+    """Returns the file of a preset."""
+    if name not in preset_names():
+        known = preset_names()
+        raise MeshwrightError(
+            f"there is no cluster file or preset '{name[:80]}'{did_you_mean(name, known)}", fix=f"one of {', '.join(known)}"
+        )
+    return resources.files("meshwright.presets").joinpath("clusters", f"{name}.toml").read_text(encoding="utf-8")
+
+
+def _preset(name: str) -> Cluster:
+    times, plain = 1, name
+    if name not in preset_names() and (found := _COUNTED.fullmatch(name)):
+        before, plain, after = found.groups()
+        if before and after:
+            raise MeshwrightError(f"the cluster '{name[:80]}' has two counts, {before} and {after}", fix=f"{before}x{plain}"[:80])
+        times = int(before or after or 1)
+    cluster = cluster_from_toml(preset_text(plain))
+    if not 1 <= times * cluster.size <= DEVICES:
+        raise MeshwrightError(f"{times} x {plain} are {times * cluster.size} devices, possible are 1 to {DEVICES}")
+    if times == 1:
+        return cluster
+    own = [(host, cluster.devices[start : start + host.devices]) for host, start in _starts(cluster)]
+    hosts = tuple(host for host, _ in own for _ in range(times))
+    return replace(cluster, hosts=hosts, devices=tuple(device for _, devices in own for device in devices * times))
+
+
+def _starts(cluster: Cluster) -> list[tuple[Host, int]]:
+    """Returns each host with the number of its first device."""
+    ends = accumulate(host.devices for host in cluster.hosts)
+    return [(host, end - host.devices) for host, end in zip(cluster.hosts, ends, strict=True)]
 
 
 def cluster_from_text(text: str) -> Cluster:
@@ -63,66 +103,11 @@ def cluster_from_text(text: str) -> Cluster:
 
 def _matrix(data: Mapping[str, Any]) -> Cluster:
     read = Reader(data, WHAT, kind=None, schema=SCHEMA, keys=frozenset({"schema", "memory_bytes", "bytes_per_s", "latency_s"}))
-    rates = read("bytes_per_s", lambda value: tuple(tuple(map(number, rows(row))) for row in rows(value)))
-    count = len(rates)
-    if not 1 <= count <= DEVICES or any(len(row) != count for row in rates):
-        raise MeshwrightError(f"'bytes_per_s' of {WHAT} must be a square matrix, got {count} rows", fix="one row for each device")
-    if any(rate <= 0 for a, row in enumerate(rates) for b, rate in enumerate(row) if a != b):
-        raise MeshwrightError(
-            f"'bytes_per_s' of {WHAT} must be above 0 between two devices", fix="a small number for a slow link"
-        )
+    rates = read("bytes_per_s", lambda value: matrix(value, least=0.0))
     memory = read("memory_bytes", lambda value: tuple(map(number, rows(value))), ())
-    if memory and len(memory) != count:
-        raise MeshwrightError(f"{WHAT} has {count} devices and the memory of {len(memory)}", fix="one number for each device")
-    devices = tuple(Device(memory_bytes=size) for size in memory) or (Device(),) * count
-    return Cluster(Link(read("latency_s", number, 0.0)), devices=devices, bandwidths=rates)
-
-
-def cluster_from_toml(text: str) -> Cluster:
-    """Returns the cluster of a TOML file with devices and hosts."""
-    data = toml(text, WHAT)
-    read = Reader(data, WHAT, kind=None, schema=SCHEMA, keys=frozenset({"schema", "device", "nodes"}))
-    if "schema" not in data:
-        raise MeshwrightError(f"{WHAT} has no 'schema'", fix=f"schema = {SCHEMA}")
-    kinds = read("device", lambda value: {name: _device(name, row) for name, row in _table(value).items()}, {})
-    found = [_hosts(row, kinds) for row in read("nodes", rows)]
-    devices = tuple(device for device, count, hosts in found for _ in range(count * len(hosts)))
-    if not 1 <= len(devices) <= DEVICES:
-        raise MeshwrightError(
-            f"{WHAT} has {len(devices)} devices, it needs 1 to {DEVICES}", fix="[[nodes]] with count and per_node"
-        )
-    return Cluster(devices=devices, hosts=tuple(host for _, _, hosts in found for host in hosts))
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise MeshwrightError(f"{shown(value)} is not a table")
-    return value
-
-
-def _device(name: str, row: Any) -> Device:
-    speeds = {key: number(value) for key, value in _table(row).items() if key != "memory"}
-    return Device(name, _size(row["memory"]) if "memory" in row else float("inf"), speeds)
-
-
-def _size(value: Any) -> float:
-    found = bytes_in(value) if isinstance(value, str) else number(value)
-    if found is None:
-        raise MeshwrightError(f"{shown(value)} is not a size", fix='memory = "80 GB"')
-    return found
-
-
-def _hosts(row: Any, kinds: Mapping[str, Device]) -> tuple[Device, int, list[Host]]:
-    """Returns the kind of device, how many of them a host has, and the hosts."""
-    keys = frozenset({"count", "per_node", "device", "inside", "card"})
-    read = Reader(row, "a group of nodes", kind=None, schema=SCHEMA, keys=keys)
-    count, each = read("count", positive, 1), read("per_node", positive)
-    if count * each > DEVICES:
-        raise MeshwrightError(f"{WHAT} has {count} x {each} devices, the limit is {DEVICES}")
-    name = read("device", as_text)
-    if name not in kinds:
-        raise MeshwrightError(
-            f"a group of nodes has the device {shown(name)}, which is not described", fix=f"[device.{name}]"[:80]
-        )
-    inside = read("inside", link_from, Link())
-    return kinds[name], each, [Host(each, inside, read("card", link_from, inside))] * count
+    if memory and len(memory) != len(rates):
+        raise MeshwrightError(f"{WHAT} has {len(rates)} devices and the memory of {len(memory)}", fix="one for each device")
+    devices = tuple(Device(memory_bytes=size) for size in memory) or (Device(),) * len(rates)
+    several = isinstance(data.get("latency_s"), list)
+    latency = 0.0 if several else read("latency_s", number, 0.0)
+    return Cluster(Link(latency), devices=devices, bandwidths=rates, latencies=read("latency_s", matrix) if several else ())
