@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.ir.files.profile_text import profile_from_text
     from meshwright.ir.layer_costs import LayerCost, Profile
     from meshwright.ir.model import Cuts, ModelGraph
-    from meshwright.ir.plan.chosen_plan import Plan, PlanStage
+    from meshwright.ir.plan.chosen_plan import MemoryUse, Plan, PlanStage
     from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json
     from meshwright.ir.plan.planned_file import plan_file_json, planned_file
     from meshwright.ir.plan.runnable_plan import runnable
@@ -63,6 +63,7 @@ __all__ = [
     "LayerCost",
     "Link",
     "Measurement",
+    "MemoryUse",
     "MeshwrightError",
     "ModelGraph",
     "Op",
@@ -126,6 +127,7 @@ _LATER = {
     "LayerCost": "meshwright.ir.layer_costs",
     "Measurement": "meshwright.ir.files.measurement",
     "ModelGraph": "meshwright.ir.model",
+    "MemoryUse": "meshwright.ir.plan.chosen_plan",
     "Plan": "meshwright.ir.plan.chosen_plan",
     "PlanStage": "meshwright.ir.plan.chosen_plan",
     "Profile": "meshwright.ir.layer_costs",

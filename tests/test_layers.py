@@ -31,7 +31,13 @@ LEVEL = {
 FILES = sorted(ROOT.rglob("*.py"))
 TORCH = {"runtime", "train", "capture", "tensor", "torch_internals"}
 """The folders that are about torch; all others answer without it."""
-LOADED_ON_DEMAND = {ROOT / "simulate" / "compiled.py", ROOT / "planners" / "_replicated_partition.py"}
+LOADED_ON_DEMAND = {
+    ROOT / "simulate" / "compiled.py",
+    ROOT / "simulate" / "quick_kernels.py",
+    ROOT / "simulate" / "quick_program.py",
+    ROOT / "simulate" / "quick_sweep.py",
+    *(path for path in (ROOT / "planners").glob("*.py") if path.name not in ("__init__.py", "_limits.py")),
+}
 """Pure files that need numpy: only who asks for them loads it."""
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster, cluster_to_json
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.files.cluster_json import cluster_to_json
 from meshwright.ir.input_limits import shown
 from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, digest_of, is_plan_file, planned_file
 from meshwright.ir.profile import StageCost, rows_for

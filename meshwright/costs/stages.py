@@ -9,10 +9,11 @@ share. Between two stages every pair of devices carries the rows that both have;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
 
+from meshwright.costs.memory import optimizer_state, stage_parameters
 from meshwright.ir.cluster import Cluster, Duplex, Link
 from meshwright.ir.layer_costs import ChainCost, Profile
 from meshwright.ir.plan.chosen_plan import PlanStage
@@ -34,27 +35,61 @@ def shared_chain(profile: Profile, rows: int | None, width: int) -> ChainCost:
     return whole.with_times(share)
 
 
+def device_slowness(profile: Profile, cluster: Cluster) -> list[float]:
+    """Returns how much longer each device takes than the one of the profile, by the operations per second that they achieve.
+
+    If the cluster has no device of the profile's kind, the profile is taken to be of its fastest one. A device whose speed is not
+    known is as fast as the profile says.
+    """
+    speeds = [_speed(device.flops_per_s, profile.precision) for device in cluster.devices] or [0.0] * cluster.size
+    known = [speed for speed in speeds if speed > 0]
+    own = [s for s, device in zip(speeds, cluster.devices, strict=False) if device.kind == profile.device and s > 0]
+    best = own[0] if own else max(known, default=1.0)
+    return [best / speed if speed > 0 else 1.0 for speed in speeds]
+
+
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+"""Short names of formats, as cluster files write them."""
+
+
+def _speed(speeds: Mapping[str, float], precision: str) -> float:
+    short = PRECISIONS.get(precision, precision)
+    return speeds.get(precision) or speeds.get(short) or max(speeds.values(), default=0.0)
+
+
 def stage_costs(
-    profile: Profile, stages: Sequence[PlanStage], cluster: Cluster, *, rows: int | None = None, charge: Charge = Charge.ROWS
+    profile: Profile,
+    stages: Sequence[PlanStage],
+    cluster: Cluster,
+    *,
+    rows: int | None = None,
+    charge: Charge = Charge.ROWS,
 ) -> tuple[StageCost, ...]:
-    """Returns what each stage of a plan costs on one of its devices."""
+    """Returns what each stage of a plan costs on one of its devices. The slowest of its devices decides its time."""
     found: list[StageCost] = []
+    slowness = device_slowness(profile, cluster) if charge is Charge.ROWS else [1.0] * cluster.size
+    launch = [device.launch_s for device in cluster.devices] if charge is Charge.ROWS else []
     chains = {width: shared_chain(profile, rows, width) for width in {stage.width for stage in stages}}
     for number, stage in enumerate(stages):
         chain, width = chains[stage.width], stage.width
         after = stages[number + 1].width if number + 1 < len(stages) else 0
         lanes = max(width, after) if charge is Charge.ROWS else width * after
-        parameters = sum(chain.parameter_bytes[layer] for layer in stage.layers)
+        parameters = stage_parameters(profile, stage.layers)
+        slow = max(slowness[device] for device in stage.devices)
+        call = max((launch[device] for device in stage.devices), default=0.0) if launch else 0.0
+        forward = slow * sum(chain.forward_s[layer] for layer in stage.layers) + call
         found.append(
             StageCost(
-                forward_s=sum(chain.forward_s[layer] for layer in stage.layers),
-                input_s=sum(chain.input_s[layer] for layer in stage.layers),
-                weight_s=sum(chain.weight_s[layer] for layer in stage.layers),
+                forward_s=forward,
+                input_s=slow * sum(chain.input_s[layer] for layer in stage.layers) + call,
+                weight_s=slow * sum(chain.weight_s[layer] for layer in stage.layers),
+                recompute_s=forward if stage.recompute else 0.0,
                 sync_s=_sync_s(cluster, stage.devices, parameters, charge),
                 activation_bytes=sum(chain.saved_bytes[layer] for layer in stage.layers) / width,
                 output_bytes=chain.output_bytes[stage.last] / lanes if after else 0.0,
                 gradient_bytes=chain.gradient_bytes[stage.last] / lanes if after else 0.0,
                 parameter_bytes=parameters,
+                optimizer_bytes=optimizer_state(profile, parameters),
             )
         )
     return tuple(found)

@@ -7,97 +7,102 @@ neighbours. Devices of one server look alike from outside, so a server is ordere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-Bandwidths = Sequence[Sequence[float]]
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Bandwidths = Sequence[Sequence[float]] | Array
 """Bytes per second from one device to another; the diagonal is not used."""
 
 
-def device_order(bandwidths: Bandwidths) -> list[int]:
-    """Returns the devices in an order in which neighbours have fast links."""
-    groups = _alike(bandwidths)
-    count = len(groups)
-    weight = [[0.0] * count for _ in range(count)]
-    for a in range(count):
-        for b in range(count):
-            if a != b:
-                weight[a][b] = _symmetric(bandwidths, groups[a][0], groups[b][0]) * len(groups[a]) * len(groups[b])
-    ordered = _ordered(list(range(count)), weight, lambda a, b: _symmetric(bandwidths, groups[a][0], groups[b][0]))
-    return [device for group in ordered for device in groups[group]]
+def device_order(bandwidths: Bandwidths, *, kinds: Sequence[float] | None = None) -> list[int]:
+    """Returns the devices in an order in which neighbours have fast links. Only devices of one kind are taken as alike."""
+    rates = np.asarray(bandwidths, dtype=np.float64)
+    rates = np.minimum(rates, rates.T)
+    groups = _alike(rates, list(kinds) if kinds is not None else [0.0] * len(rates))
+    heads = [group[0] for group in groups]
+    link = rates[np.ix_(heads, heads)]
+    sizes = np.array([len(group) for group in groups], dtype=np.float64)
+    weight = link * sizes[:, None] * sizes[None, :]
+    np.fill_diagonal(weight, 0.0)
+    return [device for group in _ordered(list(range(len(groups))), weight, link) for device in groups[group]]
 
 
-def _symmetric(bandwidths: Bandwidths, a: int, b: int) -> float:
-    return min(bandwidths[a][b], bandwidths[b][a])
-
-
-def _alike(bandwidths: Bandwidths) -> list[list[int]]:
+def _alike(rates: Array, kinds: Sequence[float]) -> list[list[int]]:
     """Returns groups of devices that have equal links to all others, and no faster links to others than to each other."""
+    count = len(rates)
     groups: list[list[int]] = []
-    count = len(bandwidths)
-    fastest = [max((_symmetric(bandwidths, a, b) for b in range(count) if b != a), default=0.0) for a in range(count)]
+    inner = rates.copy()
+    np.fill_diagonal(inner, 0.0)
+    fastest = inner.max(axis=1) if count > 1 else np.zeros(count)
+    grouped = np.full(count, -1)
     for device in range(count):
-        near = [group for group in groups if _symmetric(bandwidths, group[0], device) >= fastest[device]]
-        home = next((group for group in near if _exchangeable(bandwidths, group, device)), None)
-        if home is None:
-            groups.append([device])
-        else:
-            home.append(device)
+        if grouped[device] >= 0:
+            continue
+        rest = np.flatnonzero((grouped < 0) & (np.arange(count) > device))
+        members = [device]
+        near = rest[(rates[device, rest] >= fastest[device]) & (rates[device, rest] >= fastest[rest])]
+        for other in near.tolist():
+            if kinds[other] == kinds[device] and _exchangeable(rates, members, other):
+                members.append(other)
+        grouped[members] = len(groups)
+        groups.append(members)
     return groups
 
 
-def _exchangeable(bandwidths: Bandwidths, group: Sequence[int], device: int) -> bool:
+def _exchangeable(rates: Array, group: Sequence[int], device: int) -> bool:
     first = group[0]
-    inside = _symmetric(bandwidths, first, device)
-    if len(group) > 1 and inside != _symmetric(bandwidths, first, group[1]):
+    if len(group) > 1 and rates[first, device] != rates[first, group[1]]:
         return False
-    for other in range(len(bandwidths)):
-        if other in (first, device):
-            continue
-        if _symmetric(bandwidths, device, other) != _symmetric(bandwidths, first, other):
-            return False
-    return True
+    same = rates[device] == rates[first]
+    same[[first, device]] = True
+    return bool(same.all())
 
 
-def _ordered(vertices: list[int], weight: Bandwidths, link: Callable[[int, int], float]) -> list[int]:
+def _ordered(vertices: list[int], weight: Array, link: Array) -> list[int]:
     if len(vertices) <= 2:
+        return vertices
+    between = weight[np.ix_(vertices, vertices)][~np.eye(len(vertices), dtype=bool)]
+    if (between == between[0]).all():  # all cuts are alike
         return vertices
     half, rest = minimum_cut(vertices, weight)
     a, c = _ordered(half, weight, link), _ordered(rest, weight, link)
     joined = [(a, c), (c, a), (a[::-1], c), (a, c[::-1])]
-    first, second = max(joined, key=lambda pair: link(pair[0][-1], pair[1][0]))
+    first, second = max(joined, key=lambda pair: link[pair[0][-1]][pair[1][0]])
     return first + second
 
 
 def minimum_cut(vertices: Sequence[int], weight: Bandwidths) -> tuple[list[int], list[int]]:
     """Returns the two sides of the global minimum cut of the graph on these vertices; each side keeps the given order."""
-    merged = {vertex: [vertex] for vertex in vertices}
-    between = {a: {b: weight[a][b] for b in vertices if b != a} for a in vertices}
-    best, side = float("inf"), [vertices[0]]
-    while len(merged) > 1:
-        last, before, cut = _phase(between)
+    names = list(vertices)
+    table = np.array([[0.0 if a == b else weight[a][b] for b in names] for a in names])
+    merged = [[n] for n in range(len(names))]
+    alive = list(range(len(names)))
+    best, side = float("inf"), [0]
+    while len(alive) > 1:
+        last, before, cut = _phase(table, alive)
         if cut < best:
-            best, side = cut, merged[last]
-        for other, value in between.pop(last).items():
-            del between[other][last]
-            if other != before:
-                between[before][other] += value
-                between[other][before] += value
-        merged[before] = merged[before] + merged.pop(last)
+            best, side = cut, list(merged[last])
+        table[before] += table[last]
+        table[:, before] += table[:, last]
+        table[before, before] = 0.0
+        alive.remove(last)
+        merged[before] += merged[last]
     chosen = set(side)
-    return [v for v in vertices if v in chosen], [v for v in vertices if v not in chosen]
+    return [v for n, v in enumerate(names) if n in chosen], [v for n, v in enumerate(names) if n not in chosen]
 
 
-def _phase(between: dict[int, dict[int, float]]) -> tuple[int, int, float]:
+def _phase(table: Array, alive: Sequence[int]) -> tuple[int, int, float]:
     """One maximum-adjacency search: the last two vertices, and the weight of the cut around the last."""
-    start = next(iter(between))
-    attached = dict.fromkeys((v for v in between if v != start), 0.0)
-    last, before = start, start
-    cut = 0.0
-    while True:
-        for other, value in between[last].items():
-            if other in attached:
-                attached[other] += value
-        if not attached:
-            return last, before, cut
-        before, last = last, max(attached, key=attached.__getitem__)
-        cut = attached.pop(last)
+    index = np.array(alive)
+    attached = table[alive[0], index].copy()
+    attached[0] = -1.0
+    last, before, cut = alive[0], alive[0], 0.0
+    for _ in range(len(alive) - 1):
+        at = int(attached.argmax())
+        before, last, cut = last, int(index[at]), float(attached[at])
+        attached = np.where(attached < 0.0, -1.0, attached + table[last, index])
+        attached[at] = -1.0
+    return last, before, cut

@@ -1,4 +1,4 @@
-"""What a plan must respect: how rows are split among the devices of a stage."""
+"""What a plan must respect: how rows are split among the devices of a stage, memory, and what a user asks for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,20 @@ class SplitRows(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """The rows of a microbatch, None if they are not known, and how they may be split."""
+    """The rows of a microbatch, None if they are not known, how they may be split, and what a plan has to be.
+
+    `schedule`, `pp` and `dp` fix a choice; `seconds` ends a search early. `explain` asks for rivals and flip points.
+    """
 
     rows: int | None = None
     split_rows: SplitRows = SplitRows.IGNORE
+    memory_free: bool = False
+    schedule: str | None = None
+    pp: int | None = None
+    dp: int | None = None
+    tensor: bool = True
+    seconds: float = float("inf")
+    explain: bool = False
 
     def allows(self, width: int) -> bool:
         """Returns whether so many devices may share a stage."""

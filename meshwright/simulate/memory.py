@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from meshwright.ir.action import Kind
 from meshwright.ir.analysis.lifetime import BEFORE, Life
 from meshwright.ir.timeline import Level
 
@@ -30,6 +31,30 @@ def memory(found: Iterable[Life], times: Times) -> tuple[Level, ...]:
         size, count = size + more, count + activations
         levels.append(Level(time, size, round(count, 9)))
     return tuple(levels)
+
+
+def at_peak(found: Sequence[Life], times: Times) -> dict[str, float]:
+    """Returns the bytes of one worker at its peak, by the kind of value; "working" is what exists while a backward runs.
+
+    The peak is that of `memory`; the bytes of all kinds add up to it.
+    """
+    changes: list[tuple[float, bool, int, bool, float, str]] = []
+    for life in found:
+        if life.bytes:
+            kind = "working" if life.value.kind is Kind.SAVED and not life.activations else life.value.kind.value
+            changes.append((*_when(times, life.made), True, life.bytes, kind))
+            if life.ended is not None:
+                changes.append((*_when(times, life.ended), False, -life.bytes, kind))
+    changes.sort()
+    now: dict[str, float] = {}
+    size = most = 0.0
+    peak: dict[str, float] = {}
+    for *_, more, kind in changes:
+        size += more
+        now[kind] = now.get(kind, 0.0) + more
+        if size > most:
+            most, peak = size, dict(now)
+    return peak
 
 
 def _when(times: Times, moment: int) -> tuple[float, bool, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwright.ir.action import Action, Entry
 from meshwright.ir.analysis.effects import collective
-from meshwright.ir.analysis.lifetime import lives, parameter_copies
+from meshwright.ir.analysis.lifetime import Life, lives, parameter_copies
 from meshwright.ir.analysis.order import no_collection
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
@@ -18,7 +18,7 @@ from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
 from meshwright.simulate.event_graph import EventGraph, Message, sweep
 from meshwright.simulate.lower_bound import lower_bound
-from meshwright.simulate.memory import memory
+from meshwright.simulate.memory import at_peak, memory
 
 
 @no_collection()
@@ -54,18 +54,38 @@ def simulate(
         >>> timeline.makespan_s, timeline.bubble_ratio, timeline.lower_bound_s
         (16.0, 0.25, 16.0)
     """
-    cluster = cluster or Cluster()
+    return _simulated(schedule, costs, cluster or Cluster(), sync, overlap, copies)[0]
+
+
+@no_collection()
+def simulate_with_peaks(
+    schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster | None = None, *, copies: int = 1
+) -> tuple[Timeline, tuple[dict[str, float], ...]]:
+    """Returns the timeline of `simulate`, and for each worker what its peak consists of, in bytes by kind of value."""
+    timeline, held = _simulated(schedule, costs, cluster or Cluster(), Sync.EAGER, 0.0, copies)
+    return timeline, tuple(at_peak(found, times) for found, times in held)
+
+
+def _simulated(
+    schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster, sync: Sync | str, overlap: float, copies: int
+) -> tuple[Timeline, list[tuple[list[Life], list[tuple[float, float]]]]]:
+    """Returns the timeline, and for each worker what it holds and the times of its entries."""
     refuse_unproved(schedule)
     flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
     program = EventGraph(flow, cluster.duplex)
     price = Price(flow.schedule, costs, cluster, overlap=overlap, copies=copies)
-    table = program.table(price)
-    starts, ready = sweep(program, table)
-    return timeline(program, price, starts, ready)
+    starts, ready = sweep(program, program.table(price))
+    return _timeline(program, price, starts, ready)
 
 
 def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:
     """Returns spans, memory, parameter copies and the lower bound from the times of a program's nodes."""
+    return _timeline(program, price, starts, ready)[0]
+
+
+def _timeline(
+    program: EventGraph, price: Price, starts: Sequence[float], ready: Sequence[float]
+) -> tuple[Timeline, list[tuple[list[Life], list[tuple[float, float]]]]]:
     schedule, flow = program.schedule, program.flow
     spans: list[Span] = []
     times: list[list[tuple[float, float]]] = [[(0.0, 0.0)] * len(entries) for entries in flow.lists]
@@ -75,15 +95,16 @@ def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: 
             times[worker][index] = (start, end)
             spans.append(Span(worker, lane, flow.lists[worker][index], start, end))
     held = [list(lives(flow, price, worker)) for worker in range(schedule.workers)]
-    return Timeline(
+    found = Timeline(
         schedule=schedule.name,
         workers=schedule.workers,
         spans=tuple(spans),
-        memory=tuple(memory(found, times[worker]) for worker, found in enumerate(held)),
-        parameter_copies=tuple(parameter_copies(found, schedule) for found in held),
+        memory=tuple(memory(of_worker, times[worker]) for worker, of_worker in enumerate(held)),
+        parameter_copies=tuple(parameter_copies(of_worker, schedule) for of_worker in held),
         lower_bound_s=lower_bound(program, price),
         flush=schedule.flush,
     )
+    return found, list(zip(held, times, strict=True))
 
 
 def _lanes(schedule: Schedule, what: Entry | Message) -> tuple[Lane, ...]:

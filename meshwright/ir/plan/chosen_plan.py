@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -13,7 +14,8 @@ class PlanStage:
     Args:
         first: The number of its first layer.
         last: The number of its last layer.
-        devices: The devices of the cluster that run it.
+        devices: The devices of the cluster that run it: those that share its rows, and those of all data-parallel copies.
+        recompute: The share of its layers that is recomputed.
 
     Examples:
         >>> from meshwright import PlanStage
@@ -24,6 +26,7 @@ class PlanStage:
     first: int
     last: int
     devices: tuple[int, ...]
+    recompute: float = 0.0
 
     @property
     def width(self) -> int:
@@ -37,12 +40,53 @@ class PlanStage:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What one device holds at its peak, in bytes by class. The classes add up to the peak.
+
+    Args:
+        parameters: Parameters, of all versions that are alive.
+        gradients: Gradients and their sums.
+        optimizer: The state of the optimizer.
+        activations: What forwards keep for backwards.
+        messages: Activations and gradients that are sent or have arrived.
+        transients: What only exists while a layer runs: logits, and what is recomputed.
+        reserve: What the allocator and the driver take.
+
+    Examples:
+        >>> from meshwright import MemoryUse
+        >>> MemoryUse(parameters=4.0, activations=2.0).total
+        6.0
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    messages: float = 0.0
+    transients: float = 0.0
+    reserve: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All classes together."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, slots=True)
 class Rejected:
-    """A plan that was tried and not chosen."""
+    """A plan that was tried and not chosen.
+
+    Args:
+        plan: The plan in words.
+        step_s: Its predicted time of a step; infinite if it was not simulated.
+        reason: Why it was not chosen.
+        row: The numbers of a table: degrees, schedule, rates, peak.
+    """
 
     plan: str
     step_s: float
     reason: str
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,11 +98,17 @@ class Plan:
         stages: The stages, in order.
         microbatches: Microbatches of one step.
         step_s: The predicted time of a step, with the rows that really cross between stages.
-        lower_bound_s: No order of these stages is faster.
-        peak_bytes: The most that a device of each stage holds.
+        lower_bound_s: No order of these stages is faster; from a search: no plan that was enumerated is faster.
+        peak_bytes: The most that a device of each worker holds.
         paper_step_s: The time by the planner's own published cost model, if that differs.
         alternatives: What else was tried.
         planning_s: How long planning took.
+        parallel: The plan as keywords of `Parallel`, with the rank layout.
+        memory: For each worker what its peak consists of.
+        causes: What the time of a step consists of, in seconds.
+        counts: How many plans were enumerated, bounded, rejected, simulated and proved.
+        notes: What was assumed.
+        flips: When another plan would be better.
 
     Examples:
         >>> from meshwright import Plan, PlanStage
@@ -76,6 +126,14 @@ class Plan:
     paper_step_s: float | None = None
     alternatives: tuple[Rejected, ...] = ()
     planning_s: float = 0.0
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    memory: tuple[MemoryUse, ...] = ()
+    causes: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    rivals: tuple[Rejected, ...] = ()
+    flips: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def gap(self) -> float:
@@ -90,7 +148,8 @@ class Plan:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The device of each worker: those of the first stage, then those of the next."""
-        return tuple(device for stage in self.stages for device in stage.devices)
+        given = self.parallel.get("ranks")
+        return tuple(given) if given else tuple(device for stage in self.stages for device in stage.devices)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as JSON values, as `meshwright plan --json` prints it."""
@@ -102,9 +161,24 @@ class Plan:
             "lower_bound_s": self.lower_bound_s,
             "gap": self.gap,
             "stages": [
-                {"layers": [s.first, s.last], "devices": list(s.devices), "width": s.width, "recompute": 0.0} for s in self.stages
+                {"layers": [s.first, s.last], "devices": list(s.devices), "width": s.width, "recompute": s.recompute}
+                for s in self.stages
             ],
+            "parallel": dict(self.parallel),
             "peak_bytes": list(self.peak_bytes),
-            "alternatives": [{"plan": r.plan, "step_s": r.step_s, "reason": r.reason} for r in self.alternatives],
+            "memory": [asdict(use) for use in self.memory],
+            "causes": dict(self.causes),
+            "counts": dict(self.counts),
+            "row": dict(self.row),
+            "alternatives": [_rejected(other) for other in self.alternatives],
+            "rivals": [_rejected(other) for other in self.rivals],
+            "flips": [dict(flip) for flip in self.flips],
+            "notes": list(self.notes),
             "planning_s": self.planning_s,
         }
+
+
+def _rejected(other: Rejected) -> dict[str, Any]:
+    """Returns an alternative as JSON values; a time that is not known is null."""
+    step_s = other.step_s if other.step_s < float("inf") else None
+    return {"plan": other.plan, "step_s": step_s, "reason": other.reason, **other.row}

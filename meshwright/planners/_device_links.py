@@ -1,0 +1,100 @@
+"""Links of a cluster as arrays: many pairs and many groups of devices at once.
+
+`ir/cluster.py` answers for one pair. A search asks for thousands of pairs and groups, so links are looked up by the hosts of
+devices where a cluster has hosts, and in the matrix of bandwidths where it has one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.ir.cluster import Cluster
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+SMALL = 12
+"""Groups up to this size ask the cluster itself, which knows more ways to reduce."""
+
+
+class DeviceLinks:
+    """Latency and bandwidth between devices."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.size = cluster.size
+        self.host = np.array(cluster.host_of, np.int64) if cluster.hosts else None
+        self.matrix = np.array(cluster.bandwidths) if cluster.bandwidths else None
+        self._groups: dict[tuple[object, ...], float] = {}
+        if self.host is not None:
+            self.inside = np.array([(h.inside.latency_s, h.inside.bytes_per_s) for h in cluster.hosts])
+            self.card = np.array([(h.card.latency_s, h.card.bytes_per_s) for h in cluster.hosts])
+            kinds = {pair: n for n, pair in enumerate(dict.fromkeys((h.inside, h.card) for h in cluster.hosts))}
+            self.kind = np.array([kinds[h.inside, h.card] for h in cluster.hosts], np.int64)
+        self._exceptions = dict(cluster.links)
+
+    def between(self, source: Ints, target: Ints) -> tuple[Floats, Floats]:
+        """Returns latency and bandwidth from each device to the one at the same place."""
+        if self._exceptions:
+            found = [self.cluster.between(int(a), int(b)) for a, b in zip(source.ravel(), target.ravel(), strict=True)]
+            latency = np.array([link.latency_s for link in found]).reshape(source.shape)
+            return latency, np.array([link.bytes_per_s for link in found]).reshape(source.shape)
+        if self.matrix is not None:
+            return np.full(source.shape, self.cluster.link.latency_s), self.matrix[source, target]
+        if self.host is not None:
+            here, there = self.host[source], self.host[target]
+            same = here == there
+            latency = np.where(same, self.inside[here, 0], np.maximum(self.card[here, 0], self.card[there, 0]))
+            return latency, np.where(same, self.inside[here, 1], np.minimum(self.card[here, 1], self.card[there, 1]))
+        shape = source.shape
+        return np.full(shape, self.cluster.link.latency_s), np.full(shape, self.cluster.link.bytes_per_s)
+
+    def rates(self) -> Floats:
+        """Returns the bandwidths of all pairs; infinite from a device to itself."""
+        count = np.arange(self.size)
+        found = np.array(self.between(*np.broadcast_arrays(count[:, None], count[None, :]))[1], dtype=np.float64)
+        np.fill_diagonal(found, np.inf)
+        return found
+
+    def _slowest(self, group: Ints) -> tuple[float, float]:
+        """Returns the largest latency and the lowest bandwidth among the devices of a group."""
+        if self.host is not None and not self._exceptions:
+            hosts = np.unique(self.host[group])
+            table = self.inside if len(hosts) == 1 else self.card
+            return float(table[hosts, 0].max()), float(table[hosts, 1].min())
+        a, b = (x.ravel() for x in np.meshgrid(group, group))
+        latency, rate = self.between(a[a != b], b[a != b])
+        return float(latency.max()), float(rate.min())
+
+    def gather_s(self, group: Ints, size: float) -> float:
+        """Returns how long a group needs to gather a buffer of which each device has an equal part."""
+        count = len(group)
+        if count < 2 or size <= 0:
+            return 0.0
+        key = (count, size, *self._signature(group))
+        found = self._groups.get(key)
+        if found is None:
+            if count <= SMALL:
+                found = self.cluster.gather_s([int(device) for device in group], size)
+            else:
+                latency, rate = self._slowest(group)
+                steps = count.bit_length() - 1 if count & (count - 1) == 0 else count - 1
+                found = steps * latency + (count - 1) / count * size / rate
+            self._groups[key] = found
+        return found
+
+    def all_reduce_s(self, group: Ints, size: float) -> float:
+        """Returns how long a group needs to add up a buffer."""
+        if len(group) <= SMALL and len(group) > 1 and size > 0:
+            key = ("sum", len(group), size, *self._signature(group))
+            if key not in self._groups:
+                self._groups[key] = self.cluster.all_reduce_s([int(device) for device in group], size)
+            return self._groups[key]
+        return 2 * self.gather_s(group, size)
+
+    def _signature(self, group: Ints) -> tuple[object, ...]:
+        """What decides the time of a group: how many of its devices hosts of each kind have, or the devices themselves."""
+        if self.host is None or self._exceptions:
+            return tuple(int(device) for device in group)
+        hosts, counts = np.unique(self.host[group], return_counts=True)
+        return tuple(sorted(zip(self.kind[hosts].tolist(), counts.tolist(), strict=True)))

@@ -1,0 +1,136 @@
+"""What planners share: the layers of a profile as arrays, devices with their speeds and memory, and links.
+
+A step is `batch` rows (then a plan chooses the rows of a microbatch), or a fixed number of microbatches. In the second case
+devices that share a stage, or data-parallel copies, divide the rows of each microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.costs.memory import optimizer_state
+from meshwright.costs.stages import device_slowness, shared_chain
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.layer_costs import Profile
+from meshwright.planners._device_links import DeviceLinks
+from meshwright.planners._device_order import device_order
+from meshwright.planners._limits import PlanLimits
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerArrays:
+    """Costs of the layers for the rows of one device, and their sums: `sums.x[b] - sums.x[a]` is layers a to b - 1."""
+
+    forward: Floats
+    input: Floats
+    weight: Floats
+    output: Floats
+    saved: Floats
+    transient: Floats
+    work_sums: Floats
+    forward_sums: Floats
+    backward_sums: Floats
+    input_sums: Floats
+    saved_sums: Floats
+
+
+def _sums(values: Floats) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+class Problem:
+    """One profile on one cluster for one batch."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, limits: PlanLimits, *, microbatches: int | None, batch: int | None
+    ) -> None:
+        if (microbatches is None) == (batch is None):
+            raise MeshwrightError("a plan needs either a number of microbatches or a batch", fix="microbatches=16, or batch=64")
+        if batch is not None and not profile.rows:
+            raise MeshwrightError(
+                f"batch={batch} is in rows, but this profile does not know its rows", fix="microbatches=16 instead of a batch"
+            )
+        self.profile, self.cluster, self.limits = profile, cluster, limits
+        self.microbatches, self.batch = microbatches, batch
+        self.layers = len(profile.layers)
+        self.devices = cluster.size
+        self.links = DeviceLinks(cluster)
+        self.parameters = np.array([layer.parameter_bytes for layer in profile.layers])
+        self.parameter_sums = _sums(self.parameters)
+        self.slowness = np.array(device_slowness(profile, cluster))
+        kinds = cluster.devices
+        caps = [device.memory_bytes for device in kinds] or [float("inf")] * self.devices
+        self.memory = np.full(self.devices, np.inf) if limits.memory_free else np.array(caps, dtype=np.float64)
+        self.launch = np.array([device.launch_s for device in kinds] or [0.0] * self.devices)
+        self.memory_rate = np.array([device.bytes_per_s for device in kinds] or [np.inf] * self.devices)
+        self.tied = sum(layer.parameter_bytes for layer in profile.layers if layer.ties)
+        self._arrays: dict[tuple[int | None, int], LayerArrays] = {}
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Devices in an order in which neighbours have fast links, and are of one kind where links do not say otherwise."""
+        return device_order(self.links.rates(), kinds=self.slowness.tolist())
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all devices are equally fast and have equally much memory."""
+        return bool((self.slowness == self.slowness[0]).all() and (self.memory == self.memory[0]).all())
+
+    def arrays(self, rows: int | None, share: int = 1) -> LayerArrays:
+        """Returns the layers for a microbatch of so many rows, of which each of `share` devices takes its part."""
+        key = (rows, share)
+        if key not in self._arrays:
+            chain = shared_chain(self.profile, rows, share)
+            forward, input_s, weight = (np.array(x) for x in (chain.forward_s, chain.input_s, chain.weight_s))
+            output, saved, transient = (
+                np.array(x) / share for x in (chain.output_bytes, chain.saved_bytes, chain.transient_bytes)
+            )
+            self._arrays[key] = LayerArrays(
+                forward,
+                input_s,
+                weight,
+                output,
+                saved,
+                transient,
+                _sums(forward + input_s + weight),
+                _sums(forward),
+                _sums(input_s + weight),
+                _sums(input_s),
+                _sums(saved),
+            )
+        return self._arrays[key]
+
+    def splits(self, copies: int) -> list[tuple[int | None, int, int]]:
+        """The ways in which so many copies divide a step: (rows of a microbatch, devices that share them, microbatches)."""
+        if self.batch is None:
+            assert self.microbatches is not None
+            return [(self.limits.rows, copies, self.microbatches)] if self.limits.allows(copies) else []
+        if self.batch % copies:
+            return []
+        each = self.batch // copies
+        return [(rows, 1, each // rows) for rows in self.row_choices if each % rows == 0]
+
+    @cached_property
+    def row_choices(self) -> list[int]:
+        """Rows of a microbatch that are tried: those of the profile, and powers of two up to twice the largest."""
+        assert self.batch is not None
+        most = 2 * max(self.profile.rows)
+        powers = [2**k for k in range(most.bit_length()) if 2**k <= most]
+        return sorted({rows for rows in (*self.profile.rows, *powers) if rows <= self.batch and self.batch % rows == 0})
+
+    def optimizer(self, parameter_bytes: float) -> float:
+        """Returns what the optimizer holds for these parameters."""
+        return optimizer_state(self.profile, parameter_bytes)
+
+    def update_s(self, parameter_bytes: float, device: int) -> float:
+        """Returns the time of an update: gradients are read, parameters and state are read and written."""
+        moved = 3 * parameter_bytes + 2 * self.optimizer(parameter_bytes)
+        rate = float(self.memory_rate[device])
+        return moved / rate if rate < float("inf") else 0.0
