@@ -21,6 +21,7 @@ from meshwright.cli._verbs import app
 from meshwright.ir.action import actions
 from meshwright.ir.timeline import Lane
 from meshwright.train.models.small_models import mlp, mlp_batch
+from meshwright.train.setup.captured_layers import listed_layers
 from tests.conftest import Pool
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.trainers import distance, gpt2, ours, series, text
@@ -90,6 +91,15 @@ def test_a_chosen_plan_runs(pool: Pool, tmp_path: Path) -> None:
     plan = schedules.with_order(mw.runnable(mw.Plan("spp", stages, 4, step_s=1.0, lower_bound_s=1.0, peak_bytes=(0.0,) * 3)))
     found = pool.verify(mlp, mlp_batch, steps=2, **plan.given() | {"options": None})
     assert found.passed and found.parallel["ranks"] == (3, 1, 4) and found.schedule == "listed"
+    assert listed_layers(mlp(), 2, (7,)).starts == (0, 7, 16)
+
+
+def test_cuts_that_a_list_of_layers_cannot_have_are_refused() -> None:
+    for cuts, said in (((0,), "does not cut 16 layers into 2 stages"), ((16,), "from 1 to 15"), (("a.b",), "names modules")):
+        with pytest.raises(MeshwrightError, match=said):
+            listed_layers(mlp(), 2, cuts)
+    with pytest.raises(MeshwrightError, match="does not cut 16 layers into 3 stages"):
+        listed_layers(mlp(), 3, (5,))
 
 
 # -- the command line
