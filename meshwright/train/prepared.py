@@ -138,7 +138,7 @@ class PreparedRun:
         With a mesh, they run on the parts of this rank's tensor coordinate. The engine replaces whole parameters by these parts.
         """
         if self.graph is None:
-            return listed_layers(model, self.schedule.stages)
+            return listed_layers(model, self.schedule.stages, self.parallel.stages)
         if self.sharded is None or mesh is None:
             return self.graph.open(model)
         return self.sharded.open(model, self.graph, mesh.coordinate)

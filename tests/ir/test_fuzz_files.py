@@ -28,6 +28,7 @@ READ_BY = {
     "ir/files/measurement.py": {"measurement"},
     "ir/files/model_json.py": {"graph"},
     "ir/plan/plan_file.py": {"plan.json", "plan text", "plan.toml", "order.json", "order text", "order.toml"},
+    "ir/plan/planned_file.py": {"planned.json"},
     "ir/profile.py": {"costs"},
     "ir/reader.py": {"plan.json"},
     "ir/timeline.py": {"timeline"},

@@ -23,6 +23,7 @@ from meshwright.ir.files.model_json import model_from_json, model_to_json
 from meshwright.ir.files.profile_text import profile_from_text
 from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
 from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json, read_plan
+from meshwright.ir.plan.planned_file import is_plan_file, plan_file_json, planned_file
 from meshwright.ir.timeline import Timeline
 from meshwright.runtime.watchdog.board import Board
 from meshwright.runtime.watchdog.failure import Doing, Failure, FailureKind
@@ -32,6 +33,8 @@ from meshwright.train.checkpoint.checkpoint_facts import read_facts
 from meshwright.train.data import named_datasets as datasets
 from meshwright.train.job_file import read_job
 from meshwright.train.models.model_names import model_file
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.setup.settled_plan import settled
 from tests.support.file_forms import READERS, plain
 
 QUICK_S = 2.0
@@ -48,6 +51,13 @@ warmup = 0x2
 """
 ORDER = plan_to_json(Parallel(order=plain("chimera", 2, 2), costs=even_costs(stages=2, workers=2), dp=2)).encode()
 """A plan with lists of its own and with costs."""
+PLANNED = plan_file_json(
+    Parallel(order=plain("listed", 2, 2), costs=even_costs(stages=2, workers=2), width=(2, 1), ranks=(3, 0, 1), stages=(4,)),
+    stages=[{"layers": [0, 3], "devices": [3, 0], "width": 2, "recompute": 0.5}, {"layers": [4, 5], "devices": [1], "width": 1}],
+    predicted={"step_s": 0.5, "lower_bound_s": 0.4, "peak_bytes": [1e9, 1e9, 2e9]},
+    made_for={"profile": {"digest": "ab12"}, "batch": 64, "precision": "bf16"},
+).encode()
+"""A plan that a planner chose."""
 ORDER_TOML = b"""schema = 1
 [parallel]
 costs = [{forward_s = 1.0, input_s = 1, weight_s = 0.5}, {forward_s = 2.0, output_bytes = 8}]
@@ -176,8 +186,17 @@ def _entry(read: Callable[[Board], object], key: str) -> Callable[[Path, bytes],
     return run
 
 
+def _planned(path: Path) -> None:
+    """Reads a plan as `simulate` does, up to its proved lists."""
+    if is_plan_file(path.read_text(encoding="utf-8", errors="replace")):  # as `simulate` looks at it first
+        lists_for(settled(planned_file(path).parallel))
+    else:
+        read_plan(path)
+
+
 FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "plan.json": (by_file(read_plan, "plan.json"), PLAN),
+    "planned.json": (by_file(_planned, "plan.json"), PLANNED),
     "plan text": (by_text(plan_from_json), PLAN),
     "plan.toml": (by_file(read_plan, "plan.toml"), PLAN_TOML),
     "order.json": (by_file(read_plan, "plan.json"), ORDER),

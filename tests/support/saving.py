@@ -153,7 +153,7 @@ def whole(outcomes: list[Outcome]) -> Outcome:
 
 def run_on(pool: Pool, run: Run) -> Outcome:
     """Train on local workers."""
-    return whole(pool.run(train, run, ranks=run.parallel.processes))
+    return whole(pool.run(train, run, ranks=run.parallel.members))
 
 
 def refusal(pool: Pool, run: Run) -> str:
@@ -163,7 +163,7 @@ def refusal(pool: Pool, run: Run) -> str:
 
 def refusal_of(pool: Pool, function: Callable[[Run], Any], run: Run) -> str:
     """The same for anything that ranks do."""
-    (said,) = set(pool.run(_refused, function, run, ranks=run.parallel.processes))
+    (said,) = set(pool.run(_refused, function, run, ranks=run.parallel.members))
     return str(said)
 
 

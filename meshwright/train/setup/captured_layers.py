@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,12 +42,23 @@ def is_captured(built: Any) -> bool:
 
 
 def listed_layers(built: Any, stages: int, cuts: Sequence[str | int] | None = None) -> Layers:
-    """Cuts a list of layers into stages with an equal number of layers."""
-    if cuts:
-        raise MeshwrightError("stages= names modules of a captured model, but this model is a list of layers", fix="stages=()")
+    """Cuts a list of layers into stages with an equal number of layers, or at the numbers of layers in `cuts`."""
+    if any(isinstance(cut, str) for cut in cuts or ()):
+        raise MeshwrightError(
+            "stages= names modules of a captured model, but this model is a list of layers",
+            fix="stages=(2, 4), numbers of layers",
+        )
     found = Layers.of(built, stages)
     require_ready(found.modules)
-    return found
+    if not cuts:
+        return found
+    starts = (0, *(int(cut) for cut in cuts), len(found.modules))
+    if len(starts) != stages + 1 or any(first >= last for first, last in pairwise(starts)):
+        raise MeshwrightError(
+            f"stages={tuple(cuts)} does not cut {len(found.modules)} layers into {stages} stages",
+            fix=f"{stages - 1} numbers of layers, from 1 to {len(found.modules) - 1}, each larger than the one before",
+        )
+    return replace(found, starts=starts)
 
 
 @dataclass(frozen=True)

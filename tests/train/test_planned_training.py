@@ -1,0 +1,197 @@
+"""Plans as planners write them are trained as planned: their lists, their ranks, on local workers and under torchrun."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+from typer.testing import CliRunner
+
+import meshwright as mw
+from meshwright import MeshwrightError, Parallel, StageCost, plan_file_json, schedules
+from meshwright.cli._verbs import app
+from meshwright.ir.action import actions
+from meshwright.ir.timeline import Lane
+from meshwright.train.models.small_models import mlp, mlp_batch
+from meshwright.train.setup.captured_layers import listed_layers
+from tests.conftest import Pool
+from tests.support.paths import ROOT, SUPPORT
+from tests.support.trainers import distance, gpt2, ours, series, text
+
+COSTS = tuple(StageCost(f, i, w) for f, i, w in ((0.02, 0.04, 0.01), (0.006, 0.03, 0.02), (0.04, 0.014, 0.018)))
+AUTO = {"variant": "auto", "memory": 5}
+
+
+def planned(tmp_path: Path, **more: Any) -> tuple[Path, Parallel]:
+    """A plan whose order costs have shaped, as a file."""
+    plan = Parallel(pp=3, schedule="zero_bubble", options=AUTO, microbatches=4, costs=COSTS, **more)
+    kept = schedules.with_order(plan)
+    path = tmp_path / "plan.json"
+    path.write_text(plan_file_json(kept, predicted={"step_s": 0.4, "lower_bound_s": 0.3, "peak_bytes": [1.0, 1.0, 1.0]}))
+    return path, kept
+
+
+def test_a_planned_zero_bubble_trains_in_exactly_its_planned_lists(pool: Pool, tmp_path: Path) -> None:
+    """What ran is traced on the ranks: the compute of each worker, in the order in which it began."""
+    path, plan = planned(tmp_path, ranks=(4, 0, 2))
+    assert plan.order is not None
+    unshaped = schedules.build("zero_bubble", workers=3, microbatches=4, **AUTO)
+    assert plan.order.lists != unshaped.lists, "built again without its costs, it would be another order"
+    trainer = ours(gpt2(), tmp_path / "run", text(), pool.started(), parallel=str(path), max_steps=6)
+    found = mw.measure(trainer, steps=1).timeline
+    for worker, wanted in enumerate(plan.order.lists):
+        spans = sorted((s for s in found.spans if s.worker == worker and s.lane is Lane.COMPUTE), key=lambda span: span.start_s)
+        ran = [str(a._replace(mb=a.mb % 4)) for s in spans for a in actions(s.entry) if a.op.value in "FBIW"]
+        assert ran == [str(a) for entry in wanted for a in actions(entry)]
+
+
+def test_a_run_is_resumed_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Trained on shuffled ranks with idle ones, stopped, evaluated, and resumed on others: the losses of a run without ranks."""
+    plan: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 2}
+    workers, more = pool.started(), {"eval_dataset": text(8), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    straight, first, second = (gpt2(n_layer=2) for _ in range(3))
+    plain = ours(straight, tmp_path / "plain", text(), workers, parallel=plan, **more)
+    plain.train()
+    before = ours(first, tmp_path / "run", text(), workers, parallel={**plan, "ranks": (5, 1, 3, 6)}, **more)
+    before.train()
+    wanted = series(plain.state.log_history, "loss")
+    assert series(before.state.log_history, "loss") == pytest.approx(wanted, rel=1e-5)
+    assert before.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    assert distance(first, straight) < 1e-5
+    after = ours(second, tmp_path / "run", text(), workers, parallel={**plan, "ranks": (0, 2, 1, 3)}, **more)
+    after.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert series(after.state.log_history, "loss") == pytest.approx(wanted, rel=1e-5)
+    assert distance(second, straight) < 1e-5
+
+
+def test_stages_of_unequal_width_run_in_the_order_of_spp(pool: Pool) -> None:
+    """Also with rows that no team divides: 7 rows in 3 microbatches."""
+    costs = [StageCost(0.02, 0.02, 0.02, output_bytes=1e6, gradient_bytes=1e6)] * 3
+    for options in ({}, {"strict": False}):
+        plan = {"pp": 3, "width": (2, 1, 1), "schedule": "listed", "microbatches": 3, "options": options, "costs": costs}
+        found = pool.verify(mlp, few_rows, steps=2, **plan)
+        assert found.passed, found.problems or found.worst
+
+
+def few_rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return mlp_batch(step, rows=7)
+
+
+def test_a_chosen_plan_runs(pool: Pool, tmp_path: Path) -> None:
+    """From a planner's stages to a plan file to training: cuts, widths and devices."""
+    stages = (mw.PlanStage(0, 6, (3, 1)), mw.PlanStage(7, 15, (4,)))
+    plan = schedules.with_order(mw.runnable(mw.Plan("spp", stages, 4, step_s=1.0, lower_bound_s=1.0, peak_bytes=(0.0,) * 3)))
+    found = pool.verify(mlp, mlp_batch, steps=2, **plan.given() | {"options": None})
+    assert found.passed and found.parallel["ranks"] == (3, 1, 4) and found.schedule == "listed"
+    assert listed_layers(mlp(), 2, (7,)).starts == (0, 7, 16)
+
+
+def test_cuts_that_a_list_of_layers_cannot_have_are_refused() -> None:
+    for cuts, said in (((0,), "does not cut 16 layers into 2 stages"), ((16,), "from 1 to 15"), (("a.b",), "names modules")):
+        with pytest.raises(MeshwrightError, match=said):
+            listed_layers(mlp(), 2, cuts)
+    with pytest.raises(MeshwrightError, match="does not cut 16 layers into 3 stages"):
+        listed_layers(mlp(), 3, (5,))
+
+
+# -- the command line
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_simulate_shows_the_prediction_of_a_plan_beside_its_own(tmp_path: Path) -> None:
+    path, plan = planned(tmp_path, ranks=(4, 0, 2))
+    done = run("simulate", str(path), "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert plan.order is not None
+    wanted = mw.simulate(mw.lower(plan.order, costs=COSTS), COSTS).makespan_s
+    assert found["makespan_s"] == pytest.approx(wanted) and found["plan"]["predicted"]["step_s"] == 0.4
+    assert found["plan"]["ratio_to_predicted"] == pytest.approx(wanted / 0.4)
+    shown = run("simulate", str(path)).output
+    assert "ranks 4, 0, 2 (idle: 1, 3)" in shown and "predicted 0.4 s" in shown
+    for flag in (["--steps", "2"], ["--workers", "3"], ["--option", "memory=3"]):
+        refused = run("simulate", str(path), *flag)
+        assert isinstance(refused.exception, MeshwrightError) and f"which decides {flag[0]}" in str(refused.exception)
+
+
+def test_simulate_says_that_a_plan_was_made_for_another_cluster(tmp_path: Path) -> None:
+    plan = Parallel(pp=2, schedule="listed", microbatches=2, costs=COSTS[:2], ranks=(2, 0))
+    path, cluster = tmp_path / "plan.json", tmp_path / "cluster.json"
+    path.write_text(plan_file_json(plan, made_for={"cluster": {"digest": "0123"}}))
+    cluster.write_text('{"bytes_per_s": [[0, 1, 1], [1, 0, 1], [1, 1, 0]], "latency_s": 0.01}')
+    done = run("simulate", str(path), "--cluster", str(cluster))
+    assert done.exit_code == 0 and "note: priced again: cluster was '0123', is '" in done.output
+    assert run("simulate", str(path)).output.count("priced again") == 0
+
+
+@pytest.mark.slow
+def test_a_plan_is_emulated_on_its_ranks(tmp_path: Path) -> None:
+    path, _ = planned(tmp_path, ranks=(4, 0, 2))
+    done = run("simulate", str(path), "--emulate", "stamped", "--repeat", "1", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["measured"]["modelled_makespan_s"] == pytest.approx(found["makespan_s"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_verify_takes_a_plan_file_and_ranks(tmp_path: Path) -> None:
+    path, _ = planned(tmp_path, ranks=(2, 0, 1))
+    for plan in (["--plan", str(path)], ["--pp", "2", "--ranks", "2,0"]):
+        done = run("verify", "mlp", *plan, "--steps", "1", "-o", str(tmp_path / "certificate.json"))
+        assert done.exit_code == 0, done.output
+        assert len(json.loads((tmp_path / "certificate.json").read_text())["parallel"]["ranks"]) in (2, 3)
+
+
+def test_ranks_on_the_command_line_are_numbers() -> None:
+    for verb in ("verify", "train"):
+        found = run(verb, "mlp", "--ranks", "1,x")
+        assert isinstance(found.exception, MeshwrightError) and "--ranks takes whole numbers" in str(found.exception)
+    found = run("verify", "mlp", "--pp", "2", "--ranks", "1,0,2")
+    assert isinstance(found.exception, MeshwrightError) and "ranks names 3 ranks, but the plan needs" in str(found.exception)
+
+
+# -- torchrun
+
+
+def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = [str(SUPPORT / "torchrun_ranks.py"), *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), *script]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 1), (0, 2)], ids=["rank 0 is idle", "rank 1 is idle"])
+def test_ranks_under_torchrun(pool: Pool, tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    plan = {"pp": 2, "ranks": list(ranks)}
+    done = torchrun(3, str(tmp_path / "run"), json.dumps(plan))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {line[0]: line[1:] for line in map(ast.literal_eval, filter(lambda t: t.startswith("("), done.stdout.splitlines()))}
+    assert set(found) == set(ranks), "an idle rank ends when the others have trained"
+    assert [rank for rank, (first, *_) in found.items() if first] == [min(ranks)], "one rank logs and saves"
+    model = gpt2(n_layer=2)
+    local = ours(model, tmp_path / "local", text(), pool.started(), parallel={"pp": 2}, max_steps=3, eval_dataset=text(8))
+    local.train()
+    for _, losses, loss in found.values():
+        assert losses == pytest.approx(series(local.state.log_history, "loss"), rel=1e-5)
+        assert loss == pytest.approx(local.evaluate()["eval_loss"], rel=1e-5)
+    assert distance(GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "saved"), model) < 1e-5
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
+@pytest.mark.slow
+def test_a_job_that_does_not_fit_its_plan_is_refused(tmp_path: Path) -> None:
+    for plan, said in (({"pp": 2}, "pp 2 x dp 1 = 2 ranks, but the job has 3"), ({"pp": 2, "ranks": [0, 5]}, "runs on rank 5")):
+        done = torchrun(3, str(tmp_path / "run"), json.dumps(plan))
+        assert done.returncode != 0 and said in done.stderr
