@@ -61,11 +61,10 @@ def discover(
     output: inputs.Output = None,
 ) -> None:
     """Measure this machine, or under torchrun the whole cluster: devices, memory, FLOP/s, and the link of each pair."""
-    outputs.refuse_output(output)
     from meshwright.report.cluster_text import cluster_text
     from meshwright.runtime.discover.discover import discover as measure
 
-    found = measure(workers=workers)
+    found = measure(workers=workers, ready=lambda: outputs.refuse_output(output))
     if found is None:  # another rank than the first
         return
     typer.echo(cluster_text("found", found.cluster), err=True)

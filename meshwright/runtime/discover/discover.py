@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from statistics import median
@@ -24,7 +24,7 @@ from meshwright.ir.files.cluster_writer import cluster_to_toml
 from meshwright.runtime import device as devices
 from meshwright.runtime.discover.device_speed import measure_device
 from meshwright.runtime.discover.link_speed import Pair, channels, measure_pairs
-from meshwright.runtime.json_exchange import all_gather_json
+from meshwright.runtime.json_exchange import all_gather_json, broadcast_json
 from meshwright.runtime.launch.workers import Workers, attach
 from meshwright.runtime.transport.choose import host_identity, open_transport
 
@@ -42,19 +42,39 @@ class Discovery:
     text: str
 
 
-def discover(*, workers: int | None = None) -> Discovery | None:
-    """Measures this machine with local workers, or the job that torchrun has started; None on other ranks than the first."""
+def discover(*, workers: int | None = None, ready: Callable[[], None] = lambda: None) -> Discovery | None:
+    """Measures this machine with local workers, or the job that torchrun has started; None on other ranks than the first.
+
+    `ready` is called first, on rank 0 only. What it raises, all ranks raise.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         if workers is not None:
             raise MeshwrightError(f"torchrun has started the workers, --workers {workers} cannot", fix="leave it out")
         with attach() as here:
+            _first_rank(ready)
             return measure_ranks(here.device)
-    count = workers or (torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0)))
+    count = (
+        workers
+        if workers is not None
+        else (torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0)))
+    )
     if count < 1:
         raise MeshwrightError(f"discover needs at least one worker, got {count}", fix="--workers 2")
     with Workers(count) as pool:
         found: list[Discovery | None] = pool.run(measure_local)
     return found[0]
+
+
+def _first_rank(ready: Callable[[], None]) -> None:
+    """Calls a function on rank 0, and raises its refusal on all ranks."""
+    refused: list[str | None] | None = None
+    if dist.get_rank() == 0:
+        try:
+            ready()
+        except MeshwrightError as error:
+            refused = [error.what, error.fix]
+    if (said := broadcast_json(refused)) is not None:
+        raise MeshwrightError(said[0], fix=said[1])
 
 
 def measure_local() -> Discovery | None:
@@ -160,8 +180,10 @@ def _explained(link: Link, pair: Pair) -> bool:
 
 def _notes(measured: Sequence[Pair], homes: Sequence[str]) -> str:
     """Returns the first lines of the file: what was measured and what was not."""
+    count = len(set(homes))
+    hosts = f"{count} host{'' if count == 1 else 's'}"
     lines = [
-        f"Measured by `meshwright cluster discover`: {len(homes)} ranks on {len(set(homes))} hosts, {len(measured)} pairs, one",
+        f"Measured by `meshwright cluster discover`: {len(homes)} ranks on {hosts}, {len(measured)} pairs, one",
         "after the other. fp32 and others: a large matmul on every rank at once. reads: a copy. launch: a small layer.",
     ]
     if len(set(homes)) > 1 and len(set(homes)) < len(homes):
