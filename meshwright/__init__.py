@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshwright.ir.files.cluster_file import read_cluster
     from meshwright.ir.files.measurement import Measurement, measurement_from_json, measurement_to_json
     from meshwright.ir.files.model_json import model_from_json, model_to_json
+    from meshwright.ir.files.profile_json import profile_from_json, profile_to_json
     from meshwright.ir.files.profile_text import profile_from_text
     from meshwright.ir.layer_costs import LayerCost, Profile
     from meshwright.ir.model import Cuts, ModelGraph
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.measure import measure
     from meshwright.train.parallelize import parallelize
+    from meshwright.train.profiling.profile_model import profile_model
     from meshwright.train.session.session import Session
     from meshwright.train.trainer import Trainer
     from meshwright.train.verify.certificate import Certificate
@@ -96,7 +98,10 @@ __all__ = [
     "plan",
     "plan_from_json",
     "plan_to_json",
+    "profile_from_json",
     "profile_from_text",
+    "profile_model",
+    "profile_to_json",
     "read_cluster",
     "schedule_from_json",
     "schedule_to_json",
@@ -132,7 +137,10 @@ _LATER = {
     "plan": "meshwright.planners",
     "plan_from_json": "meshwright.ir.plan.plan_file",
     "plan_to_json": "meshwright.ir.plan.plan_file",
+    "profile_from_json": "meshwright.ir.files.profile_json",
     "profile_from_text": "meshwright.ir.files.profile_text",
+    "profile_model": "meshwright.train.profiling.profile_model",
+    "profile_to_json": "meshwright.ir.files.profile_json",
     "read_cluster": "meshwright.ir.files.cluster_file",
     "sketch": "meshwright.capture.weights.sketch",
     "verify": "meshwright.train.verify.verify",
