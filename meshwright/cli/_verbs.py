@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import check, compare, inspect, measure, plan, schedules, show, simulate, train, verify
+from meshwright.cli import check, compare, inspect, measure, plan, profile, schedules, show, simulate, train, verify
 
 
 def _version(asked: bool) -> None:
@@ -60,6 +60,13 @@ app.command(
     ),
 )(compare.compare)
 app.command("plan", epilog=_examples("plan --profile bert-24.txt --cluster cluster.toml --microbatches 16"))(plan.plan)
+app.command(
+    "profile",
+    epilog=_examples(
+        "profile gpt-small --length 128 -o profile.json",
+        "profile gpt-small --cluster cluster.toml --precision bf16 -o profile.json",
+    ),
+)(profile.profile)
 app.command("schedules", epilog=_examples("schedules", "schedules --json"))(schedules.schedules)
 app.command(
     "inspect",

@@ -7,7 +7,7 @@ scores, mixed precision keeps copies of weights. Equal layers run once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,7 +112,7 @@ def _run(
     given = [torch.empty(size.shape, dtype=size.dtype, device=CPU) for size in sizes]
     given = [t.requires_grad_() if t.is_floating_point() else t for t in given]
     cast = nullcontext() if options.mixed is None else torch.autocast("cpu", dtype=options.mixed)
-    live = LiveBytes() if options.transients else None
+    live = LiveBytes((*given, *module.parameters(), *module.buffers(), *columns.values())) if options.transients else None
     inputs = tuple(t + 0 for t in given) if module.inplace else tuple(given)  # a leaf cannot be changed in place
     with live or nullcontext(), torch.enable_grad(), cast, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         outputs = module(*inputs, **columns)
@@ -138,11 +138,12 @@ def _backward(live: LiveBytes, outputs: Sequence[Tensor], leaves: Sequence[Tenso
 
 
 class LiveBytes(DispatchMode):
-    """Counts the bytes of the tensors that operations make, and the largest sum at one time."""
+    """Counts the bytes of the tensors that operations make, and the largest sum at one time. What was there before is free."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._before = {id(storage): storage for storage in map(Tensor.untyped_storage, before)}
         self._known: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,7 +155,7 @@ class LiveBytes(DispatchMode):
 
     def _note(self, storage: UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()
-        if key not in self._known:
+        if key not in self._known and key not in self._before:
             self._known[key] = weakref.ref(storage, lambda _: self._gone(key, size))
             self.now += size
             self.peak = max(self.peak, self.now)

@@ -22,9 +22,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         heads, length = query.shape[-3:-1]  # these kernels return rows of all heads, transposed
-        found = query.new_empty((*query.shape[:-3], length, heads, value.shape[-1])).transpose(
-            -2, -3
-        )
+        found = query.new_empty((*query.shape[:-3], length, heads, value.shape[-1])).transpose(-2, -3)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, found, sums, *(() if mask is None else (mask,)))
         return found
