@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.ir.files.cluster_writer import cluster_to_toml
     from meshwright.ir.files.measurement import Measurement, measurement_from_json, measurement_to_json
     from meshwright.ir.files.model_json import model_from_json, model_to_json
+    from meshwright.ir.files.profile_json import profile_from_json, profile_to_json
     from meshwright.ir.files.profile_text import profile_from_text
     from meshwright.ir.layer_costs import LayerCost, Profile
     from meshwright.ir.model import Cuts, ModelGraph
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.measure import measure
     from meshwright.train.parallelize import parallelize
+    from meshwright.train.profiling.profile_model import profile_model
     from meshwright.train.session.session import Session
     from meshwright.train.trainer import Trainer
     from meshwright.train.verify.certificate import Certificate
@@ -106,7 +108,10 @@ __all__ = [
     "plan_from_json",
     "plan_to_json",
     "planned_file",
+    "profile_from_json",
     "profile_from_text",
+    "profile_model",
+    "profile_to_json",
     "read_cluster",
     "runnable",
     "schedule_from_json",
@@ -148,7 +153,10 @@ _LATER = {
     "plan_from_json": "meshwright.ir.plan.plan_file",
     "plan_to_json": "meshwright.ir.plan.plan_file",
     "planned_file": "meshwright.ir.plan.planned_file",
+    "profile_from_json": "meshwright.ir.files.profile_json",
     "profile_from_text": "meshwright.ir.files.profile_text",
+    "profile_model": "meshwright.train.profiling.profile_model",
+    "profile_to_json": "meshwright.ir.files.profile_json",
     "read_cluster": "meshwright.ir.files.cluster_file",
     "runnable": "meshwright.ir.plan.runnable_plan",
     "sketch": "meshwright.capture.weights.sketch",

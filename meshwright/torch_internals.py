@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from types import CodeType, FunctionType
@@ -219,11 +220,20 @@ except ImportError:
 
 
 DispatchMode = TorchDispatchMode
-"""A context in which every operator call goes through `__torch_dispatch__`.
+"""A context in which every operator call goes through `__torch_dispatch__`. Fallback: a class that raises when instantiated.
 
-Reason: no public API reports the random draws and writes inside torch's own functions. Fallback: a class that raises when
-it is instantiated.
+Reason: no public API reports the random draws and writes inside torch's own functions.
 """
+
+
+def without_values() -> Any:
+    """Returns a context in which new tensors have sizes but no values. Fallback: raises.
+
+    Reason: unlike meta tensors, these choose kernels and formats as the tensors of a device do.
+    """
+    if not find_spec("torch._subclasses.fake_tensor"):
+        raise _missing("FakeTensorMode", "layers cannot run without values")
+    return import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def size_guards(program: Any) -> list[str] | None:
@@ -240,8 +250,7 @@ def size_guards(program: Any) -> list[str] | None:
 def size_in_example(size: Any) -> int:
     """Returns the value that a dynamic size has in the example; 1 for a size that depends on the data.
 
-    Reason: the public way (`int(size)`) would make the size constant in the trace. Fallback: raises.
-    """
+    Reason: the public way (`int(size)`) makes the size constant in the trace. Fallback: raises."""
     if isinstance(size, int):
         return size
     if not _has(size, "node") or not _has(size.node, "hint"):
@@ -253,8 +262,7 @@ def size_in_example(size: Any) -> int:
 def is_data_dependent(error: BaseException) -> bool:
     """Returns whether a trace failed because it needed the value of a tensor.
 
-    Reason: torch's errors for this have no public names and no common base class. Fallback: torch's own error text is shown.
-    """
+    Reason: torch's errors for this have no public names and no common base. Fallback: torch's own error text is shown."""
     return type(error).__name__ in (
         "GuardOnDataDependentSymNode",
         "DataDependentOutputException",
@@ -264,10 +272,7 @@ def is_data_dependent(error: BaseException) -> bool:
 
 
 def has_no_value(tensor: Any) -> bool:
-    """Returns whether a tensor belongs to a trace and has no known value. Reason: torch has no public API for this.
-
-    Fallback: returns False; code that reads the value then gets torch's own error.
-    """
+    """Returns whether a tensor is of a trace and has no known value. Reason: no public API. Fallback: False; torch raises."""
     return type(tensor).__name__ == "FakeTensor" and getattr(tensor, "constant", None) is None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import check, cluster, compare, inspect, measure, plan, schedules, show, simulate, train, verify
+from meshwright.cli import check, cluster, compare, inspect, measure, plan, profile, schedules, show, simulate, train, verify
 
 
 def _version(asked: bool) -> None:
@@ -65,6 +65,13 @@ app.add_typer(
     name="cluster",
     epilog=_examples("cluster", "cluster show 8xdgx-a100", "cluster discover -o cluster.toml"),
 )
+app.command(
+    "profile",
+    epilog=_examples(
+        "profile gpt-small --length 128 -o profile.json",
+        "profile gpt-small --cluster cluster.toml --precision bf16 -o profile.json",
+    ),
+)(profile.profile)
 app.command("schedules", epilog=_examples("schedules", "schedules --json"))(schedules.schedules)
 app.command(
     "inspect",

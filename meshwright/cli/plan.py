@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 def plan(
     *,
-    profile: Annotated[Path, typer.Option("--profile", help="What each layer costs: a published text profile.")],
+    profile: Annotated[Path, typer.Option("--profile", help="What each layer costs: of profile, or a published text.")],
     cluster: inputs.ClusterFile = None,
     microbatches: inputs.Microbatches = 16,
+    batch: Annotated[int | None, inputs.size_option("--batch", help="Rows of a step, for a profile that knows its rows.")] = None,
     planner: Annotated[str, typer.Option("--planner", help="Which planner chooses.")] = "spp",
     as_json: inputs.Json = False,
     output: inputs.Output = None,
@@ -34,14 +35,21 @@ def plan(
     from meshwright.report.plan_text import plan_text
 
     layers, machine = _profile(profile), read_cluster(cluster)
-    found = planners.plan(layers, machine, microbatches=microbatches, planner=planner)
+    found = planners.plan(layers, machine, microbatches=microbatches, planner=planner, rows=_rows(batch, microbatches))
     outputs.give(json.dumps(found.to_dict()) if as_json else plan_text(found, layers, machine), output)
 
 
+def _rows(batch: int | None, microbatches: int) -> int | None:
+    if batch is not None and (batch < 1 or batch % max(microbatches, 1)):
+        raise MeshwrightError(
+            f"--batch {batch} is not a multiple of --microbatches {microbatches}", fix=f"--batch {max(microbatches, 1)}"
+        )
+    return None if batch is None else batch // microbatches
+
+
 def _profile(path: Path) -> Profile:
+    from meshwright.ir.files.profile_json import profile_from_json
     from meshwright.ir.files.profile_text import profile_from_text
 
-    text = file_text(path, "the profile", fix="a text file with one line for each operation")
-    if path.suffix == ".json":
-        raise MeshwrightError(f"{path} is JSON; this version reads published text profiles", fix="see the documentation of plan")
-    return profile_from_text(text)
+    text = file_text(path, "the profile", fix="meshwright profile MODEL -o profile.json, or a published text profile")
+    return profile_from_json(text) if path.suffix == ".json" else profile_from_text(text)

@@ -32,6 +32,7 @@ class LayerCost:
         weight_s: Seconds of the other half.
         output_bytes: What crosses a cut after this layer, for one row: all tensors that later layers read.
         saved_bytes: What a forward keeps for the backward, for one row.
+        fixed_bytes: What a forward keeps besides, whatever its rows: masks, and copies of weights in mixed precision.
         parameter_bytes: The parameters.
         transient_bytes: What a forward or backward needs at its peak beyond what it keeps, for one row.
         flops: Operations of a forward, for one row.
@@ -53,9 +54,10 @@ class LayerCost:
     transient_bytes: float = 0.0
     flops: float = 0.0
     ties: tuple[str, ...] = ()
+    fixed_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes = (self.output_bytes, self.saved_bytes, self.parameter_bytes, self.transient_bytes, self.flops)
+        sizes = (self.output_bytes, self.saved_bytes, self.parameter_bytes, self.transient_bytes, self.flops, self.fixed_bytes)
         numbers = (*self.forward_s, *self.input_s, *self.weight_s, *sizes)
         if not all(0.0 <= x < float("inf") for x in numbers):
             raise MeshwrightError(f"costs of a layer are numbers of at least 0, got {self}")
@@ -160,7 +162,7 @@ class Profile:
             weight_s=tuple(self._time(layer.weight_s, rows) for layer in layers),
             output_bytes=output,
             gradient_bytes=output,
-            saved_bytes=tuple(layer.saved_bytes * factor for layer in layers),
+            saved_bytes=tuple(layer.fixed_bytes + layer.saved_bytes * factor for layer in layers),
             parameter_bytes=tuple(layer.parameter_bytes for layer in layers),
             transient_bytes=tuple(layer.transient_bytes * factor for layer in layers),
         )

@@ -62,6 +62,16 @@ def weightless(name: str, *, rows: int | None = None, length: int | None = None,
 
 def named_graph(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> NamedGraph:
     """Build a named model on the meta device and capture its graph."""
+    model, example = named_model(name, rows=rows, length=length, batch=batch)
+    count = _rows(example)
+    example = _repeated(example, 2) if count == 1 else example
+    return NamedGraph(model, flatten(model, example), example, count)
+
+
+def named_model(
+    name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None
+) -> tuple[nn.Module, Any]:
+    """Build a named model on the meta device, and an example of its data."""
     if batch is not None and (rows is not None or length is not None):
         raise MeshwrightError(f"{batch} decides the number of rows and tokens; --rows and --length are for models by name")
     rows = 2 if rows is None else rows
@@ -81,9 +91,7 @@ def named_graph(name: str, *, rows: int | None = None, length: int | None = None
             fix="use gpt-tiny, or a function that returns one module",
         )
     example = example_for(name, model, rows=rows, length=length)(0) if given is None else given
-    count = _rows(example)
-    example = _repeated(example, 2) if count == 1 else example
-    return NamedGraph(model, flatten(model, example), example, count)
+    return model, example
 
 
 def _rows(example: Any) -> int:

@@ -1,0 +1,95 @@
+"""`meshwright profile`: what each layer of a model costs, as the input of `plan`."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli import _inputs as inputs
+from meshwright.cli import _outputs as outputs
+from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.ir.cluster import Cluster
+    from meshwright.ir.layer_costs import Profile
+
+
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}.")],
+    cluster: inputs.ClusterFile = None,
+    rows: Annotated[str, inputs.size_option(metavar="N,N,...", help="Rows of a microbatch to time.")] = "1,2,4",
+    length: Annotated[int | None, inputs.size_option(help="Tokens per row.")] = None,
+    batch: inputs.BatchFunction = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum: what it keeps per parameter.")] = "adamw",
+    estimate: Annotated[
+        bool | None,
+        typer.Option("--estimate/--measure", show_default="by --cluster", help="Estimate times, or run the layers here."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="How often each layer runs; the shortest times count.")] = 5,
+    *,
+    as_json: inputs.Json = False,
+    output: inputs.Output = None,
+) -> None:
+    """Time the layers of a model one by one, equal layers once, without the whole model in memory.
+
+    With a cluster whose first device is not this machine, or with --estimate, times are estimated from operations and bytes.
+
+    Exit code 2: the model cannot be captured, or the cluster does not tell what an estimate needs.
+    """
+    from meshwright.ir.files.profile_json import profile_to_json
+    from meshwright.report.profile_text import profile_text
+
+    outputs.refuse_output(output)
+    gc.enable()  # a trace leaves reference cycles
+    counts = _counts(rows)
+    found = _profiled(model, _read(cluster), counts, length, batch, precision, optimizer, estimate, repeats)
+    text = profile_to_json(found)
+    if output is not None:
+        outputs.write(output, text + "\n")
+    typer.echo(text if as_json else profile_text(found))
+
+
+def _read(path: Path | None) -> Cluster | None:
+    if path is None:
+        return None
+    from meshwright.ir.files.cluster_file import read_cluster
+
+    return read_cluster(path)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise MeshwrightError(f"--rows takes whole numbers, got {text!r}", fix="--rows 1,2,4") from None
+
+
+def _profiled(
+    model: str,
+    cluster: Cluster | None,
+    rows: tuple[int, ...],
+    length: int | None,
+    batch: str | None,
+    precision: str,
+    optimizer: str,
+    estimate: bool | None,
+    repeats: int,
+) -> Profile:
+    from meshwright.train.models.named_layers import named_model
+    from meshwright.train.profiling.profile_model import profile_model
+
+    built, example = named_model(model, length=length, batch=batch)
+    return profile_model(
+        built,
+        example,
+        rows=rows,
+        cluster=cluster,
+        precision=precision,
+        optimizer=optimizer,
+        estimate=estimate,
+        repeats=repeats,
+    )
