@@ -37,6 +37,7 @@ def follow(trainer: Trainer, trace: Path | None, *, as_json: bool) -> None:
 def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) -> None:
     """Prints the loss, the speed and the peak memory of each rank."""
     from meshwright.report.progress import size_text
+    from meshwright.train.auto.prediction_log import comparison_line
 
     history, peaks, metrics = trainer.state.log_history, trainer.peak_bytes, output.metrics
     if as_json:
@@ -53,6 +54,8 @@ def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) 
     tokens = [f"{metrics[name]:,.0f} tokens/s" for name in ("train_tokens_per_second",) if name in metrics]
     step = [f"step {metrics['train_step_time']:.4g} s (median)", *tokens, f"{metrics['total_flos']:.3g} operations"]
     typer.echo(", ".join(step))
+    if "predicted_step_time" in metrics:
+        typer.echo(comparison_line(metrics["predicted_step_time"], metrics["train_step_time"], metrics["predicted_error"]))
     typer.echo(f"peak memory per rank: {', '.join(map(size_text, peaks))}")
     if trace is not None:
         typer.echo(f"trace: {trace} (ui.perfetto.dev); meshwright measure {trainer.folder} shows where the time went")

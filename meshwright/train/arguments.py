@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf, isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -19,8 +19,9 @@ from transformers.training_args import ParallelMode
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.plan.plan_file import asked, plan_table
+from meshwright.ir.plan.plan_file import asked, auto_cluster, is_auto, plan_table
 from meshwright.ir.plan.plan_order import refers
+from meshwright.ir.plan.planned_file import PlannedFile
 from meshwright.ir.reader import LARGEST
 from meshwright.runtime.stage.objective import LossKind
 from meshwright.runtime.stage.precision import Precision
@@ -75,7 +76,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
     Args:
         parallel: The plan: a mapping such as `dict(pp=4, schedule="chimera")`, a `Parallel`, or a plan file. None trains in
-            one process.
+            one process. `auto` measures the machine and the model and chooses a plan; `auto:CLUSTER` takes a cluster file or
+            preset. The batch of a step is then per_device_train_batch_size x gradient_accumulation_steps x devices.
         loss_kind: `mean` if the model's loss is a mean over rows or labels, `sum` if it is a sum.
 
     Raises:
@@ -97,7 +99,10 @@ class TrainingArguments(transformers.TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        self.parallel = self._asked()
+        self.auto, self.planned = self.parallel if is_auto(self.parallel) else None, cast(PlannedFile | None, None)
+        if self.auto is not None:
+            auto_cluster(str(self.auto))  # raises if it names none
+        self.parallel = {} if self.auto is not None else self._asked()
         self.loss_kind = LossKind.of(self.loss_kind).value
         if not torch.cuda.is_available():
             self.use_cpu = True
@@ -117,6 +122,15 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.gradient_checkpointing and wanted.get("recompute") is None:
             wanted["recompute"] = "inline"
         return plan_for(wanted, device=self.per_device_train_batch_size, accumulation=self.gradient_accumulation_steps)
+
+    def take_plan(self, planned: PlannedFile, batch: int) -> None:
+        """Sets the plan that `auto` has chosen for a batch of so many rows, which its data-parallel copies share equally."""
+        copies = planned.parallel.dp
+        if batch % copies:
+            raise MeshwrightError(f"{batch} rows of a step cannot be shared equally by {copies} data-parallel copies")
+        self.planned, self.parallel = planned, planned.parallel.given()
+        self.gradient_accumulation_steps, self.per_device_train_batch_size = 1, batch // copies
+        settled(self.plan)
 
     @property
     def rows(self) -> StepRows:

@@ -24,7 +24,7 @@ from transformers import HfArgumentParser
 from meshwright.errors import MeshwrightError
 from meshwright.ir.imported_function import function
 from meshwright.ir.input_limits import file_text, shown, toml
-from meshwright.ir.plan.plan_file import asked, say_code
+from meshwright.ir.plan.plan_file import asked, is_auto, say_code
 from meshwright.ir.reader import Reader, positive, text
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.checkpoint import folders as rotate
@@ -44,7 +44,7 @@ class Job:
     model: str
     dataset: str | None = None
     length: int | None = None
-    parallel: Mapping[str, Any] = field(default_factory=dict)
+    parallel: Mapping[str, Any] | str = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     resume: str | bool | None = None
 
@@ -76,7 +76,8 @@ class Job:
         if self.length is not None and self.length < 1:
             raise MeshwrightError(f"a row must have at least 1 token, got --length {self.length}", fix="--length 64")
         own_arguments = {name: value for name, value in self.arguments.items() if name != "resume_from_checkpoint"}
-        args = arguments({"output_dir": OUTPUT, **own_arguments, "parallel": dict(self.parallel)})
+        plan = self.parallel if isinstance(self.parallel, str) else dict(self.parallel)
+        args = arguments({"output_dir": OUTPUT, **own_arguments, "parallel": plan})
         model = resolve_model(self.model)
         name = self.dataset or model.dataset
         if name is None:
@@ -127,11 +128,12 @@ def read_job(path: Path) -> Job:
         model=read("model", text),
         dataset=read("dataset", text, None),
         length=read("length", positive, None),
-        parallel=read("parallel", asked, {}),
+        parallel=read("parallel", lambda value: value if is_auto(value) else asked(value), {}),
         arguments=read("arguments", _table, {}),
         resume=read("resume", lambda value: value if isinstance(value, bool) else text(value), None),
     )
-    named = job.parallel.get("schedule") if isinstance(data.get("parallel"), dict) else None  # a plan file warns by itself
+    own = isinstance(data.get("parallel"), dict) and not isinstance(job.parallel, str)  # a plan file warns by itself
+    named = job.parallel.get("schedule") if own and isinstance(job.parallel, Mapping) else None
     say_code(path, job.model, job.dataset, named)
     return job
 

@@ -23,6 +23,7 @@ from meshwright.capture.weights.sketch import Skeleton, sketch
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.arguments import TrainingArguments
+from meshwright.train.auto.prediction_log import keep_measured
 from meshwright.train.data.collate import Collator, default_collator
 from meshwright.train.loop import between_trainings, on_rank
 from meshwright.train.loop.flops import speed_of
@@ -143,6 +144,8 @@ class Trainer(TrainerJobs):
         if self.skeleton is not None and self.args.plan.processes > 1:
             self.weights = trained_weights(self.args)
             self._write_times = write_times(self.weights)
+        if self.args.planned is not None:
+            keep_measured(self.args.planned, self.folder, found[0].output.metrics, first=self.is_world_process_zero())
         return found[0].output
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:

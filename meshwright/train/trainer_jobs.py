@@ -16,6 +16,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.stage.batch import Given
 from meshwright.train.arguments import TrainingArguments
+from meshwright.train.auto.auto_plan import auto_request, batch_of, chosen_plan
 from meshwright.train.data.collate import Collate, Collator, accepted
 from meshwright.train.data.row_reader import RowReader
 from meshwright.train.loop import on_rank
@@ -90,6 +91,8 @@ class TrainerJobs:
 
     def job_and_example(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
         """Returns a job, and the example that its run was prepared with."""
+        if self.args.auto is not None and self.args.planned is None:
+            return self._planned_job(dataset, trains=trains)
         plan = self.args.plan
         refuse_world(plan)
         if plan.processes > 1 and not launched():
@@ -112,6 +115,29 @@ class TrainerJobs:
         elif trains:
             refuse_rows(self.args, self.prepared.flat, source, example, own_loss=self.compute_loss_func is not None)
         return self._job(self.prepared), example
+
+    def _planned_job(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
+        """Chooses the plan of `parallel="auto"`, and returns its job.
+
+        If the tensor mode of a plan cannot run the model, a plan without one is chosen.
+        """
+        args = self.args
+        device, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        for tensor in (True, False):
+            request = auto_request(args, self.model, self.reader.source(dataset).example(args.example_rows), tensor=tensor)
+            with phase(self._phase_listeners, "plan"):
+                planned = chosen_plan(request)
+            args.take_plan(planned, batch_of(planned))
+            try:
+                found = self.job_and_example(dataset, trains=trains)
+            except MeshwrightError:
+                if planned.parallel.tp == 1:
+                    raise
+                args.planned, args.per_device_train_batch_size, args.gradient_accumulation_steps = None, device, accumulation
+                args.parallel = {}
+            else:
+                return found
+        raise AssertionError("a plan without tensor modes runs or raises")
 
     def _job(self, run: PreparedRun) -> RankJob:
         return RankJob(

@@ -33,6 +33,8 @@ PLANNED_SCHEMA = 2
 KEYS = frozenset({"schema", "parallel", "order"})
 PLANNED_KEYS = KEYS | {"kind", "stages", "predicted", "made_for"}
 WHAT = "a plan file"
+AUTO = "auto"
+"""As `parallel=`: the plan is chosen at the start of a run."""
 
 _log = logging.getLogger(__name__)
 
@@ -115,9 +117,10 @@ def asked(given: Parallel | Mapping[str, Any] | str | Path | None) -> dict[str, 
         return {}
     if isinstance(given, Parallel):
         return given.given()
-    if isinstance(given, str) and given == "auto":
+    if is_auto(given):
         raise MeshwrightError(
-            'parallel="auto" needs the planner, which does not exist yet', fix='parallel=dict(pp=4, schedule="chimera")'
+            f"parallel={given!r} is chosen by a Trainer, which knows its data and batch size",
+            fix="meshwright plan MODEL -o plan.json, then this file",
         )
     if isinstance(given, str) and given.lstrip().startswith("{"):
         data = parsed(given, "a plan")
@@ -172,6 +175,19 @@ def checked_prediction(value: Any) -> Mapping[str, Any]:
     for size in rows(found.get("peak_bytes", [])):
         number(size)
     return found
+
+
+def is_auto(given: object) -> bool:
+    """Returns whether `parallel=` asks for a chosen plan: `auto`, or `auto:CLUSTER` with a cluster file or preset."""
+    return isinstance(given, str) and given.partition(":")[0] == AUTO
+
+
+def auto_cluster(given: str) -> str | None:
+    """Returns the cluster of `auto:CLUSTER`; None if it is to be measured."""
+    name = given.partition(":")[2].strip()
+    if not name and given != AUTO:
+        raise MeshwrightError(f"parallel={given!r} names no cluster", fix='parallel="auto", or "auto:cluster.toml"')
+    return name or None
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

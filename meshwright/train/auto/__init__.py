@@ -1,0 +1,1 @@
+"""`parallel="auto"`: the plan of a run is chosen at its start, and its prediction is compared with the run."""

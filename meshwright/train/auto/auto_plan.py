@@ -1,0 +1,162 @@
+"""Choose the plan of a run: measure the cluster, profile the model, search, on one rank for all.
+
+    local run    this process measures its machine with workers, profiles the model and searches
+    torchrun     all ranks measure links and devices together; rank 0 profiles and searches, and sends its plan to the others
+
+The plan travels as the text of a plan file. If rank 0 finds no plan, all ranks raise its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from meshwright import planners
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.files.cluster_file import read_cluster
+from meshwright.ir.files.cluster_json import cluster_to_json
+from meshwright.ir.files.profile_json import profile_to_json
+from meshwright.ir.layer_costs import Profile
+from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.ir.plan.plan_file import auto_cluster
+from meshwright.ir.plan.planned_file import PlannedFile, digest_of, plan_file_json
+from meshwright.ir.plan.runnable_plan import runnable
+from meshwright.ir.reader import parsed
+from meshwright.runtime import device as devices
+from meshwright.runtime.discover.discover import discover, measure_ranks
+from meshwright.runtime.json_exchange import broadcast_json
+from meshwright.runtime.launch.workers import attach
+from meshwright.runtime.stage.batch import Given
+from meshwright.train.arguments import TrainingArguments
+from meshwright.train.auto.prediction_log import error_band
+from meshwright.train.profiling.profile_model import profile_model
+from meshwright.train.setup.where import launched
+
+SECONDS = 10.0
+"""How long a search may take."""
+
+
+@dataclass(frozen=True)
+class AutoRequest:
+    """What a plan is chosen for."""
+
+    model: nn.Module
+    """The model; on `meta` it needs no memory."""
+    example: Given
+    rows_per_device: int
+    """Rows of a step for each device of the cluster; the batch of a step is this times the devices."""
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    cluster: str | None = None
+    """A cluster file or preset; None measures the machine or the job."""
+    tensor: bool = True
+    """Whether ranks may share the tensors of a layer."""
+
+
+def auto_request(args: TrainingArguments, model: Any, example: Given, *, tensor: bool) -> AutoRequest:
+    """Returns what a Trainer with these arguments asks for."""
+    if not isinstance(model, nn.Module):
+        raise MeshwrightError(
+            f'parallel="auto" needs one module, got {type(model).__name__}: the cost of a list of layers is not known',
+            fix="nn.Sequential(*layers), or parallel=dict(pp=2)",
+        )
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    state = "sgd-momentum" if str(args.optim).startswith("sgd") else "adamw"
+    cluster = auto_cluster(str(args.auto))
+    return AutoRequest(model, example, rows, args.precision.compute, state, cluster, tensor=tensor)
+
+
+def batch_of(planned: PlannedFile) -> int:
+    """Returns the rows of a step that a plan was chosen for."""
+    return int((planned.made_for or {})["batch"])
+
+
+def chosen_plan(request: AutoRequest) -> PlannedFile:
+    """Returns the plan for this run. All ranks of a torchrun job call this together and get the same plan."""
+    if dist.is_initialized():
+        text = _agreed(request)
+    elif launched():
+        with attach():
+            text = _agreed(request)
+    else:
+        text = plan_text(request, _local_cluster(request.cluster))
+    return PlannedFile.of(parsed(text, "the chosen plan"))
+
+
+def plan_text(request: AutoRequest, cluster: Cluster) -> str:
+    """Returns the plan for a cluster as the text of a plan file."""
+    batch = request.rows_per_device * cluster.size
+    profile = profile_model(
+        request.model,
+        request.example,
+        rows=_rows(batch),
+        cluster=cluster,
+        precision=request.precision,
+        optimizer=request.optimizer,
+    )
+    found = planners.plan(profile, cluster, batch=batch, planner="search", tensor=request.tensor, seconds=SECONDS)
+    return planned_text(found, profile, cluster, batch)
+
+
+def planned_text(found: Plan, profile: Profile, cluster: Cluster, batch: int | None) -> str:
+    """Returns a chosen plan as the text of a plan file, with its prediction and what it was made for."""
+    inputs = {
+        "profile": {"digest": digest_of(profile_to_json(profile)), "device": profile.device, "source": profile.source.value},
+        "cluster": {"digest": digest_of(cluster_to_json(cluster)), "devices": cluster.size},
+        "precision": profile.precision,
+        **({} if batch is None else {"batch": batch}),
+    }
+    predicted = {"step_s": found.step_s, "lower_bound_s": found.lower_bound_s, "peak_bytes": list(found.peak_bytes)}
+    predicted["error"] = max(profile.error, error_band(profile.device))
+    return plan_file_json(runnable(found), stages=found.to_dict()["stages"], predicted=predicted, made_for=inputs)
+
+
+def _rows(batch: int) -> tuple[int, ...]:
+    """The numbers of rows to time: powers of two up to a small batch."""
+    return tuple(count for count in (1, 2, 4, 8) if count <= max(batch, 2))
+
+
+def _agreed(request: AutoRequest) -> str:
+    """Returns the plan of rank 0, on all ranks of the process group."""
+    cluster = _measured(request.cluster)
+    answer = _attempt(lambda: plan_text(request, cluster)) if cluster is not None else {}
+    found: dict[str, Any] = broadcast_json(answer)
+    if "text" not in found:
+        raise MeshwrightError(found["what"], fix=found["fix"])
+    return str(found["text"])
+
+
+def _attempt(work: Callable[[], str]) -> dict[str, Any]:
+    """Returns the text of a plan, or the error that all ranks raise."""
+    try:
+        return {"text": work()}
+    except MeshwrightError as error:
+        return {"what": error.what, "fix": error.fix}
+
+
+def _measured(name: str | None) -> Cluster | None:
+    """Returns the cluster of the job on rank 0, None on the others. A named cluster must not have more devices than ranks."""
+    if name is None:
+        found = measure_ranks(devices.choose(dist.get_rank()))
+        return None if found is None else found.cluster
+    cluster, world = read_cluster(Path(name)), dist.get_world_size()
+    if cluster.size > world:
+        raise MeshwrightError(
+            f"the cluster {name} has {cluster.size} devices, but the job has {world} ranks",
+            fix=f"torchrun with {cluster.size} ranks, or a cluster of {world} devices",
+        )
+    return cluster if dist.get_rank() == 0 else None
+
+
+def _local_cluster(name: str | None) -> Cluster:
+    if name is not None:
+        return read_cluster(Path(name))
+    found = discover()
+    assert found is not None, "a local run sees what was measured"
+    return found.cluster

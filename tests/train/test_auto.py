@@ -1,0 +1,147 @@
+"""`parallel="auto"`: a plan is chosen for the model, the batch and the cluster, runs, and is compared with its prediction."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+
+from meshwright import MeshwrightError, Parallel, TrainingArguments, parallelize, planned_file
+from meshwright.ir.plan.planned_file import PlannedFile
+from meshwright.runtime.launch.workers import Workers
+from meshwright.train.auto import prediction_log
+from tests.support.paths import ROOT
+from tests.support.trainers import distance, gpt2, ours, series, text
+
+CLUSTER = """
+schema = 1
+[device.core]
+memory = "4 GB"
+fp32 = "20 GFLOPS"
+reads = "8 GB/s"
+launch = "50 us"
+[[nodes]]
+count = 1
+per_node = 2
+device = "core"
+inside = {latency = "20 us", bandwidth = "4 GB/s"}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """Two cores that are not those of this machine, so that times are estimated and every run chooses the same plan."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER)
+    return path
+
+
+def test_the_chosen_plan_trains_as_if_it_were_given(tmp_path: Path, cluster: Path, workers: Workers) -> None:
+    model, again = gpt2(), gpt2()
+    trainer = ours(model, tmp_path / "auto", text(), workers, parallel=f"auto:{cluster}", per_device_train_batch_size=4)
+    output = trainer.train()
+    planned = planned_file(tmp_path / "auto" / "plan.json")
+    assert planned.predicted is not None and planned.made_for is not None
+    assert planned.made_for["batch"] == 8 == trainer.args.rows.step, "4 rows for each of 2 devices, whatever the plan"
+    assert planned.parallel == trainer.args.planned.parallel and 1 <= planned.parallel.processes <= 2
+    assert output.metrics["predicted_step_time"] == planned.predicted["step_s"] > 0
+    assert planned.predicted["measured_step_s"] == output.metrics["train_step_time"] > 0
+
+    device = 8 // planned.parallel.dp
+    given = str(tmp_path / "auto" / "plan.json")
+    same = ours(again, tmp_path / "given", text(), workers, parallel=given, per_device_train_batch_size=device)
+    same.train()
+    assert series(same.state.log_history, "loss") == series(trainer.state.log_history, "loss")
+    assert distance(model, again) == 0.0
+
+
+def test_the_next_plan_shows_the_error_of_the_last(tmp_path: Path, cluster: Path, workers: Workers) -> None:
+    first = ours(gpt2(), tmp_path / "1", text(), workers, parallel=f"auto:{cluster}", max_steps=2)
+    first.train()
+    off = prediction_log.error_band(first.args.planned.made_for["profile"]["device"])
+    assert off > 0
+    second = ours(gpt2(), tmp_path / "2", text(), workers, parallel=f"auto:{cluster}", max_steps=2)
+    second.train()
+    assert second.args.planned.predicted["error"] == max(first.args.planned.predicted["error"], off)
+    assert second.args.planned.parallel == first.args.planned.parallel, "the band never changes the choice"
+
+
+def test_a_damaged_log_of_predictions_is_no_error(cache: Path) -> None:
+    prediction_log.keep_prediction("core", 1.1, 1.0)
+    prediction_log.keep_prediction("core", 1.3, 1.0)
+    prediction_log.keep_prediction("other", 9.0, 1.0)
+    with prediction_log.log_file().open("a") as file:
+        file.write('{"device": "core"}\n[1\n' + "[" * 5000 + '\n{"device": "core", "predicted_s": 1, "measured_s": 0}\n')
+    assert prediction_log.error_band("core") == pytest.approx(0.2)
+    assert prediction_log.error_band("nothing") == 0.0
+    prediction_log.log_file().write_bytes(b"\xff\xfe\x00")
+    assert prediction_log.error_band("core") == 0.0
+
+
+def test_refusals(tmp_path: Path, cluster: Path, workers: Workers) -> None:
+    with pytest.raises(MeshwrightError, match="names no cluster"):
+        TrainingArguments(output_dir=str(tmp_path), parallel="auto:")
+    with pytest.raises(MeshwrightError, match="is chosen by a Trainer"):
+        parallelize(gpt2(), "auto", example=text()[0])
+    trainer = ours([gpt2()], tmp_path, text(), workers, parallel=f"auto:{cluster}")
+    with pytest.raises(MeshwrightError, match="needs one module"):
+        trainer.train()
+    trainer = ours(gpt2(), tmp_path, text(), workers, parallel="auto:no-such-cluster")
+    with pytest.raises(MeshwrightError, match="no-such-cluster"):
+        trainer.train()
+
+
+def test_a_batch_that_copies_cannot_share_is_refused(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), parallel="auto")
+    with pytest.raises(MeshwrightError, match="7 rows of a step cannot be shared equally by 2"):
+        args.take_plan(PlannedFile(Parallel(dp=2)), 7)
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    """The whole way of a user: `meshwright train` measures cores and links, times layers, searches, trains, compares."""
+    command = [sys.executable, "-m", "meshwright", "train", "gpt-tiny", "--plan", "auto", "--max-steps", "6"]
+    command += ["--output-dir", str(tmp_path / "out"), "--per-device-train-batch-size", "4"]
+    found = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "plan: predicted step" in found.stdout
+    planned = planned_file(tmp_path / "out" / "plan.json")
+    assert planned.made_for is not None and planned.made_for["profile"]["source"] == "measured"
+
+
+@pytest.mark.slow
+def test_rank_0_of_torchrun_plans_for_all(tmp_path: Path, cluster: Path) -> None:
+    def run(where: str, ranks: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "29731"]
+        command += [
+            "-m",
+            "meshwright",
+            "train",
+            "gpt-tiny",
+            "--plan",
+            where,
+            "--max-steps",
+            "4",
+            "--output-dir",
+            str(tmp_path / "o"),
+        ]
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+
+    found = run("auto", 2)
+    assert found.returncode == 0, found.stderr
+    assert json.loads((tmp_path / "o" / "plan.json").read_text())["made_for"]["cluster"]["devices"] == 2
+    few = run(f"auto:{cluster}", 1)
+    assert few.returncode != 0 and "has 2 devices, but the job has 1 ranks" in few.stderr
