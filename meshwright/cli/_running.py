@@ -53,7 +53,8 @@ def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) 
     tokens = [f"{metrics[name]:,.0f} tokens/s" for name in ("train_tokens_per_second",) if name in metrics]
     step = [f"step {metrics['train_step_time']:.4g} s (median)", *tokens, f"{metrics['total_flos']:.3g} operations"]
     typer.echo(", ".join(step))
-    typer.echo(f"peak memory per rank: {', '.join(map(size_text, peaks))}")
+    named = f"of ranks {', '.join(map(str, plan.members))}" if plan.ranks else "per rank"
+    typer.echo(f"peak memory {named}: {', '.join(map(size_text, peaks))}")
     if trace is not None:
         typer.echo(f"trace: {trace} (ui.perfetto.dev); meshwright measure {trainer.folder} shows where the time went")
     typer.echo(f"log: {trainer.folder / 'log.jsonl'}")
