@@ -56,7 +56,8 @@ def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) 
     typer.echo(", ".join(step))
     if "predicted_step_time" in metrics:
         typer.echo(comparison_line(metrics["predicted_step_time"], metrics["train_step_time"], metrics["predicted_error"]))
-    typer.echo(f"peak memory per rank: {', '.join(map(size_text, peaks))}")
+    named = f"of ranks {', '.join(map(str, plan.members))}" if plan.ranks else "per rank"
+    typer.echo(f"peak memory {named}: {', '.join(map(size_text, peaks))}")
     if trace is not None:
         typer.echo(f"trace: {trace} (ui.perfetto.dev); meshwright measure {trainer.folder} shows where the time went")
     typer.echo(f"log: {trainer.folder / 'log.jsonl'}")

@@ -6,11 +6,13 @@ raises and names them.
 
 from __future__ import annotations
 
+import logging
 import os
 import typing
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf, isfinite
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,13 +23,15 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_file import asked, auto_cluster, is_auto, plan_table
 from meshwright.ir.plan.plan_order import refers
-from meshwright.ir.plan.planned_file import PlannedFile
+from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, planned_file
 from meshwright.ir.reader import LARGEST
 from meshwright.runtime.stage.objective import LossKind
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.data.step_rows import StepRows, plan_for
 from meshwright.train.setup.settled_plan import settled
 from meshwright.train.setup.usable_arguments import refuse_kinds, usable
+
+_log = logging.getLogger(__name__)
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "torch_compile": (False, "leave it out: stages run without torch.compile"),
@@ -99,6 +103,7 @@ class TrainingArguments(transformers.TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        given = self.parallel
         self.auto, self.planned = self.parallel if is_auto(self.parallel) else None, cast(PlannedFile | None, None)
         if self.auto is not None:
             auto_cluster(str(self.auto))  # raises if it names none
@@ -114,6 +119,7 @@ class TrainingArguments(transformers.TrainingArguments):
         self._refuse_unsupported()  # again, because some arguments set others
         self._refuse()
         settled(self.plan)  # raises here, before anything starts, if the plan has contradictions
+        self._note_other_inputs(given)
 
     @property
     def plan(self) -> Parallel:
@@ -199,6 +205,14 @@ class TrainingArguments(transformers.TrainingArguments):
         if not refers(plan.schedule):
             return found
         return settled(plan, accumulation=steps if isinstance(steps, int) and 0 < steps < LARGEST else 1).given()
+
+    def _note_other_inputs(self, given: Any) -> None:
+        """Warns if a plan file was made for another batch or precision: it runs, but its prediction is for something else."""
+        if not isinstance(given, str | Path) or not str(given).endswith(".json") or self.process_index:
+            return
+        file, now = planned_file(given), {"batch": self.rows.step, "precision": self.precision.compute}
+        for change in changed_inputs(file.made_for or {}, now):
+            _log.warning("the plan %s was made for other inputs, so its prediction does not hold: %s", given, change)
 
     def _refuse_numbers(self) -> None:
         """Raises if a numeric argument is not a number or is out of range."""

@@ -22,6 +22,7 @@ from meshwright.ir.action import actions
 from meshwright.ir.timeline import Lane
 from meshwright.train.models.small_models import mlp, mlp_batch
 from meshwright.train.setup.captured_layers import listed_layers
+from meshwright.train.setup.where import refuse_world
 from tests.conftest import Pool
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.trainers import distance, gpt2, ours, series, text
@@ -102,6 +103,15 @@ def test_cuts_that_a_list_of_layers_cannot_have_are_refused() -> None:
         listed_layers(mlp(), 3, (5,))
 
 
+def test_a_plan_for_another_batch_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(plan_file_json(Parallel(pp=2), made_for={"batch": 64, "precision": "fp32"}))
+    mw.TrainingArguments(output_dir=str(tmp_path), parallel=str(path), per_device_train_batch_size=64, report_to="none")
+    assert not caplog.records
+    mw.TrainingArguments(output_dir=str(tmp_path), parallel=str(path), per_device_train_batch_size=32, report_to="none")
+    assert "was made for other inputs, so its prediction does not hold: batch was 64, is 32" in caplog.text
+
+
 # -- the command line
 
 
@@ -164,11 +174,10 @@ def test_ranks_on_the_command_line_are_numbers() -> None:
 # -- torchrun
 
 
-def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = [str(SUPPORT / "torchrun_ranks.py"), *arguments]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), *script]
+def torchrun(count: int, *arguments: str, script: str = "torchrun_ranks.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    return subprocess.run([*command, str(SUPPORT / script), *arguments], capture_output=True, text=True, env=env, timeout=500)
 
 
 @pytest.mark.slow
@@ -195,3 +204,42 @@ def test_a_job_that_does_not_fit_its_plan_is_refused(tmp_path: Path) -> None:
     for plan, said in (({"pp": 2}, "pp 2 x dp 1 = 2 ranks, but the job has 3"), ({"pp": 2, "ranks": [0, 5]}, "runs on rank 5")):
         done = torchrun(3, str(tmp_path / "run"), json.dumps(plan))
         assert done.returncode != 0 and said in done.stderr
+
+
+@pytest.mark.slow
+def test_an_idle_rank_ends_with_a_job_that_fails() -> None:
+    done = torchrun(4, "raises", "forward", "shared", "60", "3,1,0", script="under_torchrun.py")
+    assert done.returncode != 0
+    assert "rank 1 (worker 1) failed in 1F2 (stage 1): ValueError: bad weights" in done.stderr
+    assert "rank 2, which is idle, stops: rank 1 (worker 1) failed in 1F2" in done.stderr
+    assert "rank 3 (worker 0): " in done.stderr, "what the others did, by their ranks"
+
+
+@pytest.fixture
+def third_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of rank 2 in a job of three ranks."""
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "2"), ("TORCHELASTIC_USE_AGENT_STORE", "True")):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("third_of_three")
+def test_jobs_that_cannot_have_idle_ranks_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MeshwrightError, match="the plan has 2 ranks and the job 3"):
+        mw.parallelize(mlp(), mlp_batch(0), {"pp": 2, "ranks": (2, 1)})
+    refuse_world(Parallel(pp=2, ranks=(2, 1)))
+    with pytest.raises(MeshwrightError, match="runs on rank 3, but the job has 3 ranks"):
+        refuse_world(Parallel(pp=2, ranks=(3, 1)))
+    with pytest.raises(MeshwrightError, match="needs pp 2 x dp 1 = 2 ranks, but the job has 3"):
+        refuse_world(Parallel(pp=2))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    refuse_world(Parallel(pp=2, ranks=(0, 1)))
+    with pytest.raises(MeshwrightError, match="rank 0 is idle, but the other ranks need its process"):
+        refuse_world(Parallel(pp=2, ranks=(2, 1)))
+
+
+@pytest.mark.usefixtures("third_of_three")
+@pytest.mark.parametrize(("ranks", "index"), [((2, 1), 1), ((0, 1), 4), ((2, 0), 1), ((2,), 0)])
+def test_one_rank_of_the_plan_is_the_first(tmp_path: Path, ranks: tuple[int, ...], index: int) -> None:
+    """An idle rank is never the first one: it would save a model that nobody has trained."""
+    args = mw.TrainingArguments(output_dir=str(tmp_path), parallel={"pp": len(ranks), "ranks": ranks}, report_to="none")
+    assert args.process_index == index

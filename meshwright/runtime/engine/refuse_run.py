@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.plan.plan_ranks import refuse_count
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.engine.settings import Settings
@@ -28,6 +29,7 @@ def refuse_run(schedule: Schedule, layers: Layers, settings: Settings) -> None:
             f"{schedule.name} needs {schedule.workers} workers x {settings.copies} copies = {needed} ranks, got {world}",
             fix=f"torchrun --nproc-per-node {needed}",
         )
+    refuse_count(settings.ranks, needed, (f"{schedule.workers} workers", f"{settings.copies} copies"))
     if layers.stages != schedule.stages:
         raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, but the model is cut into {layers.stages}")
     if layers.ties != schedule.ties:

@@ -185,14 +185,15 @@ def _number(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def _hosts_store(rank: int) -> bool:
+def hosts_store(rank: int) -> bool:
+    """Returns whether this rank hosts the store of the job, because its launcher does not."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _stores(rank: int) -> tuple[TCPStore, TCPStore]:
     """Connects to the store of the job, which the launcher or rank 0 hosts. The second connection is for the watchdog."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT")
-    hosts = _hosts_store(rank)
+    hosts = hosts_store(rank)
     store = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=FOREVER)
     return store, TCPStore(address, port, is_master=False, timeout=ANSWER_S)
 
@@ -200,7 +201,7 @@ def _stores(rank: int) -> tuple[TCPStore, TCPStore]:
 def _stay_for_others(board: Board, rank: int, timeout_s: float, idle: int) -> None:
     """Waits until all ranks have finished and idle ones have seen it, if this rank hosts the store."""
     deadline = time.monotonic() + timeout_s
-    while _hosts_store(rank) and time.monotonic() < deadline and board.failure() is None:
+    while hosts_store(rank) and time.monotonic() < deadline and board.failure() is None:
         if _all_over(board) and board.store.add(_IDLE_DONE, 0) >= idle:
             return
         time.sleep(TICK_S / 5)

@@ -69,8 +69,9 @@ class Workers:
 
         `ranks` are these workers, or so many of the first; the others stay idle. The results are in ascending order of workers.
         """
-        members = tuple(sorted(ranks)) if isinstance(ranks, Sequence) else tuple(range(self.count if ranks is None else ranks))
-        if (world := members[-1] + 1) > self.count:
+        count = self.count if ranks is None else ranks
+        members = tuple(range(count)) if isinstance(count, int) else tuple(sorted(count))
+        if (world := max(members, default=-1) + 1) > self.count:
             raise MeshwrightError(f"there are {self.count} local workers, but {world} are needed", fix=f"Workers({world})")
         with Lending() as lending:
             fix = "pass a function that can be imported by name, and plain arguments"

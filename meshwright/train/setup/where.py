@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel, refuse_crowd
 from meshwright.runtime import device as devices
+from meshwright.runtime.launch.torchrun import hosts_store
 from meshwright.runtime.launch.worker_main import MARK
 from meshwright.runtime.launch.workers import Workers, attach, process_group
 from meshwright.runtime.started_ranks import started
@@ -44,6 +45,11 @@ def _refuse_ranks(parallel: Parallel, world: int) -> None:
         raise MeshwrightError(
             f"the plan runs on rank {max(parallel.ranks)}, but the job has {world} ranks",
             fix=f"torchrun --nproc-per-node {parallel.started}, or other ranks",
+        )
+    if not dist.is_initialized() and 0 not in parallel.ranks and hosts_store(0):
+        raise MeshwrightError(
+            "rank 0 is idle, but the other ranks need its process: no launcher hosts the store of this job",
+            fix="torchrun, or ranks that contain 0",
         )
     if dist.is_initialized() and world != parallel.processes:
         raise MeshwrightError(
