@@ -33,7 +33,7 @@ REPEATS = 3
 KIND = Kind.ACT
 
 
-class Pair(NamedTuple):
+class MeasuredPair(NamedTuple):
     """What was measured from one rank to another."""
 
     source: int
@@ -48,7 +48,7 @@ def channels(pairs: list[tuple[int, int]]) -> list[Channel]:
     return [Channel(source, target, KIND) for source, target in sorted(ends)]
 
 
-def measure_pair(transport: Transport, rank: int, source: int, target: int, device: torch.device) -> Pair | None:
+def measure_pair(transport: Transport, rank: int, source: int, target: int, device: torch.device) -> MeasuredPair | None:
     """Measures one pair. The two ranks call this together; the result is on the source, None on the other."""
     there, back = Channel(source, target, KIND), Channel(target, source, KIND)
     word = torch.zeros(1, dtype=torch.float64, device=device)
@@ -66,7 +66,7 @@ def measure_pair(transport: Transport, rank: int, source: int, target: int, devi
         took = max(median(times[1:]) - trip, 1e-9)
         if took >= LONG_S or count >= MOST:
             _announce(transport, there, back, (0, 0), device)
-            return Pair(source, target, trip / 2, size * count / took)
+            return MeasuredPair(source, target, trip / 2, size * count / took)
         wanted = size * count * min(16.0, max(2.0, 1.25 * LONG_S / took))
         size = min(LARGEST, int(wanted))
         count = min(MOST, -(-int(wanted) // size))
@@ -116,7 +116,7 @@ def _answer(transport: Transport, there: Channel, back: Channel, word: torch.Ten
             answer(*buffers, count=count)
 
 
-def measure_pairs(transport: Transport, pairs: list[tuple[int, int]], device: torch.device) -> list[Pair]:
+def measure_pairs(transport: Transport, pairs: list[tuple[int, int]], device: torch.device) -> list[MeasuredPair]:
     """Returns what this rank measured as a source. All ranks call this together; the pairs follow each other."""
     rank, found = dist.get_rank(), []
     for source, target in pairs:
