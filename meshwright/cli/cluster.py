@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +62,8 @@ def discover(
     output: inputs.Output = None,
 ) -> None:
     """Measure this machine, or under torchrun the whole cluster: devices, memory, FLOP/s, and the link of each pair."""
+    if "RANK" not in os.environ:  # one process: refused before torch is loaded
+        outputs.refuse_output(output)
     from meshwright.report.cluster_text import cluster_text
     from meshwright.runtime.discover.discover import discover as measure
 

@@ -171,7 +171,10 @@ class Cluster:
     def _slowest_rows(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
         """The same over matrices, with one pass over the columns of each row."""
         latency, rate = 0.0, float("inf")
-        here, there = ([self.order[r] for r in group] if self.order else list(group) for group in (ranks, others or ranks))
+        here, there = (
+            [self.order[r] for r in group] if self.order else list(group)
+            for group in (ranks, ranks if others is None else others)
+        )
         for rows, columns in ((here, there), (there, here)) if others is not None else ((here, there),):
             for row in rows:
                 wanted = [column for column in columns if column != row]

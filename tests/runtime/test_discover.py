@@ -9,7 +9,7 @@ import torch.distributed as dist
 from meshwright import Cluster, Device, Link, MeshwrightError, cluster_from_toml
 from meshwright.runtime.discover import device_speed, link_speed
 from meshwright.runtime.discover.discover import alike, chosen_pairs, described, discover, measure_ranks
-from meshwright.runtime.discover.link_speed import Pair
+from meshwright.runtime.discover.link_speed import MeasuredPair
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.transport.choose import open_transport
 from tests.support import namespaces
@@ -18,7 +18,7 @@ from tests.support.namespaces import MB, Namespaces, Rates
 CPU = torch.device("cpu")
 
 
-def measured_links() -> list[Pair]:
+def measured_links() -> list[MeasuredPair]:
     """The links alone: what a rank measured as a source."""
     pairs = chosen_pairs([str(rank) for rank in range(dist.get_world_size())])
     transport = open_transport("auto", link_speed.channels(pairs), dist.get_rank(), device=CPU)
@@ -100,8 +100,8 @@ def test_which_pairs_are_measured() -> None:
     assert chosen_pairs(["a"]) == []
 
 
-def seen(homes: str, rate: dict[tuple[str, str], float]) -> list[Pair]:
-    return [Pair(a, b, 1e-5, rate[homes[a], homes[b]]) for a, b in chosen_pairs(homes)]
+def seen(homes: str, rate: dict[tuple[str, str], float]) -> list[MeasuredPair]:
+    return [MeasuredPair(a, b, 1e-5, rate[homes[a], homes[b]]) for a, b in chosen_pairs(homes)]
 
 
 def test_hosts_where_they_explain_all_pairs() -> None:

@@ -23,7 +23,7 @@ from meshwright.ir.cluster import Cluster, Device, Host, Link
 from meshwright.ir.files.cluster_writer import cluster_to_toml
 from meshwright.runtime import device as devices
 from meshwright.runtime.discover.device_speed import measure_device
-from meshwright.runtime.discover.link_speed import Pair, channels, measure_pairs
+from meshwright.runtime.discover.link_speed import MeasuredPair, channels, measure_pairs
 from meshwright.runtime.json_exchange import all_gather_json, broadcast_json
 from meshwright.runtime.launch.workers import Workers, attach
 from meshwright.runtime.transport.choose import host_identity, open_transport
@@ -89,11 +89,11 @@ def measure_ranks(device: torch.device) -> Discovery | None:
     sharers = homes.count(homes[dist.get_rank()])
     found: list[dict[str, Any]] = all_gather_json(measure_device(device, sharers))
     pairs = chosen_pairs(homes)
-    measured: list[Pair] = []
+    measured: list[MeasuredPair] = []
     if pairs:
         transport = open_transport("auto", channels(pairs), dist.get_rank(), device=device)
         rows: list[list[list[float]]] = all_gather_json([list(pair) for pair in measure_pairs(transport, pairs, device)])
-        measured = [Pair(int(source), int(target), *rest) for row in rows for source, target, *rest in row]
+        measured = [MeasuredPair(int(source), int(target), *rest) for row in rows for source, target, *rest in row]
         transport.close()
     if dist.get_rank():
         return None
@@ -141,7 +141,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def described(homes: Sequence[str], kinds: Sequence[Device], measured: Sequence[Pair]) -> Cluster:
+def described(homes: Sequence[str], kinds: Sequence[Device], measured: Sequence[MeasuredPair]) -> Cluster:
     """Returns hosts if one link inside and one card each explain all pairs, else matrices."""
     names = list(dict.fromkeys(homes))
     home = [names.index(one) for one in homes]
@@ -159,7 +159,7 @@ def described(homes: Sequence[str], kinds: Sequence[Device], measured: Sequence[
     return Cluster(devices=tuple(kinds), hosts=tuple(hosts), bandwidths=matrices[0], latencies=matrices[1])
 
 
-def _host(number: int, home: Sequence[int], measured: Sequence[Pair]) -> Host:
+def _host(number: int, home: Sequence[int], measured: Sequence[MeasuredPair]) -> Host:
     """Returns a host with the medians of its pairs inside, and of its fastest pairs to others: the slower card decides."""
     inside = [pair for pair in measured if home[pair.source] == home[pair.target] == number]
     outside = [pair for pair in measured if (home[pair.source] == number) != (home[pair.target] == number)]
@@ -168,17 +168,17 @@ def _host(number: int, home: Sequence[int], measured: Sequence[Pair]) -> Host:
     return Host(home.count(number), _middle(inside), _middle(card))
 
 
-def _middle(pairs: Sequence[Pair]) -> Link:
+def _middle(pairs: Sequence[MeasuredPair]) -> Link:
     if not pairs:
         return Link()
     return Link(rounded(median(pair.latency_s for pair in pairs)), rounded(median(pair.bytes_per_s for pair in pairs)))
 
 
-def _explained(link: Link, pair: Pair) -> bool:
+def _explained(link: Link, pair: MeasuredPair) -> bool:
     return abs(link.bytes_per_s / pair.bytes_per_s - 1) <= TOLERANCE
 
 
-def _notes(measured: Sequence[Pair], homes: Sequence[str]) -> str:
+def _notes(measured: Sequence[MeasuredPair], homes: Sequence[str]) -> str:
     """Returns the first lines of the file: what was measured and what was not."""
     count = len(set(homes))
     hosts = f"{count} host{'' if count == 1 else 's'}"

@@ -1,9 +1,12 @@
 """Latency and bandwidth from one rank to another, over the transport that a run would use.
 
 Ranks are measured one pair after the other, while all others wait, so that no link is divided. A round trip of a small message
-gives the latency. Then messages grow until one takes long enough, and the receiver answers when it has all of it:
+gives the latency. Then messages grow and get more until they take long enough, and the receiver answers when it has them all:
 
-    source:  small ->  <- small     large ->           <- small      bytes per second = large / (round trip - small round trip)
+    source:  small ->  <- small     large -> large ->           <- small
+
+The bandwidth is the bytes over the time beyond the small round trip. The first messages of a size are not counted: they open
+buffers.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ from meshwright.runtime.transport.base import Channel, Transport
 
 ROUNDS = 9
 """Round trips of small messages; the shortest counts, others are disturbed."""
-FIRST, LARGEST = 1 << 18, 1 << 28
+FIRST, LARGEST = 1 << 18, 1 << 22
 """Bytes of the first and of the largest message."""
+MOST = 4096
+"""The most messages of one repetition."""
 LONG_S = 0.15
-"""A message that takes this long is long enough."""
+"""Messages that take this long together are enough."""
 REPEATS = 3
 KIND = Kind.ACT
 
 
-class Pair(NamedTuple):
+class MeasuredPair(NamedTuple):
     """What was measured from one rank to another."""
 
     source: int
@@ -43,7 +48,7 @@ def channels(pairs: list[tuple[int, int]]) -> list[Channel]:
     return [Channel(source, target, KIND) for source, target in sorted(ends)]
 
 
-def measure_pair(transport: Transport, rank: int, source: int, target: int, device: torch.device) -> Pair | None:
+def measure_pair(transport: Transport, rank: int, source: int, target: int, device: torch.device) -> MeasuredPair | None:
     """Measures one pair. The two ranks call this together; the result is on the source, None on the other."""
     there, back = Channel(source, target, KIND), Channel(target, source, KIND)
     word = torch.zeros(1, dtype=torch.float64, device=device)
@@ -53,54 +58,65 @@ def measure_pair(transport: Transport, rank: int, source: int, target: int, devi
     for _ in range(2):
         _round_trip(transport, there, back, word, word)  # opens the connection
     trip = min(_round_trip(transport, there, back, word, word) for _ in range(ROUNDS))
-    size = FIRST
+    size, count = FIRST, 1
     while True:
         message = torch.zeros(size, dtype=torch.uint8, device=device)
-        _announce(transport, there, back, size, device)
-        found = median(_round_trip(transport, there, back, message, word) for _ in range(REPEATS))
-        if found - trip >= LONG_S or size >= LARGEST:
-            _announce(transport, there, back, 0, device)
-            return Pair(source, target, trip / 2, size / max(found - trip, 1e-9))
-        wanted = size * LONG_S * 1.25 / max(found - trip, 1e-9)
-        size = min(LARGEST, max(2 * size, int(min(wanted, 16 * size))))
+        _announce(transport, there, back, (size, count), device)
+        times = [_round_trip(transport, there, back, message, word, count) for _ in range(REPEATS + 1)]
+        took = max(median(times[1:]) - trip, 1e-9)
+        if took >= LONG_S or count >= MOST:
+            _announce(transport, there, back, (0, 0), device)
+            return MeasuredPair(source, target, trip / 2, size * count / took)
+        wanted = size * count * min(16.0, max(2.0, 1.25 * LONG_S / took))
+        size = min(LARGEST, int(wanted))
+        count = min(MOST, -(-int(wanted) // size))
 
 
-def _round_trip(transport: Transport, there: Channel, back: Channel, message: torch.Tensor, word: torch.Tensor) -> float:
+def _round_trip(
+    transport: Transport, there: Channel, back: Channel, message: torch.Tensor, word: torch.Tensor, count: int = 1
+) -> float:
     start = perf_counter()
     answer = transport.receive(back, word.clone())
-    transport.send(there, message)
+    for _ in range(count):
+        transport.send(there, message)
     answer.wait()
     transport.flush()
     return perf_counter() - start
 
 
-def _announce(transport: Transport, there: Channel, back: Channel, size: int, device: torch.device) -> None:
-    """Tells the other rank the size of the next messages; 0 ends the pair."""
-    told = torch.tensor([float(size)], dtype=torch.float64, device=device)
-    _round_trip(transport, there, back, told, told)
+def _announce(transport: Transport, there: Channel, back: Channel, next_: tuple[int, int], device: torch.device) -> None:
+    """Tells the other rank the size and the number of the next messages; 0 ends the pair."""
+    told = torch.tensor(next_, dtype=torch.int64, device=device)
+    _round_trip(transport, there, back, told, torch.zeros(1, dtype=torch.float64, device=device))
 
 
 def _answer(transport: Transport, there: Channel, back: Channel, word: torch.Tensor, device: torch.device) -> None:
-    """The receiver's part: small messages, then sizes that are announced, until 0."""
+    """The receiver's part: small messages, then what is announced, until a size of 0."""
 
-    def answer(message: torch.Tensor) -> None:
-        transport.receive(there, message).wait()
+    def answer(*buffers: torch.Tensor, count: int = 1) -> None:
+        first = transport.receive(there, buffers[0])
+        for number in range(1, count):  # the next one is posted before this one is waited for
+            second = transport.receive(there, buffers[number % len(buffers)])
+            first.wait()
+            first = second
+        first.wait()
         transport.send(back, word)
         transport.flush()
 
     for _ in range(ROUNDS + 2):
         answer(torch.zeros_like(word))
     while True:
-        told = torch.zeros(1, dtype=torch.float64, device=device)
+        told = torch.zeros(2, dtype=torch.int64, device=device)
         answer(told)
-        if not (size := int(told.item())):
+        size, count = told.tolist()
+        if not size:
             return
-        message = torch.empty(size, dtype=torch.uint8, device=device)
-        for _ in range(REPEATS):
-            answer(message)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        for _ in range(REPEATS + 1):
+            answer(*buffers, count=count)
 
 
-def measure_pairs(transport: Transport, pairs: list[tuple[int, int]], device: torch.device) -> list[Pair]:
+def measure_pairs(transport: Transport, pairs: list[tuple[int, int]], device: torch.device) -> list[MeasuredPair]:
     """Returns what this rank measured as a source. All ranks call this together; the pairs follow each other."""
     rank, found = dist.get_rank(), []
     for source, target in pairs:
