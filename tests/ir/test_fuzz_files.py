@@ -20,6 +20,7 @@ READ_BY = {
     "cli/train.py": {"job.toml", "model.toml"},
     "ir/cluster.py": {"cluster"},
     "ir/files/cluster_file.py": {"cluster.toml", "cluster.json"},
+    "ir/files/profile_json.py": {"profile.json"},
     "ir/files/profile_text.py": {"profile"},
     "ir/files/schedule_csv.py": {"csv"},
     "ir/files/schedule_json.py": {"schedule", "lowered"},
