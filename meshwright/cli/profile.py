@@ -17,10 +17,25 @@ if TYPE_CHECKING:
     from meshwright.ir.layer_costs import Profile
 
 
+def _row_counts(text: str) -> str:
+    """Checks whole numbers with commas between them."""
+    _numbers(text)
+    return text
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise MeshwrightError(f"--rows takes whole numbers, got {text!r}", fix="--rows 1,2,4") from None
+
+
 def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}.")],
     cluster: inputs.ClusterFile = None,
-    rows: Annotated[str, inputs.size_option(metavar="N,N,...", help="Rows of a microbatch to time.")] = "1,2,4",
+    rows: Annotated[
+        str, inputs.size_option(parser=_row_counts, metavar="N,N,...", help="Rows of the microbatches to time.")
+    ] = "1,2,4",
     length: Annotated[int | None, inputs.size_option(help="Tokens per row.")] = None,
     batch: inputs.BatchFunction = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
@@ -45,8 +60,7 @@ def profile(
 
     outputs.refuse_output(output)
     gc.enable()  # a trace leaves reference cycles
-    counts = _counts(rows)
-    found = _profiled(model, _read(cluster), counts, length, batch, precision, optimizer, estimate, repeats)
+    found = _profiled(model, _read(cluster), _numbers(rows), length, batch, precision, optimizer, estimate, repeats)
     text = profile_to_json(found)
     if output is not None:
         outputs.write(output, text + "\n")
@@ -59,13 +73,6 @@ def _read(path: Path | None) -> Cluster | None:
     from meshwright.ir.files.cluster_file import read_cluster
 
     return read_cluster(path)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise MeshwrightError(f"--rows takes whole numbers, got {text!r}", fix="--rows 1,2,4") from None
 
 
 def _profiled(

@@ -208,7 +208,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def _note_other_inputs(self, given: Any) -> None:
         """Warns if a plan file was made for another batch or precision: it runs, but its prediction is for something else."""
-        if not isinstance(given, str | Path) or not str(given).endswith(".json") or self.process_index:
+        if self.auto is not None or not isinstance(given, str | Path) or not str(given).endswith(".json") or self.process_index:
             return
         file, now = planned_file(given), {"batch": self.rows.step, "precision": self.precision.compute}
         for change in changed_inputs(file.made_for or {}, now):

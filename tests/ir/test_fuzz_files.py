@@ -21,6 +21,7 @@ READ_BY = {
     "ir/files/cluster_file.py": {"cluster.json"},
     "ir/files/cluster_json.py": {"cluster"},
     "ir/files/cluster_toml.py": {"cluster.toml"},
+    "ir/files/profile_json.py": {"profile.json"},
     "ir/files/profile_text.py": {"profile"},
     "ir/files/schedule_csv.py": {"csv"},
     "ir/files/schedule_json.py": {"schedule", "lowered"},

@@ -20,7 +20,9 @@ from meshwright import MeshwrightError, Parallel, cluster_from_json, costs_from_
 from meshwright.capture.weights.safetensors_files import Weights
 from meshwright.ir.files.cluster_file import read_cluster
 from meshwright.ir.files.model_json import model_from_json, model_to_json
+from meshwright.ir.files.profile_json import profile_from_json, profile_to_json
 from meshwright.ir.files.profile_text import profile_from_text
+from meshwright.ir.layer_costs import LayerCost, Profile
 from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
 from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json, read_plan
 from meshwright.ir.plan.planned_file import is_plan_file, plan_file_json, planned_file
@@ -194,6 +196,11 @@ def _planned(path: Path) -> None:
         read_plan(path)
 
 
+LAYERS = Profile(
+    tuple(LayerCost(name, (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), saved_bytes=8.0, ties=("a",)) for name in ("b", "h.0.c", "h.1.c")),
+    rows=(1, 2),
+    tokens_per_row=64,
+)
 FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "plan.json": (by_file(read_plan, "plan.json"), PLAN),
     "planned.json": (by_file(_planned, "plan.json"), PLANNED),
@@ -224,6 +231,7 @@ FORMS: dict[str, tuple[Callable[[Path, bytes], None], bytes]] = {
     "cluster.toml": (by_file(read_cluster, "cluster.toml"), CLUSTER_TOML),
     "cluster.json": (by_file(read_cluster, "cluster.json"), MATRIX),
     "profile": (by_text(profile_from_text), PROFILE),
+    "profile.json": (by_text(profile_from_json), profile_to_json(LAYERS).encode()),
     "graph": (by_text(model_from_json), model_to_json(GRAPH).encode()),
     "csv": (by_text(from_csv), READERS["csv"][1].encode()),
 }
