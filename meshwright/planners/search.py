@@ -39,6 +39,8 @@ from meshwright.planners.spp import small_enough, stage_candidates
 
 ACTIONS = 3_000_000
 """The most actions that are simulated before a search ends."""
+FIRST = 40
+"""The most plans of one width that are simulated in a row, best bound first."""
 TRIALS = 150
 """The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
 ROUNDS = 12
@@ -99,9 +101,8 @@ class Search:
         """Simulates by bound until the next one cannot be better. Returns what was not simulated."""
         for n, candidate in enumerate(candidates):
             best = self.pool.best()
-            if best is not None and (
-                candidate.bound_s >= best.step_s * (1 - 1e-9) or self.pricer.actions > ACTIONS or self._over()
-            ):
+            spent = self.pricer.actions > ACTIONS or n >= FIRST or self._over()
+            if best is not None and (candidate.bound_s >= best.step_s * (1 - 1e-9) or spent):
                 return candidates[n:]
             self.try_plan(candidate)
         return []

@@ -25,6 +25,8 @@ from meshwright.planners._search.tensor_costs import TensorChoice, tensor_choice
 Ints = NDArray[np.int64]
 ZEROS = ("replicated", "zero-1", "zero-2")
 TENSOR_SIZES = (1, 2, 4, 8, 16)
+ROOMY = 0.5
+"""If less than this share of a device is used by what is known before a simulation, modes that save memory are not tried."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Candidate:
     layout: str
     ends: tuple[int, ...]
     bound_s: float
-    over_bytes: float = 0.0
+    over_bytes: float = float("-inf")
     reverse: bool = False
 
     @property
@@ -80,6 +82,7 @@ class Enumerator:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.limited = bool(np.isfinite(problem.memory).any())
+        self.least_memory = float(problem.memory.min()) if self.limited else 0.0
         self._timed: dict[tuple[object, ...], Timed] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._groups: dict[tuple[object, ...], _Group] = {}
@@ -98,9 +101,13 @@ class Enumerator:
                 if tensor is None:
                     continue
                 for family in self._families(pp, dp, count):
-                    for recompute in (False, True) if self.limited else (False,):
+                    tight = False
+                    for recompute in (False, True):
+                        if recompute and not tight:
+                            break  # a plan that fits without it is faster
                         for found in self._variants(family, pp, dp, tensor, (rows, share, count), recompute):
                             bounded += 1
+                            tight = tight or found.over_bytes > -ROOMY * self.least_memory
                             (misfit if found.over_bytes > 0 else fit).append(found)
         fit.sort(key=lambda candidate: candidate.key)
         return Enumeration(fit, misfit, bounded)
@@ -121,9 +128,9 @@ class Enumerator:
         batch = self.problem.batch
         if batch is not None:
             return [n for n in range(most, 0, -1) if batch % n == 0][:2]
-        if most <= 16:
+        if most <= 4:
             return list(range(most, 0, -1))
-        return sorted({most, most - 1, *(2**k for k in range(most.bit_length())), most // 3 * 2}, reverse=True)
+        return sorted({most, most - 1, 2 ** (most.bit_length() - 1), most // 2}, reverse=True)
 
     def _families(self, pp: int, dp: int, count: int) -> Iterator[Family]:
         wanted = self.problem.limits.schedule
@@ -199,6 +206,7 @@ class Enumerator:
         layouts = ("stages", "copies") if pp > 1 and dp > 1 else ("stages",)
         shares = dp * family.replicas
         zeros = ("zero-3",) if family is ZERO_3 else ZEROS if self.limited and shares > 1 else ZEROS[:1]
+        first = 0.0
         for layout in layouts:
             for reverse in (False,) if problem.uniform else (False, True):
                 found = self.grid(pp, dp, tp, layout, reverse)
@@ -207,7 +215,10 @@ class Enumerator:
                 capacity = problem.memory[found.devices].min(axis=(1, 2))
                 alive = np.array([family.live(w, pp, count) for w in range(pp)], dtype=np.float64)
                 for zero in zeros:
-                    over = group.over_bytes(problem, zero, shares, alive, capacity) if self.limited else 0.0
+                    over = group.over_bytes(problem, zero, shares, alive, capacity) if self.limited else -np.inf
+                    if zero != zeros[0] and first <= -ROOMY * self.least_memory:
+                        break  # what fits with whole state is as fast and simpler
+                    first = over if zero == zeros[0] else first
                     step = bound + group.update_s(problem, zero, shares, int(found.devices[0, 0, 0]))
                     yield Candidate(
                         family, pp, dp, tensor, rows, share, count, zero, recompute, layout, group.ends, step, over, reverse
@@ -235,17 +246,18 @@ class Enumerator:
         self, family: Family, pp: int, dp: int, tensor: TensorChoice, layout: str, reverse: bool, group: _Group
     ) -> Floats:
         """Half of the time of a ring over the slowest link, for each stage: no way to add up is twice as fast."""
-        key = (family.name, pp, dp, tensor.tp, layout, reverse)
+        replicas = family.replicas
+        key = (family if replicas > 1 else None, pp, dp, tensor.tp, layout, reverse)
         if key not in self._rates:
-            groups = sync_groups(self.grid(pp, dp, tensor.tp, layout, reverse), placement_of(family, pp))
-            count = len(groups[0])
-            rates = (
-                [self.problem.links.slowest(devices).bytes_per_s for devices in groups] if count > 1 else [np.inf] * len(groups)
-            )
-            self._rates[key] = (np.array(rates), count)
+            found = self.grid(pp, dp, tensor.tp, layout, reverse)
+            lone = replicas == 1
+            groups = list(found.devices[:, :, 0]) if lone else sync_groups(found, placement_of(family, pp))
+            self._rates[key] = (self.problem.links.slowest_rates(groups), min(map(len, groups)))
         rates, count = self._rates[key]
-        found: Floats = (count - 1) / count * group.parameters / rates
-        return found
+        if replicas == 1:
+            rates = rates[group.worker[0]]
+        least: Floats = (count - 1) / count * group.parameters / rates
+        return least
 
 
 class _Group:
@@ -328,13 +340,13 @@ class _Group:
         return max(whole, sums, self.trip)
 
     def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> float:
-        """By how much the tightest worker misses its memory; 0 if it may fit."""
+        """By how much the tightest worker misses its memory; negative if it may fit."""
         state = problem.optimizer(1.0) * self.held
         static = np.array([static_bytes(p, o, zero=zero, shares=shares) for p, o in zip(self.held, state, strict=True)])
         if zero == "zero-3":
             static = static + self.held / self.family.chunks
         need = static + alive * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
-        return max(0.0, float((need - capacity).max()))
+        return float((need - capacity).max())
 
     def update_s(self, problem: Problem, zero: str, shares: int, device: int) -> float:
         """The time of an update of the worker with the most parameters."""

@@ -79,6 +79,17 @@ class DeviceLinks:
         again_latency, again = self.between(b[keep], a[keep])
         return Link(float(max(latency.max(), again_latency.max())), float(min(rate.min(), again.min())))
 
+    def slowest_rates(self, groups: Sequence[Ints]) -> Floats:
+        """Returns the lowest bandwidth inside each group of devices; infinite for one device."""
+        if max(map(len, groups)) < 2:
+            return np.full(len(groups), np.inf)
+        if self.host is not None and not self._exceptions and len(set(map(len, groups))) == 1:
+            hosts = self.host[np.stack(list(groups))]
+            alone = (hosts == hosts[:, :1]).all(axis=1)
+            found: Floats = np.where(alone, self.inside[hosts[:, 0], 1], self.card[hosts, 1].min(axis=1))
+            return found
+        return np.array([self.slowest(group).bytes_per_s for group in groups])
+
     def gather_s(self, ranks: Sequence[int] | Ints, size: float) -> float:
         """Returns how long a group needs to gather a buffer of which each device has an equal part."""
         group = np.asarray(ranks, np.int64)
