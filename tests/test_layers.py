@@ -36,7 +36,7 @@ LOADED_ON_DEMAND = {
     ROOT / "simulate" / "quick_kernels.py",
     ROOT / "simulate" / "quick_program.py",
     ROOT / "simulate" / "quick_sweep.py",
-    *(path for path in (ROOT / "planners").glob("*.py") if path.name not in ("__init__.py", "_limits.py")),
+    *(path for path in (ROOT / "planners").rglob("*.py") if path.name not in ("__init__.py", "_limits.py")),
 }
 """Pure files that need numpy: only who asks for them loads it."""
 

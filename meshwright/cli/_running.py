@@ -36,8 +36,8 @@ def follow(trainer: Trainer, trace: Path | None, *, as_json: bool) -> None:
 
 def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) -> None:
     """Prints the loss, the speed and the peak memory of each rank."""
+    from meshwright.report.prediction_log import comparison_line
     from meshwright.report.progress import size_text
-    from meshwright.train.auto.prediction_log import comparison_line
 
     history, peaks, metrics = trainer.state.log_history, trainer.peak_bytes, output.metrics
     if as_json:

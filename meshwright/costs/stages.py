@@ -12,12 +12,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
+from typing import Protocol
 
 from meshwright.costs.memory import optimizer_state, stage_parameters
 from meshwright.ir.cluster import Cluster, Duplex, Link
 from meshwright.ir.layer_costs import ChainCost, Profile
 from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.ir.profile import StageCost
+
+
+class GroupLinks(Protocol):
+    """What is asked of links between groups of devices. A cluster answers; planners have a faster way for many devices."""
+
+    def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
+        """The largest latency and the lowest bandwidth among some devices, or between them and others."""
+
+    def all_reduce_s(self, ranks: Sequence[int], size: float) -> float:
+        """How long these devices need to add up a buffer."""
 
 
 class Charge(StrEnum):
@@ -64,12 +75,20 @@ def stage_costs(
     *,
     rows: int | None = None,
     charge: Charge = Charge.ROWS,
+    groups: GroupLinks | None = None,
+    chains: Mapping[int, ChainCost] | None = None,
+    slowness: Sequence[float] | None = None,
 ) -> tuple[StageCost, ...]:
-    """Returns what each stage of a plan costs on one of its devices. The slowest of its devices decides its time."""
+    """Returns what each stage of a plan costs on one of its devices. The slowest of its devices decides its time.
+
+    `groups`, `chains` and `slowness` may be given by who has them already.
+    """
     found: list[StageCost] = []
-    slowness = device_slowness(profile, cluster) if charge is Charge.ROWS else [1.0] * cluster.size
+    if slowness is None:
+        slowness = device_slowness(profile, cluster) if charge is Charge.ROWS else [1.0] * cluster.size
     launch = [device.launch_s for device in cluster.devices] if charge is Charge.ROWS else []
-    chains = {width: shared_chain(profile, rows, width) for width in {stage.width for stage in stages}}
+    if chains is None:
+        chains = {width: shared_chain(profile, rows, width) for width in {stage.width for stage in stages}}
     for number, stage in enumerate(stages):
         chain, width = chains[stage.width], stage.width
         after = stages[number + 1].width if number + 1 < len(stages) else 0
@@ -84,7 +103,7 @@ def stage_costs(
                 input_s=slow * sum(chain.input_s[layer] for layer in stage.layers) + call,
                 weight_s=slow * sum(chain.weight_s[layer] for layer in stage.layers),
                 recompute_s=forward if stage.recompute else 0.0,
-                sync_s=_sync_s(cluster, stage.devices, parameters, charge),
+                sync_s=_sync_s(groups or cluster, stage.devices, parameters, charge),
                 activation_bytes=sum(chain.saved_bytes[layer] for layer in stage.layers) / width,
                 output_bytes=chain.output_bytes[stage.last] / lanes if after else 0.0,
                 gradient_bytes=chain.gradient_bytes[stage.last] / lanes if after else 0.0,
@@ -95,17 +114,19 @@ def stage_costs(
     return tuple(found)
 
 
-def _sync_s(cluster: Cluster, devices: Sequence[int], size: float, charge: Charge) -> float:
+def _sync_s(cluster: GroupLinks, devices: Sequence[int], size: float, charge: Charge) -> float:
     if charge is Charge.ROWS:
         return cluster.all_reduce_s(devices, size)
     count = len(devices)
     return 2 * (count - 1) / count * size / cluster.slowest(devices).bytes_per_s if count > 1 and size else 0.0
 
 
-def stage_links(stages: Sequence[PlanStage], cluster: Cluster, *, charge: Charge = Charge.ROWS) -> Cluster:
+def stage_links(
+    stages: Sequence[PlanStage], cluster: Cluster, *, charge: Charge = Charge.ROWS, groups: GroupLinks | None = None
+) -> Cluster:
     """Returns the links between the groups of devices, each as one worker. SPP has no latency, and links in one direction."""
     links: dict[tuple[int, int], Link] = {}
     for number, (one, other) in enumerate(pairwise(stages)):
-        slowest = cluster.slowest(one.devices, other.devices)
+        slowest = (groups or cluster).slowest(one.devices, other.devices)
         links[number, number + 1] = Link(0.0, slowest.bytes_per_s) if charge is Charge.PAIRS else slowest
     return Cluster(Link(), links, Duplex.HALF if charge is Charge.PAIRS else cluster.duplex)

@@ -1,7 +1,7 @@
 """Each file here is a planner; its file name is what users type. `plan` finds it and calls it.
 
-A planner file has one function `plan(*, profile, cluster, microbatches, limits) -> Iterator[Plan]`. It yields at least one plan,
-and each is better than the one before.
+A planner file has one function `plan(*, profile, cluster, microbatches, batch, limits) -> Iterator[Plan]`. It yields at least one
+plan, and each is better than the one before.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
-from meshwright.planners._limits import PlanLimits, SplitRows
+from meshwright.planners._limits import Asked, NothingFitsError, PlanLimits, SplitRows
+from meshwright.schedules import names as schedule_names
 
-__all__ = ["PlanLimits", "SplitRows", "names", "plan"]
+__all__ = ["NothingFitsError", "PlanLimits", "SplitRows", "names", "plan"]
 
 
 def names() -> list[str]:
@@ -29,7 +30,7 @@ def names() -> list[str]:
     Examples:
         >>> from meshwright import planners
         >>> planners.names()
-        ['spp']
+        ['even', 'search', 'spp']
     """
     return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
 
@@ -38,26 +39,43 @@ def plan(
     profile: Profile,
     cluster: Cluster,
     *,
-    microbatches: int,
+    microbatches: int | None = None,
+    batch: int | None = None,
     planner: str = "spp",
     rows: int | None = None,
     split_rows: SplitRows | str | None = None,
+    memory_free: bool = False,
+    schedule: str | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    tensor: bool = True,
+    seconds: float = float("inf"),
+    explain: bool = False,
 ) -> Plan:
-    """Choose stages, replicas and devices for a model on a cluster.
+    """Choose stages, replicas and devices for a model on a cluster; `search` also chooses schedule, degrees and memory modes.
 
     Args:
         profile: What each layer costs.
         cluster: The devices and their links.
         microbatches: Microbatches of one step.
-        planner: Which planner chooses.
-        rows: Rows of one microbatch, for a profile that knows its rows.
+        batch: Rows of one step, instead; then the rows of a microbatch are chosen, too. The profile has to know its rows.
+        planner: Which planner chooses: `even`, `spp` or `search`.
+        rows: Rows of one microbatch, for a profile that knows its rows, together with `microbatches`.
         split_rows: `even`, `uneven` (the default) or `ignore` (the default for profiles without rows).
+        memory_free: Ignore the memory of the devices.
+        schedule: Only this schedule.
+        pp: Only pipelines of so many workers.
+        dp: Only so many data-parallel copies.
+        tensor: Whether ranks may share the tensors of a layer.
+        seconds: End the search after this time, with the best plan so far.
+        explain: Find out, too, when another plan would be better (`Plan.flips`).
 
     Returns:
         The plan.
 
     Raises:
-        MeshwrightError: There is no such planner, the cluster does not say which devices it has, or a size is not possible.
+        MeshwrightError: There is no such planner, the cluster does not say which devices it has, a size is not possible, or
+            nothing fits.
 
     Examples:
         >>> import meshwright as mw
@@ -68,16 +86,24 @@ def plan(
     """
     if planner not in names():
         raise MeshwrightError(f"there is no planner '{planner}'{did_you_mean(planner, names())}", fix=", ".join(names()))
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise MeshwrightError(f"microbatches must be a whole number of at least 1, got {microbatches!r}", fix="microbatches=16")
+    for what, count in (("microbatches", microbatches), ("batch", batch), ("pp", pp), ("dp", dp), ("rows", rows)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=16")
+    if (microbatches is None) == (batch is None):
+        raise MeshwrightError("a plan needs either a number of microbatches or a batch", fix="microbatches=16, or batch=64")
     if cluster.size < 1:
         raise MeshwrightError(
             "this cluster has links but no devices", fix="a TOML file with [[nodes]], or a matrix of bandwidths"
         )
-    if profile.rows and rows is None:
-        raise MeshwrightError("this profile knows its rows, so a plan needs the rows of a microbatch", fix="rows=8")
+    if profile.rows and rows is None and batch is None:
+        raise MeshwrightError("this profile knows its rows, so a plan needs the rows of a microbatch", fix="rows=8, or batch=64")
+    if schedule is not None and schedule not in schedule_names():
+        raise MeshwrightError(
+            f"there is no schedule '{schedule}'{did_you_mean(schedule, schedule_names())}", fix=", ".join(schedule_names())
+        )
     chosen = SplitRows.UNEVEN if split_rows is None and profile.rows else SplitRows(split_rows or SplitRows.IGNORE)
-    limits = PlanLimits(rows if profile.rows else None, chosen)
+    known = rows if profile.rows and batch is None else None
+    limits = PlanLimits(known, chosen, memory_free, schedule, pp, dp, tensor, seconds, explain)
     try:
         module = importlib.import_module(f"{__name__}.{planner}")
     except ModuleNotFoundError as error:
@@ -86,5 +112,10 @@ def plan(
         raise MeshwrightError("planning needs numpy, which is not installed", fix="pip install 'meshwright[fast]'") from error
     start = perf_counter()
     best: Plan
-    *_, best = module.plan(profile=profile, cluster=cluster, microbatches=microbatches, limits=limits)
-    return replace(best, planning_s=perf_counter() - start)
+    *_, best = module.plan(profile=profile, cluster=cluster, microbatches=microbatches, batch=batch, limits=limits)
+    best = replace(best, planning_s=perf_counter() - start)
+    if not explain:
+        return best
+    from meshwright.planners._flip_points import flip_points
+
+    return replace(best, flips=flip_points(module.plan, best, Asked(profile, cluster, microbatches, batch, limits)))

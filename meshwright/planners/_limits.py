@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.layer_costs import Profile
+
 
 class SplitRows(StrEnum):
     """May the devices that share a stage get unequal numbers of rows?"""
@@ -36,3 +40,22 @@ class PlanLimits:
         if self.rows is None or self.split_rows is SplitRows.IGNORE:
             return True
         return self.rows % width == 0 if self.split_rows is SplitRows.EVEN else width <= self.rows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A whole question to a planner."""
+
+    profile: Profile
+    cluster: Cluster
+    microbatches: int | None
+    batch: int | None
+    limits: PlanLimits
+
+
+class NothingFitsError(MeshwrightError):
+    """No plan fits into the memory of the devices. `needed_bytes` is the least memory of a device with which one does."""
+
+    def __init__(self, what: str, *, fix: str, needed_bytes: float) -> None:
+        super().__init__(what, fix=fix)
+        self.needed_bytes = needed_bytes

@@ -20,31 +20,32 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan, PlanStage, Rejected
 from meshwright.ir.timeline import Timeline
-from meshwright.planners._device_order import device_order
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._replicated_partition import cuttings
+from meshwright.planners._search.problem import Problem
+from meshwright.planners._search.wide_plans import table_plans
 from meshwright.schedules import build
 from meshwright.simulate import simulate
 
 Stages = tuple[PlanStage, ...]
-WORK = 4_000_000_000
-"""The most entries that the tables of partitions may visit; above it planning would take minutes."""
+WORK = 400_000_000
+"""The most entries that the exact tables of partitions may visit; above it planning would take minutes."""
 
 
-def plan(*, profile: Profile, cluster: Cluster, microbatches: int, limits: PlanLimits) -> Iterator[Plan]:
+def plan(
+    *, profile: Profile, cluster: Cluster, microbatches: int | None, limits: PlanLimits, batch: int | None = None
+) -> Iterator[Plan]:
     """Yields one plan: the shortest step over all numbers of stages and both directions."""
-    layers, devices = len(profile.layers), cluster.size
-    if min(layers, devices) * devices**2 * layers * (layers + devices) > WORK:
-        raise MeshwrightError(
-            f"spp is exact and too slow for {layers} layers on {devices} devices",
-            fix="fewer units: merge layers of the profile, or plan for one of several equal parts of the cluster",
-        )
-    candidates = list(_candidates(profile, cluster, microbatches, limits))
+    if microbatches is None:
+        raise MeshwrightError(f"spp plans a fixed number of microbatches, got batch={batch}", fix="microbatches=16, rows=4")
+    problem = Problem(profile, cluster, limits, microbatches=microbatches, batch=None)
+    candidates = list(dict.fromkeys(stage_candidates(problem, microbatches, limits.rows)))
 
     def executed(stages: Stages, charge: Charge) -> Timeline:
-        costs = stage_costs(profile, stages, cluster, rows=limits.rows, charge=charge)
+        chains = {stage.width: problem.chain(limits.rows, stage.width) for stage in stages}
+        costs = stage_costs(profile, stages, cluster, rows=limits.rows, charge=charge, groups=problem.links, chains=chains)
         order = build("listed", workers=len(stages), microbatches=microbatches)
-        return simulate(order, costs, stage_links(stages, cluster, charge=charge))
+        return simulate(order, costs, stage_links(stages, cluster, charge=charge, groups=problem.links))
 
     steps = [executed(stages, Charge.PAIRS).makespan_s for stages in candidates]
     ranked = sorted(zip(steps, candidates, strict=True), key=lambda pair: pair[0])  # stable: ties go to the one found first
@@ -58,6 +59,7 @@ def plan(*, profile: Profile, cluster: Cluster, microbatches: int, limits: PlanL
         lower_bound_s=real.lower_bound_s,
         peak_bytes=tuple(real.peak_bytes(worker) for worker in range(real.workers)),
         paper_step_s=paper,
+        parallel=keywords(stages, microbatches),
         alternatives=tuple(
             Rejected(_name(other), step, f"{step / paper:.3f} times the chosen step, by the published costs")
             for step, other in ranked[1:]
@@ -66,14 +68,38 @@ def plan(*, profile: Profile, cluster: Cluster, microbatches: int, limits: PlanL
     )
 
 
-def _candidates(profile: Profile, cluster: Cluster, microbatches: int, limits: PlanLimits) -> Iterator[Stages]:
-    """Yields the plan with the least bottleneck for each number of stages, for both directions of the order of devices."""
-    count = cluster.size
-    shares = {width: shared_chain(profile, limits.rows, width) for width in range(1, count + 1) if limits.allows(width)}
-    rates = [[cluster.between(a, b).bytes_per_s if a != b else float("inf") for b in range(count)] for a in range(count)]
-    order = device_order(rates)
-    for direction in (order, order[::-1]):
-        along = [[rates[a][b] for b in direction] for a in direction]
+def keywords(stages: Stages, microbatches: int) -> dict[str, object]:
+    """Returns a plan as keywords of `Parallel`."""
+    return {
+        "pp": len(stages),
+        "schedule": "listed",
+        "microbatches": microbatches,
+        **({"width": [stage.width for stage in stages]} if any(stage.width > 1 for stage in stages) else {}),
+        "stages": [stage.first for stage in stages[1:]],
+        "ranks": [device for stage in stages for device in stage.devices],
+    }
+
+
+def small_enough(layers: int, devices: int) -> bool:
+    """Whether the exact tables of partitions are used; larger problems use those of `_search/threshold_partition.py`."""
+    return min(layers, devices) * devices**2 * layers * (layers + devices) <= WORK
+
+
+def stage_candidates(problem: Problem, microbatches: int, rows: int | None) -> Iterator[Stages]:
+    """Yields the plan with the least bottleneck for each number of stages, for both directions of the order of devices.
+
+    A large problem has one plan for each of several limits on the bottleneck instead, whatever its number of stages.
+    """
+    count, limits = problem.devices, problem.limits
+    exact = small_enough(problem.layers, count)
+    widths = range(1, count + 1) if exact else ()
+    shares = {width: shared_chain(problem.profile, rows, width) for width in widths if limits.allows(width)}
+    rates = problem.links.rates()
+    for direction in (problem.order, problem.order[::-1]):
+        if not exact:
+            yield from table_plans(problem, direction, microbatches, rows)
+            continue
+        along = rates[direction][:, direction].tolist()
         for cutting in cuttings(shares, along, microbatches):
             yield tuple(
                 PlanStage(layers[0], layers[-1], tuple(direction[place] for place in places))

@@ -21,9 +21,9 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from meshwright.capture.weights.sketch import Skeleton, sketch
 from meshwright.errors import MeshwrightError
+from meshwright.report.prediction_log import keep_measured
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.auto.prediction_log import keep_measured
 from meshwright.train.data.collate import Collator, default_collator
 from meshwright.train.loop import between_trainings, on_rank
 from meshwright.train.loop.flops import speed_of

@@ -14,8 +14,8 @@ pytest.importorskip("torch", reason="needs torch")
 
 from meshwright import MeshwrightError, Parallel, TrainingArguments, parallelize, planned_file
 from meshwright.ir.plan.planned_file import PlannedFile
+from meshwright.report import prediction_log
 from meshwright.runtime.launch.workers import Workers
-from meshwright.train.auto import prediction_log
 from tests.support.paths import ROOT
 from tests.support.trainers import distance, gpt2, ours, series, text
 

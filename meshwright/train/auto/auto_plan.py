@@ -20,21 +20,17 @@ from meshwright import planners
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.cluster_file import read_cluster
-from meshwright.ir.files.cluster_json import cluster_to_json
-from meshwright.ir.files.profile_json import profile_to_json
-from meshwright.ir.layer_costs import Profile
-from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.plan.plan_file import auto_cluster
-from meshwright.ir.plan.planned_file import PlannedFile, digest_of, plan_file_json
-from meshwright.ir.plan.runnable_plan import runnable
+from meshwright.ir.plan.planned_file import PlannedFile
 from meshwright.ir.reader import parsed
+from meshwright.planners._planned_text import planned_text
+from meshwright.report.prediction_log import error_band
 from meshwright.runtime import device as devices
 from meshwright.runtime.discover.discover import discover, measure_ranks
 from meshwright.runtime.json_exchange import broadcast_json
 from meshwright.runtime.launch.workers import attach
 from meshwright.runtime.stage.batch import Given
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.auto.prediction_log import error_band
 from meshwright.train.profiling.profile_model import profile_model
 from meshwright.train.setup.where import launched
 
@@ -101,20 +97,7 @@ def plan_text(request: AutoRequest, cluster: Cluster) -> str:
         optimizer=request.optimizer,
     )
     found = planners.plan(profile, cluster, batch=batch, planner="search", tensor=request.tensor, seconds=SECONDS)
-    return planned_text(found, profile, cluster, batch)
-
-
-def planned_text(found: Plan, profile: Profile, cluster: Cluster, batch: int | None) -> str:
-    """Returns a chosen plan as the text of a plan file, with its prediction and what it was made for."""
-    inputs = {
-        "profile": {"digest": digest_of(profile_to_json(profile)), "device": profile.device, "source": profile.source.value},
-        "cluster": {"digest": digest_of(cluster_to_json(cluster)), "devices": cluster.size},
-        "precision": profile.precision,
-        **({} if batch is None else {"batch": batch}),
-    }
-    predicted = {"step_s": found.step_s, "lower_bound_s": found.lower_bound_s, "peak_bytes": list(found.peak_bytes)}
-    predicted["error"] = max(profile.error, error_band(profile.device))
-    return plan_file_json(runnable(found), stages=found.to_dict()["stages"], predicted=predicted, made_for=inputs)
+    return planned_text(found, profile, cluster, batch=batch, error=error_band(profile.device))
 
 
 def _rows(batch: int) -> tuple[int, ...]:

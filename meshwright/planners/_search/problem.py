@@ -6,6 +6,7 @@ devices that share a stage, or data-parallel copies, divide the rows of each mic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costs.memory import optimizer_state
-from meshwright.costs.stages import device_slowness, shared_chain
+from meshwright.costs.stages import device_slowness, shared_chain, stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import Profile
-from meshwright.planners._device_links import DeviceLinks
+from meshwright.ir.layer_costs import ChainCost, Profile
+from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.ir.profile import StageCost
 from meshwright.planners._device_order import device_order
 from meshwright.planners._limits import PlanLimits
+from meshwright.planners._search.device_links import DeviceLinks
 
 Floats = NDArray[np.float64]
 
@@ -71,6 +74,8 @@ class Problem:
         self.launch = np.array([device.launch_s for device in kinds] or [0.0] * self.devices)
         self.memory_rate = np.array([device.bytes_per_s for device in kinds] or [np.inf] * self.devices)
         self.tied = sum(layer.parameter_bytes for layer in profile.layers if layer.ties)
+        self._chains: dict[tuple[int | None, int], ChainCost] = {}
+        self._slowness: list[float] = self.slowness.tolist()
         self._arrays: dict[tuple[int | None, int], LayerArrays] = {}
 
     @cached_property
@@ -87,7 +92,7 @@ class Problem:
         """Returns the layers for a microbatch of so many rows, of which each of `share` devices takes its part."""
         key = (rows, share)
         if key not in self._arrays:
-            chain = shared_chain(self.profile, rows, share)
+            chain = self.chain(rows, share)
             forward, input_s, weight = (np.array(x) for x in (chain.forward_s, chain.input_s, chain.weight_s))
             output, saved, transient = (
                 np.array(x) / share for x in (chain.output_bytes, chain.saved_bytes, chain.transient_bytes)
@@ -106,6 +111,20 @@ class Problem:
                 _sums(saved),
             )
         return self._arrays[key]
+
+    def chain(self, rows: int | None, share: int) -> ChainCost:
+        """Returns the layers on one of `share` devices that divide the rows of a microbatch."""
+        key = (rows, share)
+        if key not in self._chains:
+            self._chains[key] = shared_chain(self.profile, rows, share)
+        return self._chains[key]
+
+    def stage_costs(self, stages: Sequence[PlanStage], rows: int | None) -> tuple[StageCost, ...]:
+        """Returns what each stage of a plan costs on one of its devices."""
+        chains = {stage.width: self.chain(rows, stage.width) for stage in stages}
+        return stage_costs(
+            self.profile, stages, self.cluster, rows=rows, groups=self.links, chains=chains, slowness=self._slowness
+        )
 
     def splits(self, copies: int) -> list[tuple[int | None, int, int]]:
         """The ways in which so many copies divide a step: (rows of a microbatch, devices that share them, microbatches)."""

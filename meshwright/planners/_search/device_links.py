@@ -6,10 +6,12 @@ devices where a cluster has hosts, and in the matrix of bandwidths where it has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster import Cluster, Link
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -56,18 +58,41 @@ class DeviceLinks:
         np.fill_diagonal(found, np.inf)
         return found
 
-    def _slowest(self, group: Ints) -> tuple[float, float]:
-        """Returns the largest latency and the lowest bandwidth among the devices of a group."""
+    def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
+        """Returns the largest latency and the lowest bandwidth among some devices, or between them and others."""
+        group = np.asarray(ranks, np.int64)
+        rest = group if others is None else np.asarray(others, np.int64)
         if self.host is not None and not self._exceptions:
-            hosts = np.unique(self.host[group])
+            hosts = np.unique(self.host[np.concatenate([group, rest])])
             table = self.inside if len(hosts) == 1 else self.card
-            return float(table[hosts, 0].max()), float(table[hosts, 1].min())
-        a, b = (x.ravel() for x in np.meshgrid(group, group))
-        latency, rate = self.between(a[a != b], b[a != b])
-        return float(latency.max()), float(rate.min())
+            latency, rate = table[hosts, 0].max(), table[hosts, 1].min()
+            if others is not None and len(hosts) > 1:  # pairs inside a host may be slower than the cards
+                shared = np.intersect1d(self.host[group], self.host[rest])
+                latency = max([latency, *self.inside[shared, 0]])
+                rate = min([rate, *self.inside[shared, 1]])
+            return Link(float(latency), float(rate))
+        a, b = (x.ravel() for x in np.meshgrid(group, rest))
+        keep = a != b
+        if not keep.any():
+            return Link()
+        latency, rate = self.between(a[keep], b[keep])
+        again_latency, again = self.between(b[keep], a[keep])
+        return Link(float(max(latency.max(), again_latency.max())), float(min(rate.min(), again.min())))
 
-    def gather_s(self, group: Ints, size: float) -> float:
+    def slowest_rates(self, groups: Sequence[Ints]) -> Floats:
+        """Returns the lowest bandwidth inside each group of devices; infinite for one device."""
+        if max(map(len, groups)) < 2:
+            return np.full(len(groups), np.inf)
+        if self.host is not None and not self._exceptions and len(set(map(len, groups))) == 1:
+            hosts = self.host[np.stack(list(groups))]
+            alone = (hosts == hosts[:, :1]).all(axis=1)
+            found: Floats = np.where(alone, self.inside[hosts[:, 0], 1], self.card[hosts, 1].min(axis=1))
+            return found
+        return np.array([self.slowest(group).bytes_per_s for group in groups])
+
+    def gather_s(self, ranks: Sequence[int] | Ints, size: float) -> float:
         """Returns how long a group needs to gather a buffer of which each device has an equal part."""
+        group = np.asarray(ranks, np.int64)
         count = len(group)
         if count < 2 or size <= 0:
             return 0.0
@@ -77,14 +102,15 @@ class DeviceLinks:
             if count <= SMALL:
                 found = self.cluster.gather_s([int(device) for device in group], size)
             else:
-                latency, rate = self._slowest(group)
+                link = self.slowest(group)
                 steps = count.bit_length() - 1 if count & (count - 1) == 0 else count - 1
-                found = steps * latency + (count - 1) / count * size / rate
+                found = steps * link.latency_s + (count - 1) / count * size / link.bytes_per_s
             self._groups[key] = found
         return found
 
-    def all_reduce_s(self, group: Ints, size: float) -> float:
+    def all_reduce_s(self, ranks: Sequence[int] | Ints, size: float) -> float:
         """Returns how long a group needs to add up a buffer."""
+        group = np.asarray(ranks, np.int64)
         if len(group) <= SMALL and len(group) > 1 and size > 0:
             key = ("sum", len(group), size, *self._signature(group))
             if key not in self._groups:

@@ -1,0 +1,374 @@
+"""Every plan of one width that a search considers, with a bound on its step and on its memory, before anything is built.
+
+The bound of worker w is (forwards before its first stage) + (all its work) + (backwards after its last), plus half of what its
+sums take; no order is faster. The bound on memory counts parameters, gradients, optimizer state, the activations that every order
+of the family holds, the scratch of the largest layer, and the reserve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.costs.memory import RESERVE, static_bytes
+from meshwright.ir.placement import Placement
+from meshwright.planners._search.even_cuts import even_cuts
+from meshwright.planners._search.families import ZERO_3, Family, families
+from meshwright.planners._search.grid_layout import Grid, grid, stage_slowness, sync_groups, worker_slowness
+from meshwright.planners._search.problem import Floats, Problem
+from meshwright.planners._search.tensor_costs import TensorChoice, tensor_choices, tensor_seconds
+
+Ints = NDArray[np.int64]
+ZEROS = ("replicated", "zero-1", "zero-2")
+TENSOR_SIZES = (1, 2, 4, 8, 16)
+ROOMY = 0.5
+"""If less than this share of a device is used by what is known before a simulation, modes that save memory are not tried."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan: degrees, schedule, microbatches, and where stages end. `over_bytes` is by how much it misses the memory."""
+
+    family: Family
+    pp: int
+    dp: int
+    tensor: TensorChoice
+    rows: int | None
+    share: int
+    microbatches: int
+    zero: str
+    recompute: bool
+    layout: str
+    ends: tuple[int, ...]
+    bound_s: float
+    over_bytes: float = float("-inf")
+    reverse: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Ties go to the simpler plan, then to a fixed order."""
+        simple = (self.zero != "replicated", self.recompute, self.tensor.tp, self.pp, self.family.name, self.layout, self.reverse)
+        return (self.bound_s, *simple, self.dp, self.rows or 0, self.tensor.name, self.zero)
+
+
+@dataclass
+class Timed:
+    """Seconds of layers on one device, tensor ranks included, and their sums."""
+
+    forward: Floats
+    input: Floats
+    weight: Floats
+    tensor: Floats
+    """Seconds of tensor collectives of a layer, forward and backward."""
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Enumeration:
+    """What was enumerated: plans that may fit, and how many cannot."""
+
+    fit: list[Candidate]
+    misfit: list[Candidate]
+    bounded: int
+
+
+class Enumerator:
+    """Walks through all combinations, and keeps what several of them share."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.limited = bool(np.isfinite(problem.memory).any())
+        self.least_memory = float(problem.memory.min()) if self.limited else 0.0
+        self._timed: dict[tuple[object, ...], Timed] = {}
+        self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._groups: dict[tuple[object, ...], _Group] = {}
+        self._grids: dict[tuple[object, ...], Grid] = {}
+        self._rates: dict[tuple[object, ...], tuple[Floats, int]] = {}
+        self._tensor: dict[tuple[int, int | None], TensorChoice | None] = {}
+
+    def run(self) -> Enumeration:
+        """Returns all candidates, the most promising first."""
+        fit: list[Candidate] = []
+        misfit: list[Candidate] = []
+        bounded = 0
+        for pp, dp, tp in self._degrees():
+            for rows, share, count in self.problem.splits(dp):
+                tensor = self.tensor(tp, rows)
+                if tensor is None:
+                    continue
+                for family in self._families(pp, dp, count):
+                    tight = False
+                    for recompute in (False, True):
+                        if recompute and not tight:
+                            break  # a plan that fits without it is faster
+                        for found in self._variants(family, pp, dp, tensor, (rows, share, count), recompute):
+                            bounded += 1
+                            tight = tight or found.over_bytes > -ROOMY * self.least_memory
+                            (misfit if found.over_bytes > 0 else fit).append(found)
+        fit.sort(key=lambda candidate: candidate.key)
+        return Enumeration(fit, misfit, bounded)
+
+    def _degrees(self) -> Iterator[tuple[int, int, int]]:
+        """Pipeline, data-parallel and tensor degrees that fit on the devices."""
+        problem, limits = self.problem, self.problem.limits
+        for tp in TENSOR_SIZES if limits.tensor else (1,):
+            rest = problem.devices // tp
+            for pp in [limits.pp] if limits.pp else _pipelines(rest, problem.layers):
+                most = rest // pp
+                for dp in [limits.dp] if limits.dp else self._copies(most):
+                    if 1 <= dp <= most and pp <= problem.layers:
+                        yield pp, dp, tp
+
+    def _copies(self, most: int) -> list[int]:
+        """Numbers of copies worth trying: with fewer than half of the devices a plan would need other reasons to be good."""
+        batch = self.problem.batch
+        if batch is not None:
+            return [n for n in range(most, 0, -1) if batch % n == 0][:2]
+        if most <= 4:
+            return list(range(most, 0, -1))
+        return sorted({most, most - 1, 2 ** (most.bit_length() - 1), most // 2}, reverse=True)
+
+    def _families(self, pp: int, dp: int, count: int) -> Iterator[Family]:
+        wanted = self.problem.limits.schedule
+        if pp == 1:
+            single = [family for family in families(wanted) if family.has_line][:1]
+            yield from single
+            if dp > 1 and self.limited and wanted in (None, "interleaved") and self.problem.layers >= ZERO_3.chunks:
+                yield ZERO_3
+            return
+        for family in families(wanted):
+            if pp * family.chunks <= self.problem.layers and family.fits(pp, count):
+                yield family
+
+    def tensor(self, tp: int, rows: int | None) -> TensorChoice | None:
+        """Returns the mode with the least collectives; None if tensor ranks cannot be priced."""
+        key = (tp, rows)
+        if key not in self._tensor:
+            choices = tensor_choices(self.problem.profile, tp)
+            if len(choices) > 1:
+                latency, rate = self._tensor_link(tp)
+                seconds = [
+                    sum(float(x.sum()) for x in tensor_seconds(self.problem.profile, choice, rows or 1, latency, rate))
+                    for choice in choices
+                ]
+                choices = [choices[int(np.argmin(seconds))]]
+            self._tensor[key] = choices[0] if choices else None
+        return self._tensor[key]
+
+    def _tensor_link(self, tp: int) -> tuple[float, float]:
+        """The slowest link inside any run of `tp` neighbours."""
+        order = np.array(self.problem.order[: self.problem.devices // tp * tp]).reshape(-1, tp)
+        latency, rate = self.problem.links.between(order[:, :-1], order[:, 1:])
+        return float(latency.max()), float(rate.min())
+
+    def timed(self, rows: int | None, share: int, tensor: TensorChoice) -> Timed:
+        """Returns the seconds of layers for these rows and tensor ranks."""
+        key = (rows, share, tensor)
+        if key not in self._timed:
+            arrays = self.problem.arrays(rows, share)
+            tp = tensor.tp
+            none = np.zeros(self.problem.layers)
+            there, back = none, none
+            if tp > 1:
+                there, back = tensor_seconds(self.problem.profile, tensor, rows or 1, *self._tensor_link(tp))
+            forward, input_s, weight = arrays.forward / tp + there, arrays.input / tp + back, arrays.weight / tp
+            found = Timed(forward, input_s, weight, there + back)
+            for name, values in (
+                ("work", forward + input_s + weight),
+                ("again", 2 * forward + input_s + weight),
+                ("forward", forward),
+                ("input", input_s),
+                ("weight", weight),
+                ("tensor", found.tensor),
+                ("saved", arrays.saved / tp),
+            ):
+                found.sums[name] = np.concatenate([[0.0], np.cumsum(values)]).tolist()
+            self._timed[key] = found
+        return self._timed[key]
+
+    def grid(self, pp: int, dp: int, tp: int, layout: str, reverse: bool = False) -> Grid:
+        """Returns the devices of a layout."""
+        key = (pp, dp, tp, layout, reverse)
+        if key not in self._grids:
+            self._grids[key] = grid(self.problem, pp, dp, tp, layout, reverse=reverse)
+        return self._grids[key]
+
+    def _variants(
+        self, family: Family, pp: int, dp: int, tensor: TensorChoice, split: tuple[int | None, int, int], recompute: bool
+    ) -> Iterator[Candidate]:
+        """Yields what differs in layout and in how copies divide their state."""
+        rows, share, count = split
+        problem, tp = self.problem, tensor.tp
+        layouts = ("stages", "copies") if pp > 1 and dp > 1 else ("stages",)
+        shares = dp * family.replicas
+        zeros = ("zero-3",) if family is ZERO_3 else ZEROS if self.limited and shares > 1 else ZEROS[:1]
+        first = 0.0
+        for layout in layouts:
+            for reverse in (False,) if problem.uniform else (False, True):
+                found = self.grid(pp, dp, tp, layout, reverse)
+                group = self._group(family, pp, (rows, share), tensor, recompute, found)
+                bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group))
+                capacity = problem.memory[found.devices].min(axis=(1, 2))
+                alive = np.array([family.live(w, pp, count) for w in range(pp)], dtype=np.float64)
+                for zero in zeros:
+                    over = group.over_bytes(problem, zero, shares, alive, capacity) if self.limited else -np.inf
+                    if zero != zeros[0] and first <= -ROOMY * self.least_memory:
+                        break  # what fits with whole state is as fast and simpler
+                    first = over if zero == zeros[0] else first
+                    step = bound + group.update_s(problem, zero, shares, int(found.devices[0, 0, 0]))
+                    yield Candidate(
+                        family, pp, dp, tensor, rows, share, count, zero, recompute, layout, group.ends, step, over, reverse
+                    )
+
+    def _group(
+        self, family: Family, pp: int, rows: tuple[int | None, int], tensor: TensorChoice, recompute: bool, found: Grid
+    ) -> _Group:
+        workers = worker_slowness(self.problem, found)
+        slow = (float(workers[0]),) if self.problem.uniform else tuple(workers.tolist())
+        key = (family, pp, rows, tensor, recompute, slow)
+        if key not in self._groups:
+            placement = placement_of(family, pp)
+            stages = stage_slowness(placement, workers)
+            timed = self.timed(*rows, tensor)
+            cut_key = (rows, tensor, recompute, tuple(stages))
+            if cut_key not in self._cuts:
+                self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
+            self._groups[key] = _Group(
+                self.problem, family, placement, timed, self._cuts[cut_key], stages, recompute, tensor, rows
+            )
+        return self._groups[key]
+
+    def _sync_s(
+        self, family: Family, pp: int, dp: int, tensor: TensorChoice, layout: str, reverse: bool, group: _Group
+    ) -> Floats:
+        """Half of the time of a ring over the slowest link, for each stage: no way to add up is twice as fast."""
+        replicas = family.replicas
+        key = (family if replicas > 1 else None, pp, dp, tensor.tp, layout, reverse)
+        if key not in self._rates:
+            found = self.grid(pp, dp, tensor.tp, layout, reverse)
+            lone = replicas == 1
+            groups = list(found.devices[:, :, 0]) if lone else sync_groups(found, placement_of(family, pp))
+            self._rates[key] = (self.problem.links.slowest_rates(groups), min(map(len, groups)))
+        rates, count = self._rates[key]
+        if replicas == 1:
+            rates = rates[group.worker[0]]
+        least: Floats = (count - 1) / count * group.parameters / rates
+        return least
+
+
+class _Group:
+    """Candidates that differ only in copies, layout, and how copies divide state."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        family: Family,
+        placement: Placement,
+        timed: Timed,
+        ends: tuple[int, ...],
+        slowness: list[float],
+        recompute: bool,
+        tensor: TensorChoice,
+        rows: tuple[int | None, int],
+    ) -> None:
+        self.ends, self.family = ends, family
+        self.worker = worker_table(family, placement.workers)
+        at, before = np.array(ends), np.array((0, *ends[:-1]))
+        slow = np.array(slowness)
+
+        def stage_sums(name: str) -> Floats:
+            sums = np.array(timed.sums[name])
+            found: Floats = sums[at] - sums[before]
+            return found
+
+        forward = stage_sums("forward") * slow
+        backward = (stage_sums("input") + stage_sums("weight")) * slow + (forward if recompute else 0.0)
+        chain = stage_sums("input") * slow if family.split else backward
+        self.stage_work = forward + backward
+        self.parameters = (problem.parameter_sums[at] - problem.parameter_sums[before]) / tensor.tp
+        workers, replicas, stages = placement.workers, placement.replicas, placement.stages
+        flat = self.worker.ravel()
+        head = np.tile(np.concatenate([[0.0], np.cumsum(forward)[:-1]]), replicas)
+        tail = np.tile(np.concatenate([[0.0], np.cumsum(chain)[:-1]]), replicas)
+        self.head, self.tail = np.full(workers, np.inf), np.full(workers, np.inf)
+        np.minimum.at(self.head, flat, head)
+        np.minimum.at(self.tail, flat, tail)
+        if family.split:
+            self.tail = np.zeros(workers)
+        self.work = np.zeros(workers)
+        np.add.at(self.work, flat, np.tile(self.stage_work, replicas) / replicas)
+        self.trip = float(forward.sum() + chain.sum())
+        self.first_head = head[:stages]
+        self._memory(problem, timed, (before, at), recompute, tensor, rows)
+
+    def _memory(
+        self,
+        problem: Problem,
+        timed: Timed,
+        ends: tuple[Ints, Ints],
+        recompute: bool,
+        tensor: TensorChoice,
+        rows: tuple[int | None, int],
+    ) -> None:
+        before, at = ends
+        workers, flat = len(self.work), self.worker.ravel()
+        replicas = len(self.worker)
+        saved = np.array(timed.sums["saved"])
+        kept = saved[at] - saved[before]
+        arrays = problem.arrays(*rows)
+        scratch = np.array([arrays.transient[a:b].max(initial=0.0) for a, b in zip(before, at, strict=True)]) / tensor.tp
+        if recompute:
+            scratch = scratch + kept
+            kept = np.where(before > 0, arrays.output[np.maximum(before - 1, 0)], 0.0)
+        self.held = np.zeros(workers)
+        np.add.at(self.held, flat, np.tile(self.parameters, replicas))
+        self.held = np.maximum(self.held - problem.tied / tensor.tp, 0.0)
+        self.kept = np.full(workers, np.inf)
+        np.minimum.at(self.kept, flat, np.tile(kept, replicas))
+        self.scratch = np.zeros(workers)
+        np.maximum.at(self.scratch, flat, np.tile(scratch, replicas))
+
+    def bound_s(self, count: int, sync_s: Floats) -> float:
+        """No order of so many microbatches is faster."""
+        each = count / len(self.worker)
+        whole = float((self.head + count * self.work + self.tail).max())
+        sums = float((self.first_head + each * self.stage_work + sync_s).max())
+        return max(whole, sums, self.trip)
+
+    def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> float:
+        """By how much the tightest worker misses its memory; negative if it may fit."""
+        state = problem.optimizer(1.0) * self.held
+        static = np.array([static_bytes(p, o, zero=zero, shares=shares) for p, o in zip(self.held, state, strict=True)])
+        if zero == "zero-3":
+            static = static + self.held / self.family.chunks
+        need = static + alive * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
+        return float((need - capacity).max())
+
+    def update_s(self, problem: Problem, zero: str, shares: int, device: int) -> float:
+        """The time of an update of the worker with the most parameters."""
+        return problem.update_s(float(self.held.max()) / (1 if zero == "replicated" else shares), device)
+
+
+@cache
+def placement_of(family: Family, pp: int) -> Placement:
+    """Where the stages of a family live."""
+    return family.placement(pp)
+
+
+@cache
+def worker_table(family: Family, pp: int) -> Ints:
+    """The worker of each [replica, stage]."""
+    placement = placement_of(family, pp)
+    return np.array([[teams[0][0] for teams in replica] for replica in placement.teams], np.int64)
+
+
+def _pipelines(most: int, layers: int) -> list[int]:
+    """Numbers of stages worth trying: all small ones, then divisors and powers of two."""
+    limit = min(most, layers)
+    if limit <= 16:
+        return list(range(1, limit + 1))
+    return [n for n in range(1, limit + 1) if most % n == 0 or n & (n - 1) == 0]

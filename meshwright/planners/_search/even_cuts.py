@@ -1,0 +1,78 @@
+"""Layers cut into stages so that the busiest stage has the least work, and the others are as even as that allows.
+
+Bisection over the work of the busiest stage, with stages filled from the left. It is exact. A stage can be
+slower than others: then its share of the layers is smaller.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+STEPS = 60
+"""Halvings of the interval in which the bottleneck lies."""
+
+
+def even_cuts(sums: Sequence[float], slowness: Sequence[float]) -> tuple[int, ...]:
+    """Returns where each stage ends. `sums[l]` is the work of the first l layers; stage k takes `slowness[k]` times its work."""
+    layers, stages = len(sums) - 1, len(slowness)
+    assert 1 <= stages <= layers
+    if stages == 1:
+        return (layers,)
+    total = sums[-1]
+    largest = max(b - a for a, b in pairwise(sums)) if layers > 1 else total
+    low = total / sum(1.0 / s for s in slowness)
+    high = (low + largest) * max(slowness) * (1 + 1e-9)
+    high = high if _reach(sums, slowness, high) else total * max(slowness)
+    for _ in range(STEPS):
+        if high - low <= 1e-9 * high:
+            break
+        middle = (low + high) / 2
+        if _reach(sums, slowness, middle):
+            high = middle
+        else:
+            low = middle
+    left = _reach(sums, slowness, high)
+    assert left is not None
+    return _spread(sums, slowness, high, left)
+
+
+def _reach(sums: Sequence[float], slowness: Sequence[float], limit: float) -> list[int] | None:
+    """Where stages end at the latest if none works longer than `limit`; None if the layers do not fit."""
+    layers, stages = len(sums) - 1, len(slowness)
+    ends: list[int] = []
+    at = 0
+    for k, slow in enumerate(slowness):
+        room = layers - (stages - 1 - k)
+        at = min(bisect_right(sums, sums[at] + limit / slow * (1 + 1e-12)) - 1, room)
+        if at <= (ends[-1] if ends else 0):
+            return None
+        ends.append(at)
+    return ends if at == layers else None
+
+
+def _spread(sums: Sequence[float], slowness: Sequence[float], limit: float, left: Sequence[int]) -> tuple[int, ...]:
+    """Moves ends towards equal work, without exceeding the limit."""
+    layers, stages = len(sums) - 1, len(slowness)
+    first = [layers] * stages  # where stages end at the earliest
+    at = layers
+    for k in range(stages - 1, 0, -1):
+        start = bisect_left(sums, sums[at] - limit / slowness[k] * (1 + 1e-12))
+        at = max(min(start, at - 1), k)
+        first[k - 1] = at
+    share = 0.0
+    whole = sum(1.0 / s for s in slowness)
+    ends: list[int] = []
+    before = 0
+    for k, slow in enumerate(slowness):
+        share += 1.0 / slow
+        goal = min(bisect_left(sums, sums[-1] * share / whole), layers)
+        if goal > 0 and sums[goal] - sums[-1] * share / whole > sums[-1] * share / whole - sums[goal - 1]:
+            goal -= 1
+        reach = bisect_right(sums, sums[before] + limit / slow * (1 + 1e-12)) - 1
+        end = min(max(goal, first[k], before + 1), left[k], reach) if k < stages - 1 else layers
+        ends.append(max(end, before + 1))
+        before = ends[-1]
+    worst = max(s * (sums[b] - sums[a]) for s, a, b in zip(slowness, (0, *ends[:-1]), ends, strict=True))
+    return tuple(ends) if worst <= limit * (1 + 1e-9) else tuple(left)

@@ -1,0 +1,102 @@
+"""The schedules that a search tries, and what is known of each without building it: where stages live, what must divide.
+
+`live` is the least number of activations that a worker holds at once. It rejects plans before they are built; what a plan really
+holds comes from its lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from meshwright.ir.placement import Placement
+from meshwright.schedules._orders.chimera_slots import worker_of
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A schedule with its options.
+
+    Args:
+        schedule: Its name.
+        options: Its options.
+        chunks: Stages of a worker.
+        replicas: Copies of the pipeline inside the schedule.
+        split: Whether backwards are split, so that no worker waits for weight halves.
+        placement: Where stages live, by the number of workers.
+        fits: Whether it runs with so many workers and microbatches.
+        live: The least activations that are alive on worker w of D with N microbatches.
+    """
+
+    schedule: str
+    placement: Callable[[int], Placement]
+    options: Mapping[str, object] = field(default_factory=dict)
+    chunks: int = 1
+    replicas: int = 1
+    split: bool = False
+    fits: Callable[[int, int], bool] = lambda D, N: True
+    live: Callable[[int, int, int], int] = lambda w, D, N: 1
+
+    @property
+    def name(self) -> str:
+        """The schedule with its options, in words."""
+        options = " ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.schedule} {options}".strip()
+
+    @property
+    def has_line(self) -> bool:
+        """Whether each stage has one worker of its own, so that stages can have several devices."""
+        return self.chunks == 1 and self.replicas == 1
+
+
+def _whole_units(D: int, N: int) -> bool:
+    return D % 2 == 0 and N % 2 == 0 and (N <= D or N % D == 0)
+
+
+def _pairs(D: int) -> Placement:
+    return Placement.of(lambda r, stage: worker_of(D, 2, r, stage), stages=D, replicas=4)
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("onef1b", Placement.line, live=lambda w, D, N: min(N, D - w)),
+    Family("onef1b", Placement.line, {"warmup": 2}, live=lambda w, D, N: min(N, 2 * (D - 1 - w) + 1)),
+    Family("gpipe", Placement.line, live=lambda w, D, N: N),
+    Family("zero_bubble", Placement.line, {"variant": "h1"}, split=True, live=lambda w, D, N: min(N, D - w)),
+    Family("zero_bubble", Placement.line, {"variant": "h2"}, split=True, live=lambda w, D, N: min(N, D - w)),
+    Family("listed", Placement.line, live=lambda w, D, N: min(N, max(1, D - w))),
+    Family(
+        "interleaved",
+        lambda D: Placement.looped(D, chunks=2),
+        {"chunks": 2},
+        chunks=2,
+        fits=lambda D, N: D > 1 and N % D == 0,
+        live=lambda w, D, N: min(2 * N, 2 * (D - 1 - w) + D),
+    ),
+    Family(
+        "interleaved",
+        lambda D: Placement.looped(D, chunks=4),
+        {"chunks": 4},
+        chunks=4,
+        fits=lambda D, N: D > 1 and N % D == 0,
+        live=lambda w, D, N: min(4 * N, 2 * (D - 1 - w) + 3 * D),
+    ),
+    Family("zbv", lambda D: Placement.zigzag(D, legs=2), chunks=2, split=True, fits=lambda D, N: D > 1),
+    Family("hanayo", lambda D: Placement.zigzag(D, legs=2), {"waves": 1}, chunks=2, fits=lambda D, N: D > 1),
+    Family("hanayo", lambda D: Placement.zigzag(D, legs=4), {"waves": 2}, chunks=4, fits=lambda D, N: D > 1),
+    Family("chimera", Placement.mirrored, replicas=2, fits=_whole_units, live=lambda w, D, N: min(N, D // 2)),
+    Family("chimera", Placement.mirrored, {"mode": "steady"}, replicas=2, fits=lambda D, N: D % 2 == 0 and N % 2 == 0),
+    Family("chimera", Placement.mirrored, {"split": True}, replicas=2, split=True, fits=lambda D, N: D % 2 == 0 and N % 2 == 0),
+    Family("chimera", _pairs, {"pairs": 2}, replicas=4, fits=lambda D, N: _whole_units(D, N) and D % 4 == 0 and N % 4 == 0),
+    Family(
+        "dualpipe", Placement.mirrored, replicas=2, split=True, fits=lambda D, N: D % 2 == 0 and N % 2 == 0 and N >= 2 * D - 2
+    ),
+    Family("dualpipev", lambda D: Placement.zigzag(D, legs=2), chunks=2, split=True, fits=lambda D, N: D > 1 and N >= 2 * D - 1),
+    Family("gems", Placement.mirrored, replicas=2, fits=lambda D, N: D > 1 and N >= 2),
+)
+ZERO_3 = Family("interleaved", lambda D: Placement.looped(1, chunks=4), {"chunks": 4}, chunks=4)
+"""One worker that gathers the parameters of four stages, one after the other."""
+
+
+def families(schedule: str | None = None) -> tuple[Family, ...]:
+    """Returns all, or those of one schedule."""
+    return tuple(family for family in FAMILIES if schedule in (None, family.schedule))

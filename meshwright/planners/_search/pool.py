@@ -1,0 +1,55 @@
+"""The plans that a search has simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.planners._search.pricing import Priced, WidePlan
+
+
+@dataclass
+class Tally:
+    """What a search has done: plans with a bound, plans that do not fit, and the lowest bound that was not simulated."""
+
+    bounded: int = 0
+    died: int = 0
+    open_s: float = float("inf")
+
+
+class Pool:
+    """Simulated plans that fit, and those that do not."""
+
+    def __init__(self) -> None:
+        self.plans: list[Priced] = []
+        self.misfits: list[Priced] = []
+        self._best: Priced | None = None
+
+    def add(self, priced: Priced) -> None:
+        """Keeps a plan."""
+        self.plans.append(priced)
+        if self._best is None or priced.step_s < self._best.step_s * (1 - 1e-12):
+            self._best = priced
+
+    def drop(self, priced: Priced) -> None:
+        """Forgets a plan that turned out not to fit."""
+        self.plans = [each for each in self.plans if each is not priced]
+        self._best = min(self.plans, key=lambda each: each.step_s, default=None)
+
+    def best(self) -> Priced | None:
+        """The plan with the shortest step; the one found first among equals."""
+        return self._best
+
+    def families(self) -> set[str]:
+        """The schedules that were simulated."""
+        return {each.family.name for each in self.plans}
+
+    def best_stages(self, count: int) -> list[tuple[tuple[PlanStage, ...], float]]:
+        """The best different cuts among plans with stages of any width, with their times."""
+        found: dict[tuple[PlanStage, ...], float] = {}
+        for each in sorted(self.plans, key=lambda priced: priced.step_s):
+            if isinstance(each.plan, WidePlan) and each.plan.stages not in found:
+                found[each.plan.stages] = each.step_s
+            if len(found) == count:
+                break
+        return list(found.items())

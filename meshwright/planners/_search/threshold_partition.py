@@ -1,0 +1,201 @@
+"""Stages of any width in one order of devices, for a limit on the busiest one: the shortest round trip under that limit.
+
+Among plans whose every stage and channel is at most `limit`, minimize the time of one microbatch through all stages and back:
+
+    T(i, r, l) = P(l) / r + min over l' in [low(l), l) of ( min over r' of T(i - r, r', l') + channel(l') ) - P(l') / r
+
+T is for the first l layers on the first i devices, the last stage on the r devices before i. Stage work is a difference of prefix
+sums, so the minimum over l' is one over a window that only moves forward. The number of stages is free. A sweep over limits gives
+one plan each; a simulation decides between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.simulate.quick_kernels import njit
+
+Floats = NDArray[np.float64]
+
+
+@njit(cache=True)
+def fill(
+    works: Any,
+    weights: Any,
+    crossing: Any,
+    widths: Any,
+    inside: Any,
+    between: Any,
+    limit: float,
+    count: int,
+    M: int,
+    table: Any,
+    from_layer: Any,
+    from_width: Any,
+) -> None:
+    """Fills T and the choices; `works[k]` are the prefix sums of layers on one of `widths[k]` devices."""
+    layers = works.shape[1] - 1
+    kinds = len(widths)
+    table[:] = np.inf
+    best = np.empty(layers + 1)
+    which = np.empty(layers + 1, np.int64)
+    queue = np.empty(layers + 1, np.int64)
+    value = np.empty(layers + 1)
+    for i in range(1, count + 1):
+        for k in range(kinds):
+            r = widths[k]
+            if r > i:
+                continue
+            rate = inside[i, k]
+            share = 2.0 * (r - 1) / r / rate if r > 1 else 0.0
+            left = i - r
+            if left == 0:
+                for l in range(1, layers + 1):
+                    if M * works[k, l] + share * weights[l] <= limit:
+                        table[i, k, l] = works[k, l]
+                        from_layer[i, k, l] = 0
+                        from_width[i, k, l] = -1
+                continue
+            for l in range(layers + 1):
+                best[l] = np.inf
+                which[l] = -1
+            for j in range(kinds):
+                if widths[j] > left:
+                    continue
+                per = 1.0 / (max(r, widths[j]) * between[i, k, j])
+                for l in range(1, layers):
+                    hop = crossing[l] * per
+                    if M * hop <= limit:
+                        found = table[left, j, l] + 2.0 * hop
+                        if found < best[l]:
+                            best[l] = found
+                            which[l] = j
+            head, tail, low = 0, 0, 1
+            for l in range(2, layers + 1):
+                new = l - 1
+                if best[new] < np.inf:
+                    value[new] = best[new] - works[k, new]
+                    while tail > head and value[queue[tail - 1]] >= value[new]:
+                        tail -= 1
+                    queue[tail] = new
+                    tail += 1
+                while low < l and M * (works[k, l] - works[k, low]) + share * (weights[l] - weights[low]) > limit:
+                    low += 1
+                while tail > head and queue[head] < low:
+                    head += 1
+                if tail > head:
+                    at = queue[head]
+                    table[i, k, l] = value[at] + works[k, l]
+                    from_layer[i, k, l] = at
+                    from_width[i, k, l] = which[at]
+
+
+class ThresholdTable:
+    """The tables of one order of devices, reused for all limits."""
+
+    def __init__(
+        self,
+        works: dict[int, Floats],
+        weights: Floats,
+        crossing: Floats,
+        rates: Floats,
+        microbatches: int,
+    ) -> None:
+        self.widths = np.array(sorted(works), np.int64)
+        self.works = np.stack([np.concatenate([[0.0], np.cumsum(works[int(w)])]) for w in self.widths])
+        self.weights = np.concatenate([[0.0], np.cumsum(weights)])
+        self.crossing = np.concatenate([[0.0], crossing])
+        self.count, self.M = len(rates), microbatches
+        self.inside, self.between = _windows(np.minimum(rates, rates.T), self.widths)
+        shape = (self.count + 1, len(self.widths), self.works.shape[1])
+        self.table = np.empty(shape)
+        self.layer_of = np.zeros(shape, np.int16 if shape[2] < 2**15 else np.int32)
+        self.width_of = np.zeros(shape, np.int8)
+
+    def solve(self, limit: float) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Returns where stages end, in layers and in devices, of the plan with the shortest round trip; None if there is none."""
+        fill(
+            self.works,
+            self.weights,
+            self.crossing,
+            self.widths,
+            self.inside,
+            self.between,
+            limit,
+            self.count,
+            self.M,
+            self.table,
+            self.layer_of,
+            self.width_of,
+        )
+        last = self.table[:, :, -1]
+        at = int(last.argmin())
+        i, k = divmod(at, last.shape[1])
+        if not np.isfinite(last[i, k]):
+            return None
+        layer = self.works.shape[1] - 1
+        ends, used = [], []
+        while True:
+            ends.append(layer)
+            used.append(i)
+            before, kind = int(self.layer_of[i, k, layer]), int(self.width_of[i, k, layer])
+            if kind < 0:
+                return tuple(reversed(ends)), tuple(reversed(used))
+            i -= int(self.widths[k])
+            layer, k = before, kind
+
+    def least(self) -> float:
+        """The least limit that has a plan, to one percent."""
+        low = self.M * float(self.works[:, -1].min()) / max(1, self.count)
+        high = self.M * float(self.works[0, -1]) + 1e-12
+        low = min(low, high) / 2
+        while high > low * 1.01:
+            middle = (low * high) ** 0.5
+            if self.solve(middle) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def plans(self, factors: Sequence[float]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Returns different plans, for limits from the least on."""
+        least = self.least()
+        found = (self.solve(least * factor) for factor in factors)
+        return list(dict.fromkeys(plan for plan in found if plan is not None))
+
+
+def _windows(rates: Floats, widths: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """The slowest link among the r devices before i, and between these and the r' devices before them."""
+    count, kinds = len(rates), len(widths)
+    inside = np.full((count + 1, kinds), np.inf)
+    between = np.full((count + 1, kinds, kinds), np.inf)
+    square = rates.copy()
+    np.fill_diagonal(square, np.inf)
+    ends = np.arange(count + 1)
+    for j, r_before in enumerate(widths.tolist()):
+        rows = _sliding(square, r_before)  # rows[a]: the least over rows a .. a + r' - 1
+        for k, r in enumerate(widths.tolist()):
+            if r + r_before > count and not (j == k and r <= count):
+                continue
+            both = _sliding(rows.T, r).T  # both[a, b]: over rows a.. and columns b..
+            if j == k:
+                starts = ends[r:] - r
+                inside[r:, k] = both[starts, starts]
+            if r + r_before <= count:
+                last = ends[r + r_before :]
+                between[last, k, j] = both[last - r - r_before, last - r]
+    return inside, between
+
+
+def _sliding(values: Floats, length: int) -> Floats:
+    """The least of each `length` neighbours along the first axis."""
+    done, result = 1, values
+    while done < length:
+        step = min(done, length - done)
+        result = np.minimum(result[:-step], result[step:])
+        done += step
+    return result

@@ -1,0 +1,158 @@
+"""Plans whose stages have devices of their own, of any number each: SPP's, those of the threshold tables, and their neighbours.
+
+On few devices all plans are enumerated. On more, plans for the order of devices and its reverse are improved step by step: a cut
+moves by a layer, a device moves to another stage, two devices swap places, a stage splits or joins its neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+from math import comb
+
+import numpy as np
+
+from meshwright.costs.stages import stage_links
+from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.planners._search.families import Family, families
+from meshwright.planners._search.pricing import WidePlan
+from meshwright.planners._search.problem import Problem
+from meshwright.planners._search.threshold_partition import ThresholdTable
+
+Stages = tuple[PlanStage, ...]
+FACTORS = (1.0, 1.03, 1.08, 1.2, 1.5, 2.2, 3.5)
+EVERY = 6000
+"""Up to so many plans of a small problem are all tried."""
+
+
+def line_families(problem: Problem) -> list[Family]:
+    """The schedules under which stages may have several devices."""
+    return [family for family in families(problem.limits.schedule) if family.has_line]
+
+
+def steps_of(problem: Problem) -> list[tuple[int, int | None]]:
+    """(microbatches, rows) of a step: as given, or a few ways to cut the batch."""
+    if problem.batch is None:
+        assert problem.microbatches is not None
+        return [(problem.microbatches, problem.limits.rows)]
+    ways = [(problem.batch // rows, rows) for rows in problem.row_choices]
+    return [way for way in ways if way[0] >= 4][-2:] or ways[:1]
+
+
+def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> float:
+    """No order is faster: head, all work and tail of each stage, with its sums."""
+    costs = problem.stage_costs(stages, rows)
+    links = stage_links(stages, problem.cluster, groups=problem.links)
+    head = back = best = 0.0
+    half = links.duplex.value == "half"
+    for n, cost in enumerate(costs):
+        work = microbatches * (cost.forward_s + cost.backward_s)
+        best = max(best, head + work + max(cost.sync_s, back))
+        if n + 1 < len(costs):
+            link = links.between(n, n + 1)
+            there, again = link.busy_s(cost.output_bytes), link.busy_s(cost.gradient_bytes)
+            carried = microbatches * (there + again) if half else microbatches * max(there, again)
+            best = max(best, head + carried)
+            head += cost.forward_s + there + link.latency_s
+            back += cost.input_s + again + link.latency_s
+    return best
+
+
+def table_plans(problem: Problem, order: list[int], microbatches: int, rows: int | None) -> list[Stages]:
+    """Returns plans of the threshold tables for one order of devices."""
+    count = problem.devices
+    if count <= 12:
+        widths = range(1, count + 1)
+    else:
+        widths = sorted({*(2**k for k in range(count.bit_length())), *((3, 6, 12) if count <= 64 else ()), count})
+    allowed = [width for width in widths if width <= count and problem.limits.allows(width)]
+    works = {}
+    for width in allowed:
+        arrays = problem.arrays(rows, width)
+        works[width] = float(problem.slowness.min()) * (arrays.forward + arrays.input + arrays.weight)
+    index = np.array(order)
+    rates = problem.links.rates()[np.ix_(index, index)]
+    table = ThresholdTable(works, problem.parameters, problem.arrays(rows).output, rates, microbatches)
+    found = table.plans(FACTORS if problem.layers * count <= 100_000 else FACTORS[::3])
+    return [
+        tuple(
+            PlanStage(first, end - 1, tuple(order[start:stop]))
+            for first, end, start, stop in zip((0, *ends[:-1]), ends, (0, *used[:-1]), used, strict=True)
+        )
+        for ends, used in found
+    ]
+
+
+def count_of_all(layers: int, devices: int) -> int:
+    """At most so many plans there are: cuts of layers, times the ways to give each device to a stage or to none."""
+    return sum(comb(layers - 1, stages - 1) * (stages + 1) ** devices for stages in range(1, min(layers, devices) + 1))
+
+
+def every_plan(layers: int, devices: int) -> Iterator[Stages]:
+    """Yields all plans: each device is idle or belongs to one of the stages."""
+    for stages in range(1, min(layers, devices) + 1):
+        cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
+        for number in range((stages + 1) ** devices):
+            groups: list[list[int]] = [[] for _ in range(stages + 1)]
+            for device in range(devices):
+                number, place = divmod(number, stages + 1)
+                groups[place].append(device)
+            if all(groups[1:]):
+                for marks in cuts:
+                    yield tuple(
+                        PlanStage(a, b - 1, tuple(group)) for (a, b), group in zip(pairwise(marks), groups[1:], strict=True)
+                    )
+
+
+def neighbours(stages: Stages, devices: int, layers: int) -> Iterator[Stages]:
+    """Yields plans that differ in one step."""
+    count = len(stages)
+    for n in range(count - 1):
+        one, other = stages[n], stages[n + 1]
+        if one.first < one.last:
+            yield _with(stages, {n: replace(one, last=one.last - 1), n + 1: replace(other, first=other.first - 1)})
+        if other.first < other.last:
+            yield _with(stages, {n: replace(one, last=one.last + 1), n + 1: replace(other, first=other.first + 1)})
+        yield (*stages[:n], PlanStage(one.first, other.last, (*one.devices, *other.devices)), *stages[n + 2 :])
+    used = {device for stage in stages for device in stage.devices}
+    idle = [device for device in range(devices) if device not in used]
+    for n, stage in enumerate(stages):
+        for device in stage.devices:
+            rest = tuple(d for d in stage.devices if d != device)
+            for m, other in enumerate(stages):
+                if m != n and rest:
+                    yield _with(stages, {n: replace(stage, devices=rest), m: replace(other, devices=(*other.devices, device))})
+                if m > n:
+                    for swap in other.devices:
+                        ours = tuple(swap if d == device else d for d in stage.devices)
+                        theirs = tuple(device if d == swap else d for d in other.devices)
+                        yield _with(stages, {n: replace(stage, devices=ours), m: replace(other, devices=theirs)})
+            for free in idle:
+                yield _with(stages, {n: replace(stage, devices=(*rest, free))})
+            if rest:
+                yield _with(stages, {n: replace(stage, devices=rest)})
+        for free in idle:
+            yield _with(stages, {n: replace(stage, devices=(*stage.devices, free))})
+        if stage.width > 1 and stage.first < stage.last:
+            middle, half = (stage.first + stage.last) // 2, stage.width // 2
+            yield (
+                *stages[:n],
+                PlanStage(stage.first, middle, stage.devices[:half]),
+                PlanStage(middle + 1, stage.last, stage.devices[half:]),
+                *stages[n + 1 :],
+            )
+
+
+def _with(stages: Stages, changed: dict[int, PlanStage]) -> Stages:
+    return tuple(changed.get(n, stage) for n, stage in enumerate(stages))
+
+
+def as_plans(problem: Problem, stages: Stages, microbatches: int, rows: int | None, source: str) -> Iterator[WidePlan]:
+    """Yields stages under each schedule that runs them."""
+    if not all(problem.limits.allows(stage.width) for stage in stages):
+        return
+    if problem.limits.pp not in (None, len(stages)):
+        return
+    for family in line_families(problem):
+        yield WidePlan(stages, family, microbatches, rows, source=source)

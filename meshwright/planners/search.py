@@ -1,0 +1,197 @@
+"""One search over schedules, pipelines, data-parallel copies, tensor ranks, ZeRO, recompute, rows, and mappings to devices.
+
+1. Enumerate plans of one width (`_search/candidates.py`) and plans with stages of any width (`_search/wide_plans.py`).
+2. Bound the step and the memory of each, without building it.
+3. Best first by bound: simulate the plan with the lowest bound, until the next bound is no better than the best time. That is the
+   proof that no enumerated plan is faster, and the gap if the work limit ends the search before.
+4. Simulate with the quick sweep over unlowered lists.
+5. The engine proves and simulates the winner. Its memory curve decides whether the plan fits; if not, the next best is tried.
+
+The work limit counts simulated actions, not seconds, so the same input gives the same plan. `seconds` only ends a search early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.layer_costs import Profile
+from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.planners._limits import PlanLimits
+from meshwright.planners._search.candidates import Candidate, Enumerator
+from meshwright.planners._search.chosen import nothing_fits, plan_of
+from meshwright.planners._search.pool import Pool, Tally
+from meshwright.planners._search.pricing import Priced, Pricer, WidePlan
+from meshwright.planners._search.problem import Problem
+from meshwright.planners._search.wide_plans import (
+    EVERY,
+    Stages,
+    as_plans,
+    bound_s,
+    count_of_all,
+    every_plan,
+    neighbours,
+    steps_of,
+    table_plans,
+)
+from meshwright.planners.spp import small_enough, stage_candidates
+
+ACTIONS = 3_000_000
+"""The most actions that are simulated before a search ends."""
+FIRST = 40
+"""The most plans of one width that are simulated in a row, best bound first."""
+TRIALS = 150
+"""The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
+ROUNDS = 12
+"""The most steps by which a plan with stages of any width is improved."""
+
+
+def plan(
+    *, profile: Profile, cluster: Cluster, microbatches: int | None, limits: PlanLimits, batch: int | None = None
+) -> Iterator[Plan]:
+    """Yields plans, each better than the one before; the last is proved."""
+    problem = Problem(profile, cluster, limits, microbatches=microbatches, batch=batch)
+    yield from Search(problem).run()
+
+
+class Search:
+    """The state of one search."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.enumerator = Enumerator(problem)
+        self.pricer = Pricer(problem, self.enumerator)
+        self.pool = Pool()
+        self.tally = Tally()
+        self.end = perf_counter() + problem.limits.seconds
+        self.wide: set[Stages] = set()
+
+    def run(self) -> Iterator[Plan]:
+        """Enumerates, searches best first, improves, and proves."""
+        listed = self.enumerator.run()
+        self.tally.bounded, self.tally.died = listed.bounded, len(listed.misfit)
+        rest = self._best_first(listed.fit)
+        first = self.pool.best()
+        if first is not None:
+            yield plan_of(self.pricer, self.pool, self.tally, first)
+        if not self._over():
+            self._wide_plans()
+        rest = self._best_first(rest)
+        self._families(listed.fit)
+        self.tally.open_s = rest[0].bound_s if rest else float("inf")
+        yield self._proved(listed.misfit)
+
+    def _over(self) -> bool:
+        return perf_counter() > self.end
+
+    def try_plan(self, found: Candidate | WidePlan) -> Priced | None:
+        """Simulates a plan and keeps it; None if it cannot be built or does not fit."""
+        priced = self.pricer.quick(found)
+        if priced is None:
+            return None
+        if priced.over_bytes > 0:
+            self.tally.died += 1
+            self.pool.misfits.append(priced)
+            return None
+        self.pool.add(priced)
+        return priced
+
+    def _best_first(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Simulates by bound until the next one cannot be better. Returns what was not simulated."""
+        for n, candidate in enumerate(candidates):
+            best = self.pool.best()
+            spent = self.pricer.actions > ACTIONS or n >= FIRST or self._over()
+            if best is not None and (candidate.bound_s >= best.step_s * (1 - 1e-9) or spent):
+                return candidates[n:]
+            self.try_plan(candidate)
+        return []
+
+    def _families(self, candidates: list[Candidate]) -> None:
+        """Simulates the most promising plan of each family that was not simulated, so that it can be compared."""
+        seen = self.pool.families()
+        for candidate in candidates:
+            size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
+            if candidate.family.name in seen or size > ACTIONS // 20 or self._over():
+                continue
+            if self.try_plan(candidate) is not None:
+                seen.add(candidate.family.name)
+
+    def _wide_plans(self) -> None:
+        """Tries plans with stages of any width."""
+        problem, limits = self.problem, self.problem.limits
+        if limits.dp not in (None, 1):
+            return
+        for microbatches, rows in steps_of(problem):
+            starts: list[tuple[str, Stages]] = []
+            if count_of_all(problem.layers, problem.devices) <= EVERY:
+                starts = [("every plan", stages) for stages in every_plan(problem.layers, problem.devices)]
+            else:
+                for order in (problem.order, problem.order[::-1]):
+                    starts += [("threshold", stages) for stages in table_plans(problem, order, microbatches, rows)]
+                if small_enough(problem.layers, problem.devices):
+                    starts += [("spp", stages) for stages in stage_candidates(problem, microbatches, rows)]
+            ranked = sorted(
+                ((bound_s(problem, stages, microbatches, rows), n, source, stages) for n, (source, stages) in enumerate(starts)),
+                key=lambda item: item[:2],
+            )
+            self.tally.bounded += len(ranked)
+            for bound, _, source, stages in ranked:
+                self._try_stages(stages, bound, microbatches, rows, source)
+            self._improve(microbatches, rows)
+
+    def _try_stages(self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str) -> float:
+        """Simulates stages under each schedule; returns the best time, infinite if the bound excludes them."""
+        best = self.pool.best()
+        spent = self.pricer.actions > ACTIONS and source != "spp"
+        if stages in self.wide or spent or self._over() or (best is not None and bound >= best.step_s * (1 - 1e-9)):
+            return float("inf")
+        self.wide.add(stages)
+        found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, source)]
+        return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
+
+    def _improve(self, microbatches: int, rows: int | None) -> None:
+        """Walks from the best plans with stages of any width to better neighbours."""
+        problem = self.problem
+        if problem.devices > 32:
+            return
+        last = self.pricer.simulated + (TRIALS if problem.devices > 10 else 8 * TRIALS)
+        tried: set[Stages] = set()
+        for start in self.pool.best_stages(6):
+            stages, step = start
+            for _ in range(ROUNDS):
+                ways = [each for each in neighbours(stages, problem.devices, problem.layers) if each not in tried]
+                tried.update(ways)
+                ways = [each for each in ways if all(problem.limits.allows(stage.width) for stage in each)]
+                self.tally.bounded += len(ways)
+                ranked = sorted(
+                    ((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways)), key=lambda pair: pair
+                )
+                better = None
+                for bound, n in ranked:
+                    if bound >= step * (1 - 1e-9) or self._over() or self.pricer.simulated > last:
+                        break
+                    time = self._try_neighbour(ways[n], microbatches, rows)
+                    if time < step * (1 - 1e-9):
+                        better, step = ways[n], time
+                        break
+                if better is None:
+                    break
+                stages = better
+
+    def _try_neighbour(self, stages: Stages, microbatches: int, rows: int | None) -> float:
+        if self.pricer.actions > 2 * ACTIONS:
+            return float("inf")
+        found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, "improved")]
+        return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
+
+    def _proved(self, misfit: list[Candidate]) -> Plan:
+        """Returns the best plan that the engine proves and that fits by the engine's memory curve."""
+        while (best := self.pool.best()) is not None:
+            timeline, uses = self.pricer.engine(best)
+            if best.over_bytes <= 0:
+                return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
+            self.tally.died += 1
+            self.pool.drop(best)
+            self.pool.misfits.append(best)
+        raise nothing_fits(self.pricer, self.pool, misfit)

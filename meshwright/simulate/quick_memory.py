@@ -1,0 +1,63 @@
+"""The most activations of each worker, in bytes, straight from unlowered lists.
+
+Lifetimes of activations follow the lists, not the times, so one walk through each list finds the peak. Parameters, gradients,
+optimizer state and messages are not counted here; `simulate` has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwright.ir.action import Action, Kind, Op, Value, actions
+from meshwright.ir.analysis.price import Price
+from meshwright.ir.profile import StageCost
+from meshwright.simulate.quick_program import QuickLists
+from meshwright.simulate.quick_sweep import settled
+
+
+def activation_peaks(lists: QuickLists, costs: Sequence[StageCost]) -> tuple[float, ...]:
+    """Returns the peak of each worker."""
+    price = Price(settled(lists.schedule, costs), costs)
+    added = np.zeros(len(lists.examples))
+    freed = np.zeros(len(lists.examples))
+    during = np.zeros(len(lists.examples))
+    for number, (worker, entry) in enumerate(lists.examples):
+        for action in actions(entry):
+            more, less, working = _changes(price, worker, action)
+            added[number] += more
+            freed[number] += less
+            during[number] += working
+    peaks = []
+    for classes in lists.classes:
+        held = np.cumsum(added[classes] - freed[classes])
+        peaks.append(float((held + freed[classes] + during[classes]).max(initial=0.0)))
+    return tuple(peaks)
+
+
+def _changes(price: Price, worker: int, action: Action) -> tuple[float, float, float]:
+    """What an action keeps from its start, frees at its end, and needs while it runs."""
+    recompute = price.recompute[action.stage] if price.recompute else None
+    drops = recompute is not None and recompute.share > 0
+    inline = drops and recompute is not None and not recompute.early
+
+    def size(kind: Kind) -> float:
+        return price.value_bytes(worker, Value(kind, action.stage, action.mb, action.replica, 0, action.part))
+
+    match action.op:
+        case Op.F:
+            return size(Kind.KEPT if drops else Kind.SAVED), 0.0, 0.0
+        case Op.B:
+            working = recompute.share * size(Kind.SAVED) if inline and recompute is not None else 0.0
+            return 0.0, size(Kind.KEPT if inline else Kind.SAVED), working
+        case Op.I:  # one form replaces the other
+            change = size(Kind.REST) - size(Kind.KEPT if inline else Kind.SAVED)
+            return max(change, 0.0), max(-change, 0.0), 0.0
+        case Op.W:
+            return 0.0, size(Kind.REST), 0.0
+        case Op.R:
+            change = size(Kind.SAVED) - size(Kind.KEPT)
+            return max(change, 0.0), max(-change, 0.0), 0.0
+        case _:
+            return 0.0, 0.0, 0.0
