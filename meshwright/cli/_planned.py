@@ -12,9 +12,8 @@ from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.files.cluster_json import cluster_to_json
 from meshwright.ir.input_limits import shown
-from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, digest_of, is_plan_file, planned_file
+from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, cluster_digest, is_plan_file, planned_file
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Timeline
@@ -97,7 +96,7 @@ def planned_run(name: str, *, flags: inputs.CostFlags, refused: Sequence[str]) -
         )
     cluster, ranks = flags.cluster or Cluster(), workers_of(file)
     if flags.cluster_file is not None:
-        now = {"cluster": {"digest": digest_of(cluster_to_json(cluster))}}
+        now = {"cluster": {"digest": cluster_digest(cluster)}}
         notes += [f"priced again: {change}" for change in changed_inputs(file.made_for or {}, now)]
         if ranks:
             cluster = cluster.placed(ranks)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.files.cluster_json import cluster_to_json
 from meshwright.ir.files.profile_json import profile_to_json
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
-from meshwright.ir.plan.planned_file import digest_of, plan_file_json
+from meshwright.ir.plan.planned_file import cluster_digest, digest_of, plan_file_json
 from meshwright.ir.plan.runnable_plan import runnable
 
 
@@ -15,7 +14,7 @@ def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int 
     """Returns the text of a plan file. `error` is how far earlier predictions were off, as a share."""
     inputs = {
         "profile": {"digest": digest_of(profile_to_json(profile)), "device": profile.device, "source": profile.source.value},
-        "cluster": {"digest": digest_of(cluster_to_json(cluster)), "devices": cluster.size},
+        "cluster": {"digest": cluster_digest(cluster), "devices": cluster.size},
         "precision": profile.precision,
         **({} if batch is None else {"batch": batch}),
     }

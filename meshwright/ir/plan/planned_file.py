@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.files.cluster_writer import cluster_to_toml
 from meshwright.ir.input_limits import file_text, shown
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_file import PLANNED_SCHEMA, WHAT, plan_table, table_of
@@ -131,6 +133,11 @@ def digest_of(value: str | Mapping[str, Any] | Sequence[Any]) -> str:
     except (TypeError, ValueError) as error:
         raise MeshwrightError(f"{shown(value)} has no JSON form: {error}") from error
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def cluster_digest(cluster: Cluster) -> str:
+    """Returns the digest of a cluster, for `made_for`."""
+    return digest_of([cluster_to_toml(cluster)])
 
 
 def changed_inputs(made_for: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
