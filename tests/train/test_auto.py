@@ -68,6 +68,7 @@ def test_the_chosen_plan_trains_as_if_it_were_given(tmp_path: Path, cluster: Pat
     assert distance(model, again) == 0.0
 
 
+@pytest.mark.slow
 def test_the_next_plan_shows_the_error_of_the_last(tmp_path: Path, cluster: Path, workers: Workers) -> None:
     first = ours(gpt2(), tmp_path / "1", text(), workers, parallel=f"auto:{cluster}", max_steps=2)
     first.train()
@@ -95,7 +96,7 @@ def test_refusals(tmp_path: Path, cluster: Path, workers: Workers) -> None:
     with pytest.raises(MeshwrightError, match="names no cluster"):
         TrainingArguments(output_dir=str(tmp_path), parallel="auto:")
     with pytest.raises(MeshwrightError, match="is chosen by a Trainer"):
-        parallelize(gpt2(), "auto", example=text()[0])
+        parallelize(gpt2(), text()[0], "auto")
     trainer = ours([gpt2()], tmp_path, text(), workers, parallel=f"auto:{cluster}")
     with pytest.raises(MeshwrightError, match="needs one module"):
         trainer.train()
