@@ -135,7 +135,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_pages_with_files_run_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    port, names = free_port(), [block.title for block in blocks(page, "python") if block.title]
+    port, names = free_port(), [block.title for block in blocks(page, "python", "toml") if block.title]
     assert names
     for block in blocks(page, "python", "console", "bash", "toml"):
         if block.title:

@@ -210,10 +210,11 @@ class Cluster:
         per_host = {len(found) for found in groups.values()}
         if len(per_host) > 1 or per_host == {1}:
             return flat
+        (each,) = per_host
         inside, between = self._levels(list(groups.values()))
         for host in groups:
-            between = between.slower(self.hosts[host].flow(*per_host))
-        return min(flat, collectives.hierarchical_s(len(groups), *per_host, size, inside=inside, between=between))
+            between = between.slower(self.hosts[host].flow(each))
+        return min(flat, collectives.hierarchical_s(len(groups), each, size, inside=inside, between=between))
 
     def _levels(self, groups: Sequence[Sequence[int]]) -> tuple[Link, Link]:
         """Returns the slowest link inside the hosts of these groups of devices, and the slowest between them."""

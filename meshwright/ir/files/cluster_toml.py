@@ -90,21 +90,20 @@ def cluster_from_toml(text: str) -> Cluster:
     )
 
 
-def measure(convert: Callable[[str], float | None], example: str) -> Callable[[Any], float]:
+def measure(what: str, convert: Callable[[str], float | None], example: str) -> Callable[[Any], float]:
     """Returns a reader of a number, or of a text with a unit."""
 
     def read(value: Any) -> float:
         found = convert(value) if isinstance(value, str) else number(value)
         if found is None:
-            raise MeshwrightError(f"{shown(value)} is not a {_NAMES[convert]}", fix=f'a number, or a text such as "{example}"')
+            raise MeshwrightError(f"{shown(value)} is not a {what}", fix=f'a number, or a text such as "{example}"')
         return found
 
     return read
 
 
-_NAMES = {bytes_in: "size", rate_in: "rate", flops_in: "speed", seconds_in: "time"}
-size, speed = measure(bytes_in, "80 GB"), measure(flops_in, "312 TFLOPS")
-rate, seconds = measure(rate_in, "25 GB/s, 200 Gbit/s"), measure(seconds_in, "5 us")
+size, speed = measure("size", bytes_in, "80 GB"), measure("speed", flops_in, "312 TFLOPS")
+rate, seconds = measure("rate", rate_in, "25 GB/s, 200 Gbit/s"), measure("time", seconds_in, "5 us")
 
 
 def link_from(row: Any, more: frozenset[str] = frozenset()) -> Link:
