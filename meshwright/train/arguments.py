@@ -182,8 +182,9 @@ class TrainingArguments(transformers.TrainingArguments):
         if torch.distributed.is_initialized():
             return torch.distributed.get_rank()
         rank = int(os.environ.get("RANK", 0))
-        members = sorted(self.parallel["ranks"]) if "RANK" in os.environ and (self.parallel or {}).get("ranks") else None
-        if members is None:
+        wanted: dict[str, Any] = dict(self.parallel or {})  # type: ignore[arg-type]
+        members = sorted(wanted.get("ranks") or ())
+        if not members or "RANK" not in os.environ:
             return rank
         return members.index(rank) if rank in members else len(members) + rank
 

@@ -102,6 +102,7 @@ def made(run: Run) -> Engine:
         scheduler=run.scheduler,
         microbatches=plan.microbatches,
         copies=plan.dp,
+        ranks=plan.ranks,
         transport=plan.transport,
         seed=run.seed,
     )

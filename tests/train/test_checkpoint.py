@@ -29,7 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "width": {"pp": 2, "width": (2, 1), "microbatches": 4},
     "zero_bubble": {"pp": 4, "schedule": "zero_bubble", "microbatches": 4},
     "chimera_dp": {"pp": 2, "dp": 2, "schedule": "chimera", "microbatches": 2},
-    "shuffled": {"pp": 2, "dp": 2, "dp_mode": "zero-1", "microbatches": 2, "ranks": (6, 1, 3, 2)},
+    "shuffled": {"pp": 2, "dp": 2, "microbatches": 2, "ranks": (6, 1, 3, 2)},
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": momentum},

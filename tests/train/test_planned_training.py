@@ -56,7 +56,7 @@ def test_a_planned_zero_bubble_trains_in_exactly_its_planned_lists(pool: Pool, t
 
 def test_a_run_is_resumed_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
     """Trained on shuffled ranks with idle ones, stopped, evaluated, and resumed on others: the losses of a run without ranks."""
-    plan: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 2}
+    plan: dict[str, Any] = {"pp": 2, "dp": 2, "dp_mode": "zero-1", "microbatches": 2}
     workers, more = pool.started(), {"eval_dataset": text(8), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     straight, first, second = (gpt2(n_layer=2) for _ in range(3))
     plain = ours(straight, tmp_path / "plain", text(), workers, parallel=plan, **more)

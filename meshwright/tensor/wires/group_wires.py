@@ -38,13 +38,15 @@ def make_groups(grid: Grid, boxes: Sequence[Sequence[int]], rank: int) -> Groups
 def _group_in_order(ranks: list[int]) -> dist.ProcessGroup:
     """Creates a group that numbers its ranks in this order: pieces are gathered and scattered by coordinate."""
     if ranks == sorted(ranks):
-        return dist.new_group(ranks)
+        plain: dist.ProcessGroup = dist.new_group(ranks)
+        return plain
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise MeshwrightError(
             f"torch {torch.__version__} sorts the ranks of a group, but the ranks {ranks} share tensors in this order",
             fix="ascending ranks inside each tensor-parallel worker, or torch 2.13",
         )
-    return dist.new_group(ranks, sort_ranks=False)
+    ordered: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False)
+    return ordered
 
 
 class GroupWires(Wires):
