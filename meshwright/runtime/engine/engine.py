@@ -16,6 +16,7 @@ from meshwright.ir.analysis.held_values import late_units
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import refuse_unproved
+from meshwright.runtime.broadcast_tensor import broadcast_tensor
 from meshwright.runtime.engine.rank_runtime import RankRuntime
 from meshwright.runtime.engine.refuse_run import refuse_hooks_of, refuse_run, refuse_unequal
 from meshwright.runtime.engine.settings import Settings
@@ -249,8 +250,8 @@ class Engine:
             ranks = self.mesh.holders(self.schedule, unit)
             if self.schedule.owners:  # others get trained parameters from the owner when they need them
                 for parameter in (p for p in self.layers.unit(unit) if not p.requires_grad):
-                    dist.broadcast(parameter.data, src=ranks[0])
+                    broadcast_tensor(parameter.data, src=ranks[0])
             group = self.groups.get(ranks)
             if group is not None and self.mesh.rank in ranks:
                 for parameter in self.layers.unit(unit):
-                    dist.broadcast(parameter.data, src=ranks[0], group=group)
+                    broadcast_tensor(parameter.data, src=ranks[0], group=group)

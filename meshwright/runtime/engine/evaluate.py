@@ -154,7 +154,11 @@ class Forward:
 def _sent(piece: _Piece, own: tuple[Tensor, ...] | None, device: torch.device, *, everybody: bool) -> tuple[Tensor, ...]:
     """Sends one piece from the rank that has it, to every rank or to the first."""
     rank = dist.get_rank()
-    tensors = own if own is not None else tuple(torch.empty(size, dtype=kind, device=device) for size, kind in piece.form)
+    tensors = (
+        tuple(map(Tensor.contiguous, own))
+        if own is not None
+        else tuple(torch.empty(size, dtype=kind, device=device) for size, kind in piece.form)
+    )
     for tensor in tensors:
         if everybody:
             dist.broadcast(tensor, src=piece.rank)

@@ -72,7 +72,7 @@ class TensorParameters:
         for parameter in params:
             cut = self.cuts[parameter]
             if tuple(parameter.shape) == cut.shape:
-                whole = parameter.detach().to(device)
+                whole = parameter.detach().to(device).contiguous()  # strides may differ between ranks
                 dist.broadcast(whole, group_src=0, group=self._box)
                 _replace(parameter, cut.part(whole, self.wires.rank).clone())
 

@@ -166,7 +166,10 @@ def put_previous(engine: Engine, found: Mapping[str, Tensor]) -> None:
         assert unit.versions is not None
         names = [engine.layers.names[p] for p in unit.params]
         missing += sum(name not in found for name in names)
-        older = [found[name].to(p.device, copy=True) if name in found else p for name, p in zip(names, unit.params, strict=True)]
+        older = [
+            torch.empty_like(p.data).copy_(found[name]) if name in found else p
+            for name, p in zip(names, unit.params, strict=True)
+        ]
         unit.versions.restart(older)
     if missing and engine.mesh.rank == 0:
         log.warning(

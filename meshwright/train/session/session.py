@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.ir.column_names import TARGETS
 from meshwright.ir.plan.plan_dp import DpMode
+from meshwright.runtime.broadcast_tensor import broadcast_tensor
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
 from meshwright.runtime.engine.settings import Settings
@@ -277,11 +278,11 @@ class Session:
             split.restore_wholes(p for unit in engine.units for p in self.layers.unit(unit))
         for unit in range(engine.schedule.units):
             for parameter in self.layers.unit(unit):
-                dist.broadcast(parameter.data, src=engine.mesh.writers(engine.schedule, unit)[0])
+                broadcast_tensor(parameter.data, src=engine.mesh.writers(engine.schedule, unit)[0])
         for stage in range(engine.schedule.stages):
             for layer in self.layers.of_stage(stage):
                 for buffer in layer.buffers():
-                    dist.broadcast(buffer, src=engine.mesh.writers(engine.schedule, stage)[0])
+                    broadcast_tensor(buffer, src=engine.mesh.writers(engine.schedule, stage)[0])
 
     def check_ids(self, batch: Given | Own) -> None:
         """Raises if an id is outside its vocabulary, before this rank sends or receives anything."""
