@@ -82,15 +82,18 @@ class LayerTimer:
     def timed(self, number: int, dry: DryLayer, columns: Mapping[str, Tensor]) -> TimedLayer:
         """Times one layer on columns of a batch."""
         (layer,) = stage(self.line, self.places[number : number + 2], States(self.model), self.device)
+        with _same_random_state():
+            return self._timed(layer, number, dry, columns)
+
+    def _timed(self, layer: Captured, number: int, dry: DryLayer, columns: Mapping[str, Tensor]) -> TimedLayer:
         give_weights(layer, self.device)
         given = {name: columns[name].to(self.device) for name in layer.batch_columns}
         is_last = number == len(self.places) - 2
         objective = Objective(_mean) if is_last and dry.outputs[0].shape else Objective()
         run = Stage([_Prepared(layer, given)], number, self.device, is_last, objective, splits=True, precision=self.precision)
         rows = len(next(iter(columns.values())))
-        with _same_random_state():
-            values = tuple(_filled(size, self.device) for size in dry.inputs)
-            runs = [self._run(run, values, given, rows) for _ in range(WARM_UP + self.repeats)]
+        values = tuple(_filled(size, self.device) for size in dry.inputs)
+        runs = [self._run(run, values, given, rows) for _ in range(WARM_UP + self.repeats)]
         return TimedLayer(tuple(runs[WARM_UP:]))
 
     def _run(self, run: Stage, values: tuple[Tensor, ...], columns: Mapping[str, Tensor], rows: int) -> HalfTimes:
