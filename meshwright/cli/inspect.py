@@ -197,7 +197,8 @@ def _print(graph: ModelGraph, cuts: Cuts, memory: BlockMemory) -> None:
     console.print(
         f"{graph.name}  {_short(total)} parameters, {len(graph.layers)} layers, {_short(graph.flops)} operations forward"
     )
-    console.print(_table(cuts, memory))
+    console.print(_table(cuts))
+    console.print(_memory_table(cuts, memory))
     for index, part in enumerate(cuts.parts):
         console.print(f"stage {index}: {part.why}")
     for tie in graph.ties:
@@ -206,12 +207,11 @@ def _print(graph: ModelGraph, cuts: Cuts, memory: BlockMemory) -> None:
         console.print(f"heaviest stage: {cuts.heaviest / cuts.best:.3f} of the optimum; cuts {cuts.digest}")
 
 
-def _table(cuts: Cuts, memory: BlockMemory) -> Table:
+def _table(cuts: Cuts) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    held = ("weights B", "gradients B", "optimizer B", "saved B/row")
-    for column in ("stage", "layers", "parameters", "operations", "share", *held, "crosses after it", "bytes"):
+    for column in ("stage", "layers", "parameters", "operations", "share", "crosses after it", "bytes"):
         table.add_column(column, justify="left" if column in ("layers", "crosses after it") else "right", no_wrap=True)
     total = sum(part.flops for part in cuts.parts) or 1.0
     for index, part in enumerate(cuts.parts):
@@ -219,8 +219,18 @@ def _table(cuts: Cuts, memory: BlockMemory) -> Table:
         crossing = ", ".join(_shown(value) for value in part.boundary) or "-"
         size = _short(sum(value.bytes for value in part.boundary)) if part.boundary else "-"
         share = f"{part.flops / total:.0%}"
-        held = tuple("-" if value is None else _short(value) for value in memory.of(part).values())
-        table.add_row(str(index), names, _short(part.parameters), _short(part.flops), share, *held, crossing, size)
+        table.add_row(str(index), names, _short(part.parameters), _short(part.flops), share, crossing, size)
+    return table
+
+
+def _memory_table(cuts: Cuts, memory: BlockMemory) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", "bytes: weights", "gradients", "optimizer", "saved of a row"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for index, part in enumerate(cuts.parts):
+        table.add_row(str(index), *("-" if value is None else _short(value) for value in memory.of(part).values()))
     return table
 
 

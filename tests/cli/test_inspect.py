@@ -70,7 +70,7 @@ def test_memory_of_stages() -> None:
         assert memory["parameter_bytes"] == memory["gradient_bytes"] == memory["optimizer_bytes"] / 2 == 4 * stage["parameters"]
         assert memory["saved_bytes_per_row"] == stage["saved_bytes"] / 4
     shown = CliRunner().invoke(app, ["inspect", "gpt-tiny", "--length", "8", "--optimizer", "sgd"]).stdout
-    assert all(column in shown for column in ("weights B", "gradients B", "optimizer B", "saved B/row"))
+    assert all(column in shown for column in ("bytes: weights", "gradients", "optimizer", "saved of a row"))
     wrong = CliRunner().invoke(app, ["inspect", "gpt-tiny", "--optimizer", "lion"])
     assert isinstance(wrong.exception, MeshwrightError) and "no optimizer 'lion'" in str(wrong.exception)
 
