@@ -156,6 +156,10 @@ class CostFlags:
             raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} {MISFIT}")
         return tuple(row.scaled(1 / parts) for row in rows for _ in range(parts))
 
+    def refuse(self, workers: int) -> None:
+        """Raises on costs that no schedule can take."""
+        self.even(stages=workers, workers=workers) if self.file is None else costs_from_json(outputs.read(self.file))
+
     def refuse_ring(self, ring: bool) -> None:
         """Raises if a sync cost is given for a ring, which has no collective: its sums are sent as messages."""
         if ring and self.sync_cost:

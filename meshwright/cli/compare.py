@@ -17,6 +17,7 @@ from meshwright.cli import _inputs as inputs
 from meshwright.cli import _outputs as outputs
 from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._outputs import Format
+from meshwright.cli._profile_costs import with_profile
 from meshwright.cli._tensor import TensorFlags, compare_tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
@@ -56,6 +57,11 @@ def compare(
     microbatches: inputs.Microbatches = 8,
     flags: inputs.CostFlags,
     shape: TensorFlags,
+    profile: Annotated[
+        Path | None,
+        inputs.cost_option("--profile", help="What layers cost, cut evenly by time; replaces --costs."),
+    ] = None,
+    mb_rows: Annotated[int | None, inputs.size_option("--rows", help="Rows of a microbatch, for --profile.")] = None,
     memory: Annotated[
         str | None,
         inputs.size_option(
@@ -72,7 +78,8 @@ def compare(
     first. Exit code 3: nothing fits.
     """
     if shape.tensor:
-        if flags != inputs.CostFlags() or (workers, microbatches) != (4, 8) or format not in (Format.TEXT, Format.JSON):
+        sizes = (workers, microbatches, profile, mb_rows)
+        if flags != inputs.CostFlags() or sizes != (4, 8, None, None) or format not in (Format.TEXT, Format.JSON):
             raise MeshwrightError("--tensor compares tensor modes, not schedules", fix="--tensor with its own sizes only")
         compare_tensor(shape, files or (), memory, output, as_json=as_json or format is Format.JSON)
         return
@@ -80,9 +87,10 @@ def compare(
         raise MeshwrightError(
             f"a comparison is not drawn as {format}", fix="--format text, json or csv; simulate draws one schedule"
         )
+    flags = with_profile(flags, profile, mb_rows)
     cap = None if memory is None else _cap(memory, flags)
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # raises on sizes and costs that no schedule can take
-    flags.even(stages=workers, workers=workers) if flags.file is None else costs_from_json(outputs.read(flags.file))
+    flags.refuse(workers)
     rows = _rows(files or (), Given(flags, workers, microbatches, cap))
     if as_json or format is Format.JSON:
         answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +18,13 @@ from meshwright.cli._flag_groups import with_groups
 from meshwright.cli._mode_flags import ModeFlags
 from meshwright.cli._sharded import sharded
 from meshwright.errors import MeshwrightError
+from meshwright.ir.layer_costs import optimizer_states
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from meshwright.capture.check.check_result import Verdict
-    from meshwright.ir.model import Crossing, Cuts, ModelGraph
+    from meshwright.ir.model import Crossing, Cuts, ModelGraph, Part
     from meshwright.train.models.named_layers import NamedGraph
 
 
@@ -37,6 +39,7 @@ def inspect(
     length: Annotated[int | None, inputs.size_option(help="Tokens per row of the example.")] = None,
     batch: inputs.BatchFunction = None,
     old_batch: inputs.OldBatch = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum: what it keeps per parameter.")] = "adamw",
     cut: Annotated[
         list[str] | None, typer.Option(metavar="MODULE", help="Begin the next stage with this module; repeat for each cut.")
     ] = None,
@@ -58,16 +61,21 @@ def inspect(
     outputs.refuse_output(output)
     batch = inputs.batch_function(batch, old_batch)
     graph, named = _graph(model, rows, length, batch)
-    cuts = graph.cuts(stages, at=cut or None)
+    cuts, memory = (
+        graph.cuts(stages, at=cut or None),
+        BlockMemory(optimizer_states(optimizer), None if named is None else named.rows),
+    )
     if output is not None:
         outputs.write(output, model_to_json(graph) + "\n")
     verdict = _checked(model, stages, rows, length, batch, cut or []) if check else None
     shard = sharded(tensor, named, stages, cut or None)
     if as_json:
         more = {} if verdict is None else {"check": _found(verdict)}
-        typer.echo(json.dumps({**_data(graph, cuts), **({} if shard is None else {"tensor": shard.data}), **more}, indent=1))
+        typer.echo(
+            json.dumps({**_data(graph, cuts, memory), **({} if shard is None else {"tensor": shard.data}), **more}, indent=1)
+        )
     else:
-        _print(graph, cuts)
+        _print(graph, cuts, memory)
         if shard is not None:
             typer.echo(shard.text)
         if verdict is not None:
@@ -129,13 +137,40 @@ def _graph(model: str, rows: int | None, length: int | None, batch: str | None) 
     return named.layers(), named
 
 
-def _data(graph: ModelGraph, cuts: Cuts) -> dict[str, Any]:
+@dataclass(frozen=True)
+class BlockMemory:
+    """What a worker holds for a stage: the numbers that the optimizer keeps per parameter, and the rows of the example."""
+
+    states: int
+    rows: int | None
+
+    def of(self, part: Part) -> dict[str, float | None]:
+        """Returns the bytes by class; those of one row are None if a file does not tell its rows."""
+        size = float(part.parameter_bytes)
+        saved = part.saved_bytes / self.rows if self.rows else None
+        return {
+            "parameter_bytes": size,
+            "gradient_bytes": size,
+            "optimizer_bytes": size * self.states,
+            "saved_bytes_per_row": saved,
+        }
+
+
+def _rows(graph: ModelGraph, named: NamedGraph | None) -> int | None:
+    """Returns the rows of the example. A file tells them by what crosses its cuts."""
+    if named is not None:
+        return named.rows
+    return next((value.shape[0] for layer in graph.layers for value in layer.output if value.shape), None)
+
+
+def _data(graph: ModelGraph, cuts: Cuts, memory: BlockMemory) -> dict[str, Any]:
     stages = [
         {
             "layers": list(part.layers),
             "parameters": part.parameters,
             "flops": part.flops,
             "saved_bytes": part.saved_bytes,
+            "memory": memory.of(part),
             "boundary": [{"name": v.name, "shape": list(v.shape), "bytes": v.bytes} for v in part.boundary],
             "why": part.why,
         }
@@ -154,7 +189,7 @@ def _data(graph: ModelGraph, cuts: Cuts) -> dict[str, Any]:
     }
 
 
-def _print(graph: ModelGraph, cuts: Cuts) -> None:
+def _print(graph: ModelGraph, cuts: Cuts, memory: BlockMemory) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, width=None if outputs.coloured() else 160)
@@ -163,6 +198,7 @@ def _print(graph: ModelGraph, cuts: Cuts) -> None:
         f"{graph.name}  {_short(total)} parameters, {len(graph.layers)} layers, {_short(graph.flops)} operations forward"
     )
     console.print(_table(cuts))
+    console.print(_memory_table(cuts, memory))
     for index, part in enumerate(cuts.parts):
         console.print(f"stage {index}: {part.why}")
     for tie in graph.ties:
@@ -184,6 +220,17 @@ def _table(cuts: Cuts) -> Table:
         size = _short(sum(value.bytes for value in part.boundary)) if part.boundary else "-"
         share = f"{part.flops / total:.0%}"
         table.add_row(str(index), names, _short(part.parameters), _short(part.flops), share, crossing, size)
+    return table
+
+
+def _memory_table(cuts: Cuts, memory: BlockMemory) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("stage", "bytes: weights", "gradients", "optimizer", "saved of a row"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for index, part in enumerate(cuts.parts):
+        table.add_row(str(index), *("-" if value is None else _short(value) for value in memory.of(part).values()))
     return table
 
 

@@ -56,7 +56,7 @@ def profile(
     Exit code 2: the model cannot be captured, or the cluster does not tell what an estimate needs.
     """
     from meshwright.ir.files.profile_json import profile_to_json
-    from meshwright.report.profile_text import profile_text
+    from meshwright.report.profile_table import profile_table
 
     outputs.refuse_output(output)
     gc.enable()  # a trace leaves reference cycles
@@ -64,7 +64,7 @@ def profile(
     text = profile_to_json(found)
     if output is not None:
         outputs.write(output, text + "\n")
-    typer.echo(text if as_json else profile_text(found))
+    typer.echo(text if as_json else profile_table(found))
 
 
 def _read(path: Path | None) -> Cluster | None:

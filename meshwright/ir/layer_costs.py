@@ -12,6 +12,18 @@ from enum import StrEnum
 
 from meshwright.errors import MeshwrightError
 
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
+"""Numbers that an optimizer keeps for each parameter, in the format of the parameter."""
+
+
+def optimizer_states(optimizer: str) -> int:
+    """Returns how many numbers an optimizer keeps for each parameter."""
+    if optimizer not in OPTIMIZER_STATES:
+        raise MeshwrightError(
+            f"there is no optimizer {optimizer!r} to count the memory of", fix=f"one of {', '.join(OPTIMIZER_STATES)}"
+        )
+    return OPTIMIZER_STATES[optimizer]
+
 
 class ProfileSource(StrEnum):
     """Where the numbers of a profile come from."""

@@ -62,6 +62,19 @@ def test_one_row_is_reported_as_one() -> None:
         assert b["saved_bytes"] / 2 <= a["saved_bytes"] < 0.7 * b["saved_bytes"]
 
 
+def test_memory_of_stages() -> None:
+    """Gradients are as large as parameters, AdamW keeps two numbers for each, and saved bytes are those of one row."""
+    found = json.loads(CliRunner().invoke(app, ["inspect", "gpt-tiny", "--json", "--length", "8", "--rows", "4"]).stdout)
+    for stage in found["stages"]:
+        memory = stage["memory"]
+        assert memory["parameter_bytes"] == memory["gradient_bytes"] == memory["optimizer_bytes"] / 2 == 4 * stage["parameters"]
+        assert memory["saved_bytes_per_row"] == stage["saved_bytes"] / 4
+    shown = CliRunner().invoke(app, ["inspect", "gpt-tiny", "--length", "8", "--optimizer", "sgd"]).stdout
+    assert all(column in shown for column in ("bytes: weights", "gradients", "optimizer", "saved of a row"))
+    wrong = CliRunner().invoke(app, ["inspect", "gpt-tiny", "--optimizer", "lion"])
+    assert isinstance(wrong.exception, MeshwrightError) and "no optimizer 'lion'" in str(wrong.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

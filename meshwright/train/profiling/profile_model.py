@@ -25,10 +25,10 @@ from meshwright.capture.trace.graph import Flat
 from meshwright.costs.roofline import ESTIMATE_ERROR, HalfTimes, estimated_times
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import LayerCost, Profile, ProfileSource
+from meshwright.ir.layer_costs import LayerCost, Profile, ProfileSource, optimizer_states
 from meshwright.ir.model import Layer, ModelGraph
 from meshwright.runtime.stage.precision import Precision
-from meshwright.train.profiling.profile_request import ProfileRequest, device_name, states_of, this_device
+from meshwright.train.profiling.profile_request import ProfileRequest, device_name, this_device
 from meshwright.train.profiling.timed_layers import LayerTimer, TimedLayer
 
 ROWS = (1, 2, 4)
@@ -71,7 +71,7 @@ def profile_model(
         Path("profile.json").write_text(meshwright.profile_to_json(profile))
         ```
     """
-    wanted = ProfileRequest(tuple(rows), Precision.of(precision), states_of(optimizer), cluster, estimate, repeats)
+    wanted = ProfileRequest(tuple(rows), Precision.of(precision), optimizer_states(optimizer), cluster, estimate, repeats)
     flat = flatten(model, example_batch)
     line = line_of(model, flat)
     places = LayerChain(line).starts

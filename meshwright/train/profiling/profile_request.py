@@ -12,9 +12,6 @@ from meshwright.ir.cluster import Cluster, Device
 from meshwright.runtime import device as devices
 from meshwright.runtime.stage.precision import Precision
 
-STATES = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
-"""Numbers that an optimizer keeps for each parameter, in the format of the parameter."""
-
 
 @dataclass(frozen=True)
 class ProfileRequest:
@@ -79,10 +76,3 @@ def this_device() -> torch.device:
 def device_name(device: torch.device) -> str:
     """Returns the name of a device, as a cluster file calls it."""
     return f"core of {platform.machine()}" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name())
-
-
-def states_of(optimizer: str) -> int:
-    """Returns how many numbers an optimizer keeps for each parameter."""
-    if optimizer not in STATES:
-        raise MeshwrightError(f"there is no optimizer {optimizer!r} to profile for", fix=f"one of {', '.join(STATES)}")
-    return STATES[optimizer]

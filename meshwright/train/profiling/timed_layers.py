@@ -27,7 +27,9 @@ from meshwright.runtime.stage.objective import Objective
 from meshwright.runtime.stage.precision import Precision
 from meshwright.runtime.stage.stage import Record, Stage, leaves
 
-WARM_UP = 1
+LONG_ENOUGH_S = 0.05
+MOST = 10
+"""A layer that is done before this time is repeated up to so many times as often as asked for."""
 SCALE = 0.02
 """The size of the random weights: about that of new models."""
 
@@ -45,10 +47,10 @@ class TimedLayer:
 
     @property
     def spread_s(self) -> float:
-        """How much longer a middle run took than the sum of the shortest times."""
+        """How much longer a good run took, at the lower quartile, than the sum of the shortest times."""
         sums = sorted(run.forward_s + run.input_s + run.weight_s for run in self.runs)
         best = self.best
-        return sums[len(sums) // 2] - (best.forward_s + best.input_s + best.weight_s)
+        return sums[-(-len(sums) // 4) % len(sums)] - (best.forward_s + best.input_s + best.weight_s)
 
 
 class _Prepared(nn.Module):
@@ -82,16 +84,22 @@ class LayerTimer:
     def timed(self, number: int, dry: DryLayer, columns: Mapping[str, Tensor]) -> TimedLayer:
         """Times one layer on columns of a batch."""
         (layer,) = stage(self.line, self.places[number : number + 2], States(self.model), self.device)
+        with _same_random_state():
+            return self._timed(layer, number, dry, columns)
+
+    def _timed(self, layer: Captured, number: int, dry: DryLayer, columns: Mapping[str, Tensor]) -> TimedLayer:
         give_weights(layer, self.device)
         given = {name: columns[name].to(self.device) for name in layer.batch_columns}
         is_last = number == len(self.places) - 2
         objective = Objective(_mean) if is_last and dry.outputs[0].shape else Objective()
         run = Stage([_Prepared(layer, given)], number, self.device, is_last, objective, splits=True, precision=self.precision)
         rows = len(next(iter(columns.values())))
-        with _same_random_state():
-            values = tuple(_filled(size, self.device) for size in dry.inputs)
-            runs = [self._run(run, values, given, rows) for _ in range(WARM_UP + self.repeats)]
-        return TimedLayer(tuple(runs[WARM_UP:]))
+        values = tuple(_filled(size, self.device) for size in dry.inputs)
+        self._run(run, values, given, rows)  # a first run is slower, and allocates gradients
+        runs, end = list[HalfTimes](), perf_counter() + LONG_ENOUGH_S
+        while len(runs) < self.repeats or (perf_counter() < end and len(runs) < MOST * self.repeats):
+            runs.append(self._run(run, values, given, rows))
+        return TimedLayer(tuple(runs))
 
     def _run(self, run: Stage, values: tuple[Tensor, ...], columns: Mapping[str, Tensor], rows: int) -> HalfTimes:
         record = Record(

@@ -15,7 +15,7 @@ WHERE = {
 HEAD = ("layers", "", "forward", "input half", "weight half", "output", "saved", "fixed", "transient", "parameters")
 
 
-def profile_text(profile: Profile) -> str:
+def profile_table(profile: Profile) -> str:
     """Returns the table. Times are those of the largest number of rows, bytes those of one row."""
     rows = [HEAD]
     for count, layer in _equal(profile.layers):

@@ -1,0 +1,86 @@
+"""`compare --profile`: costs of stages from a profile, for each schedule cut into as many stages as it has, evenly by time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+
+from meshwright.cli import _inputs as inputs
+from meshwright.costs.stages import stage_costs
+from meshwright.errors import MeshwrightError
+from meshwright.ir.cluster import Cluster, Device
+from meshwright.ir.input_limits import file_text
+from meshwright.ir.layer_costs import Profile
+from meshwright.ir.partition import partition
+from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class ProfileCosts(inputs.CostFlags):
+    """Flags of costs whose stages come from a profile. `file` is the profile."""
+
+    profile: Profile | None = None
+    rows: int | None = None
+
+    def stages(self, schedule: Schedule) -> Sequence[StageCost]:
+        """Returns what the stages of a schedule cost. Worker w is device w of the cluster."""
+        assert self.profile is not None
+        teams = schedule.placement.teams
+        starts = _starts(self.profile, self.rows, schedule.stages)
+        machine = _machine(self.cluster, schedule.workers)
+        stages = [PlanStage(a, b - 1, (teams[0][k][0][0],)) for k, (a, b) in enumerate(itertools.pairwise(starts))]
+        found = stage_costs(self.profile, stages, machine, rows=self.rows)
+        holders = [sorted({w for copy in teams for team in copy[k] for w in team}) for k in range(schedule.stages)]
+        return tuple(
+            replace(cost, sync_s=machine.all_reduce_s(ranks, cost.parameter_bytes))
+            for cost, ranks in zip(found, holders, strict=True)
+        )
+
+    def refuse(self, workers: int) -> None:
+        """Raises if the cluster has too few devices."""
+        _machine(self.cluster, workers)
+
+    def spread(self, schedule: Schedule) -> Sequence[StageCost]:
+        """Returns the same: a profile is cut for every number of stages."""
+        return self.stages(schedule)
+
+
+def with_profile(flags: inputs.CostFlags, path: Path | None, rows: int | None) -> inputs.CostFlags:
+    """Returns flags whose costs come from a profile, or these flags if there is none."""
+    from meshwright.ir.files.profile_json import profile_from_json
+    from meshwright.ir.files.profile_text import profile_from_text
+
+    if path is None:
+        if rows is not None:
+            raise MeshwrightError("--rows is the size of a microbatch of a profile", fix="--profile profile.json --rows 4")
+        return flags
+    if flags.file is not None:
+        raise MeshwrightError(f"--costs {flags.file} and --profile {path} both give costs", fix="give only one of the two")
+    text = file_text(path, "the profile", fix="meshwright profile MODEL -o profile.json")
+    profile = profile_from_json(text) if path.suffix == ".json" else profile_from_text(text)
+    if profile.rows and (rows is None or rows < 1):
+        raise MeshwrightError(f"{path} needs the rows of a microbatch, got {rows}", fix=f"--rows {profile.rows[-1]}")
+    given = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    return ProfileCosts(**{**given, "file": path}, profile=profile, rows=rows if profile.rows else None)
+
+
+@cache
+def _starts(profile: Profile, rows: int | None, stages: int) -> tuple[int, ...]:
+    chain = profile.at(rows)
+    if len(chain.forward_s) < stages:
+        raise MeshwrightError(f"{len(chain.forward_s)} layers of the profile cannot be cut into {stages} stages")
+    times = [forward + backward for forward, backward in zip(chain.forward_s, chain.backward_s, strict=True)]
+    return partition(times, [int(size) for size in chain.output_bytes], stages)[1]
+
+
+def _machine(cluster: Cluster | None, workers: int) -> Cluster:
+    """Returns the cluster with one device for each worker at least."""
+    found = cluster or Cluster()
+    if found.size and found.size < workers:
+        raise MeshwrightError(f"{workers} workers need {workers} devices, the cluster has {found.size}", fix=f"-w {found.size}")
+    return found if found.size else replace(found, devices=(Device(),) * workers)

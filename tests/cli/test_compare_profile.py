@@ -1,0 +1,72 @@
+"""`compare --profile`: stages of every schedule come from one profile, cut evenly by time, on the links of a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from meshwright import LayerCost, MeshwrightError, Profile, profile_to_json
+from meshwright.cli._verbs import app
+
+LAYER = LayerCost("h.0", (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), output_bytes=1e6, saved_bytes=1e9, parameter_bytes=1e9)
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("profile.json").write_text(profile_to_json(Profile((LAYER,) * 8, rows=(1, 2))))
+    Path("flat.json").write_text(json.dumps({"bytes_per_s": [[0 if a == b else 1e9 for b in range(4)] for a in range(4)]}))
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, ["compare", *words])
+
+
+def rows(*words: str) -> dict[str, dict[str, float]]:
+    found = run("--profile", "profile.json", *words, "--json")
+    assert found.exit_code == 0, found.exception
+    return {row["schedule"]: row for row in json.loads(found.stdout)["rows"]}
+
+
+def test_steps_are_those_of_even_stages() -> None:
+    """Two layers a stage: F 2, B 4 for one row, so GPipe and 1F1B need (N + D - 1)(F + B); a gigabyte is sent in a second."""
+    free = rows("--rows", "1")
+    for name in ("gpipe", "onef1b"):
+        assert free[name]["step_s"] == pytest.approx((8 + 3) * 6.0)
+    assert free["gpipe"]["peak_bytes"] == pytest.approx(8 * 2e9 + 2 * 2e9, rel=0.2)
+    assert rows("--rows", "2")["onef1b"]["step_s"] == pytest.approx(2 * 66.0), "times of two rows are twice those of one"
+    linked = rows("--rows", "1", "--cluster", "flat.json")
+    assert linked["gpipe"]["step_s"] == pytest.approx(66.0 + 6 * 1e-3, rel=1e-4)
+
+
+def test_schedules_with_several_holders_add_up_gradients() -> None:
+    """Chimera has every stage on two workers: 2 x 1/2 x 2 GB over 1 GB/s."""
+    free, linked = rows("--rows", "1"), rows("--rows", "1", "--cluster", "flat.json")
+    assert linked["chimera"]["step_s"] > free["chimera"]["step_s"] + 1.5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--profile", "profile.json"), "needs the rows of a microbatch"),
+        (("--profile", "profile.json", "--rows", "0"), "needs the rows of a microbatch, got 0"),
+        (("--rows", "2"), "--rows is the size of a microbatch of a profile"),
+        (("--profile", "profile.json", "--rows", "1", "--costs", "x.json"), "both give costs"),
+        (("--profile", "profile.json", "--rows", "1", "--forward", "2"), "replaces --forward"),
+        (("--profile", "profile.json", "--rows", "1", "--cluster", "flat.json", "-w", "8"), "need 8 devices, the cluster has 4"),
+        (("--profile", "missing.json", "--rows", "1"), "cannot read the profile"),
+        (("--tensor", "--profile", "profile.json"), "--tensor compares tensor modes"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], said: str) -> None:
+    found = run(*words)
+    assert isinstance(found.exception, MeshwrightError) and said in str(found.exception)
+
+
+def test_a_schedule_with_more_stages_than_layers_is_refused_alone() -> None:
+    found = rows("--rows", "1", "-w", "8")
+    assert found["onef1b"]["step_s"] == pytest.approx((8 + 7) * 3.0)
+    assert "8 layers of the profile cannot be cut into 16 stages" in str(found["zbv"]["refused"])
