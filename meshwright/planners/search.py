@@ -42,10 +42,12 @@ from meshwright.planners._search.wide_plans import (
 )
 from meshwright.planners.spp import small_enough, stage_candidates
 
-ACTIONS = 3_000_000
+ACTIONS = 400_000
 """The most actions that are simulated before a search ends."""
 FIRST = 40
 """The most plans of one width that are simulated in a row, best bound first."""
+WIDE = 1024
+"""On more devices only plans of one width are tried."""
 POLISHED = 200
 """The most forwards of a plan whose order is searched."""
 TRIALS = 150
@@ -119,7 +121,7 @@ class Search:
         seen = self.pool.families()
         for candidate in candidates:
             size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
-            if candidate.family.name in seen or size > ACTIONS // 20 or self._over():
+            if candidate.family.name in seen or size > ACTIONS // 16 or self._over():
                 continue
             if self.try_plan(candidate) is not None:
                 seen.add(candidate.family.name)
@@ -127,7 +129,7 @@ class Search:
     def _wide_plans(self) -> None:
         """Tries plans with stages of any width."""
         problem, limits = self.problem, self.problem.limits
-        if limits.dp not in (None, 1):
+        if limits.dp not in (None, 1) or problem.devices > WIDE:
             return
         for microbatches, rows in steps_of(problem):
             starts: list[tuple[str, Stages]] = []

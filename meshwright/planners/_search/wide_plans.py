@@ -99,7 +99,7 @@ def table_plans(problem: Problem, order: list[int], microbatches: int, rows: int
     index = np.array(order)
     rates = problem.links.rates()[np.ix_(index, index)]
     table = ThresholdTable(works, problem.parameters, problem.arrays(rows).output, rates, microbatches)
-    found = table.plans(FACTORS if problem.layers * count <= 100_000 else FACTORS[::3])
+    found = table.plans(FACTORS if problem.layers * count <= 100_000 else FACTORS[1::3])
     cut = [
         tuple(
             PlanStage(first, end - 1, tuple(order[start:stop]))
