@@ -12,10 +12,12 @@ The work limit counts simulated actions, not seconds, so the same input gives th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from time import perf_counter
 
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._limits import PlanLimits
@@ -32,15 +34,22 @@ from meshwright.planners._search.wide_plans import (
     count_of_all,
     every_plan,
     neighbours,
+    orders,
+    polished,
     steps_of,
     table_plans,
+    unequal_starts,
 )
 from meshwright.planners.spp import small_enough, stage_candidates
 
-ACTIONS = 3_000_000
+ACTIONS = 400_000
 """The most actions that are simulated before a search ends."""
 FIRST = 40
 """The most plans of one width that are simulated in a row, best bound first."""
+WIDE = 1024
+"""On more devices only plans of one width are tried."""
+POLISHED = 200
+"""The most forwards of a plan whose order is searched."""
 TRIALS = 150
 """The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
 ROUNDS = 12
@@ -112,7 +121,7 @@ class Search:
         seen = self.pool.families()
         for candidate in candidates:
             size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
-            if candidate.family.name in seen or size > ACTIONS // 20 or self._over():
+            if candidate.family.name in seen or size > ACTIONS // 16 or self._over():
                 continue
             if self.try_plan(candidate) is not None:
                 seen.add(candidate.family.name)
@@ -120,14 +129,15 @@ class Search:
     def _wide_plans(self) -> None:
         """Tries plans with stages of any width."""
         problem, limits = self.problem, self.problem.limits
-        if limits.dp not in (None, 1):
+        if limits.dp not in (None, 1) or problem.devices > WIDE:
             return
         for microbatches, rows in steps_of(problem):
             starts: list[tuple[str, Stages]] = []
             if count_of_all(problem.layers, problem.devices) <= EVERY:
                 starts = [("every plan", stages) for stages in every_plan(problem.layers, problem.devices)]
             else:
-                for order in (problem.order, problem.order[::-1]):
+                starts += [("by speed", stages) for stages in unequal_starts(problem, rows)]
+                for order in orders(problem):
                     starts += [("threshold", stages) for stages in table_plans(problem, order, microbatches, rows)]
                 if small_enough(problem.layers, problem.devices):
                     starts += [("spp", stages) for stages in stage_candidates(problem, microbatches, rows)]
@@ -139,6 +149,7 @@ class Search:
             for bound, _, source, stages in ranked:
                 self._try_stages(stages, bound, microbatches, rows, source)
             self._improve(microbatches, rows)
+            self._polish(microbatches, rows)
 
     def _try_stages(self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str) -> float:
         """Simulates stages under each schedule; returns the best time, infinite if the bound excludes them."""
@@ -179,6 +190,16 @@ class Search:
                     break
                 stages = better
 
+    def _polish(self, microbatches: int, rows: int | None) -> None:
+        """Tries orders that are made for the costs of the best stages; only where that takes no time."""
+        for stages, _ in self.pool.best_stages(12):
+            best = self.pool.best()
+            close = best is not None and bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
+            wanted = self.problem.limits.schedule in (None, "listed")
+            if close and wanted and len(stages) * microbatches <= POLISHED and len(stages) > 1 and not self._over():
+                for each in polished(stages, microbatches, rows):
+                    self.try_plan(each)
+
     def _try_neighbour(self, stages: Stages, microbatches: int, rows: int | None) -> float:
         if self.pricer.actions > 2 * ACTIONS:
             return float("inf")
@@ -190,8 +211,15 @@ class Search:
         while (best := self.pool.best()) is not None:
             timeline, uses = self.pricer.engine(best)
             if best.over_bytes <= 0:
+                self._keep_order(best)
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
             self.tally.died += 1
             self.pool.drop(best)
             self.pool.misfits.append(best)
         raise nothing_fits(self.pricer, self.pool, misfit)
+
+    def _keep_order(self, best: Priced) -> None:
+        """Stores the order itself in a plan whose order was made for its links: a run does not know them."""
+        if best.family.schedule == "listed" and best.family.options:
+            kept = {key: value for key, value in best.parallel.items() if key not in ("schedule", "options", "costs", "pp")}
+            best.parallel = {**kept, "order": json.loads(schedule_to_json(self.pricer.schedule(best)))}

@@ -12,15 +12,16 @@ with the rows that really cross (`step_s`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from meshwright.costs.memory import RESERVE, reserve_bytes
 from meshwright.costs.stages import Charge, shared_chain, stage_costs, stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan, PlanStage, Rejected
 from meshwright.ir.timeline import Timeline
-from meshwright.planners._limits import PlanLimits
+from meshwright.planners._limits import NothingFitsError, PlanLimits
 from meshwright.planners._replicated_partition import cuttings
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import table_plans
@@ -49,8 +50,7 @@ def plan(
 
     steps = [executed(stages, Charge.PAIRS).makespan_s for stages in candidates]
     ranked = sorted(zip(steps, candidates, strict=True), key=lambda pair: pair[0])  # stable: ties go to the one found first
-    paper, stages = ranked[0]
-    real = executed(stages, Charge.ROWS)
+    paper, stages, real = _first_that_fits(problem, ranked, lambda found: executed(found, Charge.ROWS))
     yield Plan(
         planner="spp",
         stages=stages,
@@ -65,6 +65,25 @@ def plan(
             for step, other in ranked[1:]
             if other != stages
         ),
+    )
+
+
+def _first_that_fits(
+    problem: Problem, ranked: list[tuple[float, Stages]], executed: Callable[[Stages], Timeline]
+) -> tuple[float, Stages, Timeline]:
+    """Returns the best plan whose workers fit into the memory of their devices at every event."""
+    least = float("inf")
+    for paper, stages in ranked:
+        real = executed(stages)
+        caps = [float(problem.memory[list(stage.devices)].min()) for stage in stages]
+        peaks = [real.peak_bytes(worker) + reserve_bytes(cap) for worker, cap in enumerate(caps)]
+        if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)):
+            return paper, stages, real
+        least = min(least, max(real.peak_bytes(worker) for worker in range(real.workers)) / (1.0 - RESERVE))
+    raise NothingFitsError(
+        f"none of the {len(ranked)} plans of spp fits: the one that needs the least needs {1.01 * least / 1e9:.4g} GB on a device",
+        fix="--planner search, which knows recompute and ZeRO",
+        needed_bytes=1.01 * least,
     )
 
 

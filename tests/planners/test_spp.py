@@ -112,11 +112,33 @@ def test_refusals() -> None:
         mw.plan(profile, NVLINK, microbatches=0)
     with pytest.raises(MeshwrightError, match="no devices"):
         mw.plan(profile, Cluster(), microbatches=4)
-    with pytest.raises(MeshwrightError, match="too slow for 300 layers on 128 devices"):
-        mw.plan(random_profile(0, 300), Cluster(hosts=(Host(8, Link(), Link()),) * 16), microbatches=4)
+    with pytest.raises(MeshwrightError, match="either a number of microbatches or a batch"):
+        mw.plan(profile, NVLINK)
+    with pytest.raises(MeshwrightError, match="batch=64 is in rows, but this profile does not know its rows"):
+        mw.plan(profile, NVLINK, batch=64, planner="search")
+    with pytest.raises(MeshwrightError, match="no schedule 'chimra'"):
+        mw.plan(profile, NVLINK, microbatches=4, planner="search", schedule="chimra")
     layers = (mw.LayerCost("a", (1.0,), (1.0,), (1.0,)),)
     with pytest.raises(MeshwrightError, match="needs the rows of a microbatch"):
         mw.plan(Profile(layers, rows=(4,)), NVLINK, microbatches=4)
+
+
+def test_large_problems_have_a_plan() -> None:
+    """The exact tables would take minutes here."""
+    links = Host(8, Link(0.0, 1e3), Link(0.0, 1e2))
+    plan = mw.plan(random_profile(0, 60), Cluster(hosts=(links,) * 8), microbatches=8)
+    assert plan.step_s >= plan.lower_bound_s > 0 and [stage.first for stage in plan.stages[1:]] == plan.parallel["stages"]
+    assert plan.stages[-1].last == 59 and len(set(plan.ranks)) == len(plan.ranks) <= 64
+
+
+def test_memory_limits_spp() -> None:
+    profile = random_profile(3, 6)
+    most = sum(layer.parameter_bytes for layer in profile.layers) * 4
+    cluster = replace(cluster_of(random_rates(3, 4)), devices=(mw.Device(memory_bytes=0.6 * most),) * 4)
+    plan = mw.plan(profile, cluster, microbatches=8)
+    assert max(plan.peak_bytes) <= 0.6 * most and len(plan.stages) > 1
+    with pytest.raises(MeshwrightError, match="plans of spp fits"):
+        mw.plan(profile, replace(cluster, devices=(mw.Device(memory_bytes=0.01 * most),) * 4), microbatches=8)
 
 
 def test_the_verb(tmp_path: Path) -> None:

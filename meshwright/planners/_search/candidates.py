@@ -232,9 +232,9 @@ class Enumerator:
         key = (family, pp, rows, tensor, recompute, slow)
         if key not in self._groups:
             placement = placement_of(family, pp)
-            stages = stage_slowness(placement, workers)
+            stages = slow * placement.stages if self.problem.uniform else tuple(stage_slowness(placement, workers))
             timed = self.timed(*rows, tensor)
-            cut_key = (rows, tensor, recompute, tuple(stages))
+            cut_key = (rows, tensor, recompute, stages)
             if cut_key not in self._cuts:
                 self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
             self._groups[key] = _Group(
@@ -270,7 +270,7 @@ class _Group:
         placement: Placement,
         timed: Timed,
         ends: tuple[int, ...],
-        slowness: list[float],
+        slowness: tuple[float, ...],
         recompute: bool,
         tensor: TensorChoice,
         rows: tuple[int | None, int],
@@ -341,8 +341,7 @@ class _Group:
 
     def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> float:
         """By how much the tightest worker misses its memory; negative if it may fit."""
-        state = problem.optimizer(1.0) * self.held
-        static = np.array([static_bytes(p, o, zero=zero, shares=shares) for p, o in zip(self.held, state, strict=True)])
+        static = self.held * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)  # linear in the parameters
         if zero == "zero-3":
             static = static + self.held / self.family.chunks
         need = static + alive * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)

@@ -89,15 +89,20 @@ class Pricer:
             return None
         self.simulated += 1
         self.actions += 2 * priced.workers * priced.microbatches * priced.family.chunks
+        if program.lists is None:
+            self._simulated(priced, self.schedule(priced))
+            return priced
         priced.step_s = program.makespan_s(priced.costs, priced.links) + priced.update_s
-        held = activation_peaks(program.lists, priced.costs) if program.lists is not None else (0.0,) * priced.workers
+        held = activation_peaks(program.lists, priced.costs)
         sums = zip(priced.static, held, priced.transient, priced.capacity, strict=True)
         priced.peak_bytes = tuple(s + h + t + reserve_bytes(c) for s, h, t, c in sums)
         return priced
 
     def schedule(self, priced: Priced) -> Schedule:
         """Builds the schedule of a plan."""
-        costs = {"costs": priced.costs} if shaped_by_costs(priced.family) else {}
+        costs: dict[str, Any] = {"costs": priced.costs} if shaped_by_costs(priced.family) else {}
+        if costs and priced.family.schedule == "listed":
+            costs["cluster"] = priced.links
         built = build(
             priced.family.schedule, workers=priced.workers, microbatches=priced.microbatches, **priced.family.options, **costs
         )
@@ -116,6 +121,9 @@ class Pricer:
         schedule = self.schedule(priced)
         prove(schedule)
         self.proved += 1
+        return self._simulated(priced, schedule)
+
+    def _simulated(self, priced: Priced, schedule: Schedule) -> tuple[Timeline, tuple[MemoryUse, ...]]:
         timeline, kinds = simulate_with_peaks(schedule, priced.costs, priced.links, copies=priced.copies)
         uses = tuple(
             memory_use(of_worker, transient=scratch, capacity=cap)

@@ -83,7 +83,7 @@ class Problem:
         """Devices in an order in which neighbours have fast links, and are of one kind where links do not say otherwise."""
         return device_order(self.links.rates(), kinds=self.slowness.tolist())
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """Whether all devices are equally fast and have equally much memory."""
         return bool((self.slowness == self.slowness[0]).all() and (self.memory == self.memory[0]).all())

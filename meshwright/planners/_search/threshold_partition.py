@@ -149,11 +149,12 @@ class ThresholdTable:
             layer, k = before, kind
 
     def least(self) -> float:
-        """The least limit that has a plan, to one percent."""
+        """The least limit that has a plan, to one percent; to ten on large problems."""
         low = self.M * float(self.works[:, -1].min()) / max(1, self.count)
         high = self.M * float(self.works[0, -1]) + 1e-12
         low = min(low, high) / 2
-        while high > low * 1.01:
+        precise = 1.01 if self.table.size < 4_000_000 else 1.1
+        while high > low * precise:
             middle = (low * high) ** 0.5
             if self.solve(middle) is None:
                 low = middle

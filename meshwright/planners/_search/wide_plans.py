@@ -14,7 +14,9 @@ from math import comb
 import numpy as np
 
 from meshwright.costs.stages import stage_links
+from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import Family, families
 from meshwright.planners._search.pricing import WidePlan
 from meshwright.planners._search.problem import Problem
@@ -59,9 +61,32 @@ def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | Non
     return best
 
 
+def orders(problem: Problem) -> list[list[int]]:
+    """Orders of devices to cut into stages: by links, both ways; unequal devices also by speed, and without slow ones."""
+    found = [problem.order, problem.order[::-1]]
+    if not problem.uniform:
+        slow = problem.slowness
+        by_speed = sorted(problem.order, key=lambda device: float(slow[device]))
+        found += [by_speed, by_speed[::-1]]
+        for limit in sorted(set(slow.tolist()))[:-1]:
+            found += [[device for device in order if slow[device] <= limit] for order in found[:2]]
+    return found
+
+
+def recut(problem: Problem, stages: Stages, rows: int | None) -> Stages:
+    """Returns the same devices with layers cut by their speeds."""
+    if len(stages) == 1:
+        return stages
+    slow = [float(problem.slowness[list(stage.devices)].max()) / stage.width for stage in stages]
+    ends = even_cuts(problem.arrays(rows).work_sums.tolist(), slow)
+    return tuple(
+        PlanStage(first, end - 1, stage.devices) for first, end, stage in zip((0, *ends[:-1]), ends, stages, strict=True)
+    )
+
+
 def table_plans(problem: Problem, order: list[int], microbatches: int, rows: int | None) -> list[Stages]:
     """Returns plans of the threshold tables for one order of devices."""
-    count = problem.devices
+    count = len(order)
     if count <= 12:
         widths = range(1, count + 1)
     else:
@@ -74,14 +99,33 @@ def table_plans(problem: Problem, order: list[int], microbatches: int, rows: int
     index = np.array(order)
     rates = problem.links.rates()[np.ix_(index, index)]
     table = ThresholdTable(works, problem.parameters, problem.arrays(rows).output, rates, microbatches)
-    found = table.plans(FACTORS if problem.layers * count <= 100_000 else FACTORS[::3])
-    return [
+    found = table.plans(FACTORS if problem.layers * count <= 100_000 else FACTORS[1::3])
+    cut = [
         tuple(
             PlanStage(first, end - 1, tuple(order[start:stop]))
             for first, end, start, stop in zip((0, *ends[:-1]), ends, (0, *used[:-1]), used, strict=True)
         )
         for ends, used in found
     ]
+    return cut if problem.uniform else [*cut, *(recut(problem, stages, rows) for stages in cut)]
+
+
+def unequal_starts(problem: Problem, rows: int | None) -> Iterator[Stages]:
+    """Yields simple plans of few unequal devices: runs of each order, cut by speed."""
+    if problem.uniform or problem.devices > 10:
+        return
+    for order in orders(problem):
+        for count in range(1, min(len(order), problem.layers) + 1):
+            for inner in combinations(range(1, len(order)), count - 1):
+                marks = (0, *inner, len(order))
+                groups = [tuple(order[a:b]) for a, b in pairwise(marks)]
+                yield recut(problem, tuple(PlanStage(0, problem.layers - 1, group) for group in groups), rows)
+
+
+def polished(stages: Stages, microbatches: int, rows: int | None) -> Iterator[WidePlan]:
+    """Yields stages under orders that are made for their costs."""
+    for options in ({"strict": False}, {"memory": microbatches}):
+        yield WidePlan(stages, Family("listed", Placement.line, options), microbatches, rows, source="polished")
 
 
 def count_of_all(layers: int, devices: int) -> int:

@@ -1,0 +1,316 @@
+"""The search: never worse than SPP, as good as every plan of small problems, within memory, and an explanation that adds up."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("numpy")
+
+import meshwright as mw
+from meshwright import Cluster, Device, Host, LayerCost, Link, Parallel, Profile, profile_from_text
+from meshwright.cli._verbs import app
+from meshwright.planners import NothingFitsError
+from meshwright.planners import search as searching
+from meshwright.planners._limits import PlanLimits
+from meshwright.planners._search import wide_plans
+from meshwright.planners._search.problem import Problem
+from tests.support.paths import ROOT
+from tests.support.plan_oracle import SmallModel, best_step
+from tests.support.plans import cluster_of, random_profile, random_rates
+
+NVLINK = Cluster(hosts=(Host(8, Link(0.0, 25e9), Link(0.0, 3e9)),) * 2)
+PCIE = Cluster(hosts=(Host(4, Link(0.0, 12e9), Link(0.0, 1.25e9)),) * 4)
+SLOW = pytest.mark.slow
+
+
+def published(name: str) -> Profile:
+    return profile_from_text((ROOT / "tests" / "data" / f"{name}.txt").read_text())
+
+
+@pytest.mark.parametrize("cluster", [NVLINK, PCIE], ids=["2x8", "4x4"])
+@pytest.mark.parametrize(
+    "name", ["bert-24-pbs-6", pytest.param("vgg-19-pbs-32", marks=SLOW), pytest.param("xlnet-24-pbs-1", marks=SLOW)]
+)
+def test_never_slower_than_spp_priced_in_the_same_way(name: str, cluster: Cluster) -> None:
+    profile = published(name)
+    spp = mw.plan(profile, cluster, microbatches=16, planner="spp")
+    assert mw.plan(profile, cluster, microbatches=16, planner="search").step_s <= spp.step_s * (1 + 1e-9)
+
+
+def blocks(count: int, *, saved: float = 4e6) -> Profile:
+    """Equal blocks with all that a profile can know, between a table and a head."""
+    block = LayerCost(
+        "block", (1e-3, 3e-3), (1e-3, 3e-3), (1e-3, 3e-3), output_bytes=1e6, saved_bytes=saved, parameter_bytes=8e6,
+        transient_bytes=5e5, flops=1e10,
+    )  # fmt: skip
+    table = replace(block, name="table", forward_s=(1e-4, 2e-4), flops=0.0, parameter_bytes=4e7)
+    head = replace(block, name="head", transient_bytes=2e7)
+    return Profile((table, *(replace(block, name=f"block {n}") for n in range(count)), head), rows=(1, 4), tokens_per_row=128)
+
+
+def machine(memory: float, devices: int = 8, launch_s: float = 0.0) -> Cluster:
+    device = Device("gpu", memory, {"fp32": 1e13}, bytes_per_s=1e12, launch_s=launch_s)
+    hosts = (Host(4, Link(1e-6, 1e11), Link(1e-5, 1e10)),) * (devices // 4)
+    return Cluster(devices=(device,) * devices, hosts=hosts)
+
+
+def test_no_step_is_shorter_than_its_bound() -> None:
+    """Otherwise best first would stop too early: every enumerated plan, on equal and on unequal devices."""
+    fast, slow = Device("a", 1e9, {"fp32": 2.0}, launch_s=1e-5), Device("b", 8e8, {"fp32": 1.0})
+    mixed = Cluster(devices=(fast,) * 2 + (slow,) * 2, hosts=(Host(2, Link(0.0, 1e10), Link(1e-5, 1e9)),) * 2)
+    seen = set()
+    for cluster, batch in ((machine(2.5e8, 4), 16), (mixed, 8)):
+        limits = PlanLimits()
+        problem = Problem(blocks(14), cluster, limits, microbatches=None, batch=batch)
+        search = searching.Search(problem)
+        listed = search.enumerator.run()
+        for candidate in listed.fit[:: max(1, len(listed.fit) // 150)]:
+            priced = search.pricer.quick(candidate)
+            if priced is not None:
+                assert priced.step_s >= candidate.bound_s * (1 - 1e-9), candidate
+                assert max(p - c for p, c in zip(priced.peak_bytes, priced.capacity, strict=True)) >= candidate.over_bytes - 1.0
+                seen.add((candidate.family.name, candidate.zero, candidate.recompute))
+    assert len({name for name, _, _ in seen}) >= 12 and {zero for _, zero, _ in seen} >= {"replicated", "zero-1", "zero-2"}
+
+
+@pytest.mark.parametrize("memory", [1e12, 1.6e8, 1.1e8, 8e7])
+def test_no_plan_exceeds_the_memory_at_any_event(memory: float) -> None:
+    """The engine's own memory curve, with scratch and reserve; classes add up to the peak, causes to the step."""
+    profile, cluster = blocks(14), machine(memory)
+    try:
+        plan = mw.plan(profile, cluster, batch=16, planner="search")
+    except NothingFitsError:
+        assert memory == 8e7
+        return
+    assert all(peak <= memory for peak in plan.peak_bytes)
+    assert [use.total for use in plan.memory] == pytest.approx(list(plan.peak_bytes))
+    assert sum(plan.causes.values()) == pytest.approx(plan.step_s) and min(plan.causes.values()) >= -1e-12
+    problem = Problem(profile, cluster, PlanLimits(), microbatches=None, batch=16)
+    search = searching.Search(problem)
+    *_, _ = search.run()
+    best = search.pool.best()
+    assert best is not None
+    schedule = search.pricer.schedule(best)
+    timeline = mw.simulate(schedule, best.costs, best.links, copies=best.copies)
+    for worker, levels in enumerate(timeline.memory):
+        assert max(level.bytes for level in levels) + best.transient[worker] <= memory
+    assert plan.step_s == pytest.approx(timeline.makespan_s + best.update_s)
+
+
+def test_tighter_memory_never_gives_a_faster_plan() -> None:
+    steps = [mw.plan(blocks(14), machine(memory), batch=16, planner="search").step_s for memory in (1e12, 2e8, 1.4e8)]
+    assert steps == sorted(steps)
+
+
+def test_nothing_fits_says_what_would() -> None:
+    with pytest.raises(NothingFitsError, match="no plan fits") as error:
+        mw.plan(blocks(14), machine(3e7), batch=16, planner="search")
+    needed = error.value.needed_bytes
+    assert 3e7 < needed < 1e9
+    assert max(mw.plan(blocks(14), machine(needed), batch=16, planner="search").peak_bytes) <= needed
+    assert mw.plan(blocks(14), machine(3e7), batch=16, planner="search", memory_free=True).step_s > 0
+
+
+def test_the_keywords_of_a_plan_are_a_plan() -> None:
+    for more in ({}, {"schedule": "chimera", "pp": 4}, {"schedule": "onef1b", "dp": 1}, {"tensor": False}):
+        found = mw.plan(blocks(14), machine(3e8), batch=16, planner="search", **more)
+        given = {key: value for key, value in found.parallel.items() if key != "ranks"}
+        parallel = Parallel.of({key: tuple(value) if key in ("width", "stages") else value for key, value in given.items()})
+        assert parallel.processes == len(found.ranks) == len(set(found.ranks)) and max(found.ranks) < 8
+        for key, value in more.items():
+            assert key == "tensor" or getattr(parallel, key) == value
+    assert parallel.tp == 1
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    one, other = (mw.plan(blocks(10), machine(2e8), batch=16, planner="search").to_dict() for _ in range(2))
+    assert json.dumps(one | {"planning_s": 0}) == json.dumps(other | {"planning_s": 0})
+
+
+def small(seed: int) -> tuple[SmallModel, Profile, Cluster]:
+    """Whole numbers that every width up to four divides, so that times are whole."""
+    choose = random.Random(seed)
+    count = 4
+    forward = tuple(12 * choose.randint(1, 6) for _ in range(count))
+    backward = tuple(12 * choose.randint(1, 9) for _ in range(count))
+    scale = choose.choice((12, 72, 360))
+    output = tuple(scale * choose.randint(0, 6) for _ in range(count))
+    weights = tuple(scale * choose.randint(0, 12) for _ in range(count))
+    rates = [[0] * count for _ in range(count)]
+    for a in range(count):
+        for b in range(a):
+            rates[a][b] = rates[b][a] = choose.choice((1, 2, 3, 6))
+    model = SmallModel(forward, backward, output, weights, choose.choice((2, 4, 6)), tuple(map(tuple, rates)))
+    layers = tuple(
+        LayerCost(str(n), (float(f),), (float(b),), (0.0,), output_bytes=float(o), parameter_bytes=float(p))
+        for n, (f, b, o, p) in enumerate(zip(forward, backward, output, weights, strict=True))
+    )
+    return model, Profile(layers), cluster_of(tuple(tuple(map(float, row)) for row in rates))
+
+
+def ratios(seeds: range) -> list[float]:
+    found = []
+    for seed in seeds:
+        model, profile, cluster = small(seed)
+        plan = mw.plan(profile, cluster, microbatches=model.microbatches, planner="search")
+        found.append(plan.step_s / best_step(model, start=round(plan.step_s)))
+    return found
+
+
+def test_the_optimum_of_small_problems() -> None:
+    pytest.importorskip("ortools")
+    found = ratios(range(6))
+    assert max(found) <= 1.01 and sum(found) / len(found) <= 1.001
+
+
+@SLOW
+def test_the_optimum_of_many_small_problems() -> None:
+    found = ratios(range(40))
+    assert max(found) <= 1.01 and sum(found) / len(found) <= 1.001
+
+
+def exhaustive(profile: Profile, cluster: Cluster, microbatches: int) -> float:
+    """Every plan with stages of any width, under every schedule with one worker per stage."""
+    problem = Problem(profile, cluster, PlanLimits(), microbatches=microbatches, batch=None)
+    search = searching.Search(problem)
+    best = float("inf")
+    plans = wide_plans.every_plan(problem.layers, problem.devices)
+    for bound, stages in sorted(
+        ((wide_plans.bound_s(problem, stages, microbatches, None), stages) for stages in plans), key=lambda pair: pair[0]
+    ):
+        if bound >= best:
+            break
+        for each in wide_plans.as_plans(problem, stages, microbatches, None, "test"):
+            if (priced := search.pricer.quick(each)) is not None:
+                best = min(best, priced.step_s)
+    return best
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 20), marks=SLOW)], ids=["some", "all"])
+def test_unequal_devices_against_every_plan(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search may not enumerate all plans here: it has to find good ones."""
+    monkeypatch.setattr(searching, "EVERY", 0)
+    for seed in seeds:
+        choose = random.Random(seed)
+        speeds = [choose.choice((1.0, 2.0, 3.0)) for _ in range(4)]
+        devices = tuple(Device(f"kind {s}", flops_per_s={"fp32": s}) for s in speeds)
+        cluster = replace(cluster_of(random_rates(seed, 4)), devices=devices)
+        profile = random_profile(seed, 5)
+        found = mw.plan(profile, cluster, microbatches=4, planner="search").step_s
+        assert found <= 1.02 * exhaustive(profile, cluster, 4), seed
+
+
+@SLOW
+@pytest.mark.parametrize("seed", range(3))
+def test_eight_devices_against_restarts(seed: int) -> None:
+    """Random plans, improved until no neighbour is better."""
+    profile, cluster = random_profile(seed, 12), cluster_of(random_rates(seed, 8))
+    problem = Problem(profile, cluster, PlanLimits(), microbatches=8, batch=None)
+    search = searching.Search(problem)
+
+    def time(stages: wide_plans.Stages) -> float:
+        found = (search.pricer.quick(each) for each in wide_plans.as_plans(problem, stages, 8, None, "test"))
+        return min(priced.step_s for priced in found if priced is not None)
+
+    best = float("inf")
+    for start in range(50):
+        choose = random.Random(1000 * seed + start)
+        count = choose.randint(1, 6)
+        devices = choose.sample(range(8), 8)
+        cuts = [0, *sorted(choose.sample(range(1, 12), count - 1)), 12]
+        marks = [0, *sorted(choose.sample(range(1, 8), count - 1)), 8]
+        stages = tuple(mw.PlanStage(cuts[k], cuts[k + 1] - 1, tuple(devices[marks[k] : marks[k + 1]])) for k in range(count))
+        step = time(stages)
+        for _ in range(6):
+            near = [
+                (wide_plans.bound_s(problem, each, 8, None), n, each)
+                for n, each in enumerate(wide_plans.neighbours(stages, 8, 12))
+            ]
+            better = next((each for bound, _, each in sorted(near)[:12] if bound < step and time(each) < step), None)
+            if better is None:
+                break
+            stages, step = better, time(better)
+        best = min(best, step)
+    assert mw.plan(profile, cluster, microbatches=8, planner="search").step_s <= 1.02 * best
+
+
+@SLOW
+def test_a_flip_point_is_one() -> None:
+    """Planning 5 % beyond gives another answer."""
+    from meshwright.planners._flip_points import _with_links, _with_memory, signature
+
+    profile, cluster = blocks(10), machine(1.5e8)
+    plan = mw.plan(profile, cluster, batch=16, planner="search", explain=True)
+    assert plan.flips
+    for flip in plan.flips:
+        if flip["what"] == "batch":
+            continue
+        change = _with_links if flip["what"] == "links" else _with_memory
+        beyond = flip["factor"] * (1.05 if flip["direction"] == "more" else 1 / 1.05)
+        try:
+            other = signature(mw.plan(profile, change(cluster, beyond), batch=16, planner="search"))
+        except NothingFitsError:
+            other = signature(None)
+        assert other == flip["plan"] != signature(plan)
+
+
+def test_a_launch_cost_makes_small_stages_dear() -> None:
+    free, dear = (mw.plan(blocks(14), machine(1e12, launch_s=s), batch=16, planner="search") for s in (0.0, 5e-3))
+    assert dear.step_s > free.step_s and dear.row["microbatches"] * len(dear.stages) < free.row["microbatches"] * len(free.stages)
+
+
+def test_the_even_planner() -> None:
+    found = mw.plan(blocks(14), machine(1e12), batch=16, planner="even")
+    assert found.planner == "even" and found.row["schedule"] == "onef1b" and found.row["pp"] == 8
+    assert found.step_s >= mw.plan(blocks(14), machine(1e12), batch=16, planner="search").step_s
+
+
+CLUSTER = """schema = 1
+[device.v100]
+memory = "{memory}"
+[[nodes]]
+count = 2
+per_node = 4
+device = "v100"
+inside = {{bytes_per_s = 25e9}}
+card = {{bytes_per_s = 3e9}}
+"""
+
+
+def run(tmp_path: Path, memory: str, *more: str) -> tuple[int, str]:
+    (tmp_path / "c.toml").write_text(CLUSTER.format(memory=memory))
+    flags = ["plan", "--profile", str(ROOT / "tests/data/bert-24-pbs-6.txt"), "--cluster", str(tmp_path / "c.toml")]
+    found = CliRunner().invoke(app, [*flags, "-n", "8", "--planner", "search", *more])
+    return found.exit_code, found.stdout
+
+
+def test_the_verb_explains(tmp_path: Path) -> None:
+    code, text = run(tmp_path, "16 GB", "-o", str(tmp_path / "plan.json"))
+    assert code == 0
+    for part in ("assumed:", "searched:", "the best plan of each schedule:", "<- chosen", "slower by", "step time by cause:"):
+        assert part in text
+    for part in ("memory of the tightest worker", "rank layout:", "each choice against its nearest rival", "next:"):
+        assert part in text
+    found = json.loads((tmp_path / "plan.json").read_text())
+    keys = {"step_s", "paper_step_s", "lower_bound_s", "gap", "stages", "parallel", "peak_bytes", "alternatives", "planning_s"}
+    assert keys <= set(found) and found["gap"] >= 0 and found["counts"]["proved"] >= 1
+
+
+def test_the_verb_says_what_would_fit(tmp_path: Path) -> None:
+    code, text = run(tmp_path, "0.3 GB", "--json")
+    assert code == 3
+    needed = json.loads(text)["needed_bytes"]
+    assert run(tmp_path, f"{needed}B")[0] == 0
+    assert run(tmp_path, "0.3 GB", "--memory-free")[0] == 0
+
+
+def test_a_fixed_schedule_and_pipeline(tmp_path: Path) -> None:
+    code, text = run(tmp_path, "16 GB", "--schedule", "chimera", "--pp", "4", "--json")
+    found = json.loads(text)
+    assert code == 0 and found["parallel"]["schedule"] == "chimera" and found["parallel"]["pp"] == 4
