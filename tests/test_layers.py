@@ -27,6 +27,7 @@ LEVEL = {
     "runtime": 5,
     "train": 6,
     "cli": 7,
+    "__main__": 8,
 }
 FILES = sorted(ROOT.rglob("*.py"))
 TORCH = {"runtime", "train", "capture", "tensor", "torch_internals"}
