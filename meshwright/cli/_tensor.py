@@ -38,16 +38,22 @@ class TensorFlags:
     sequence: Annotated[int | None, mode_option("--sequence", help="Tokens of a sequence.")] = None
     hidden: Annotated[int | None, mode_option("--hidden", help="Width of the layer; a MODEL has its own.")] = None
     heads: Annotated[int | None, mode_option("--heads", help="Attention heads; a mode must divide them.")] = None
-    ranks: Annotated[int | None, mode_option("--ranks", help="Ranks that share a layer.")] = None
+    ranks: Annotated[int | None, mode_option("--tp", help="Ranks that share a layer.")] = None
     save: SaveChoice = None
     batch_function: inputs.BatchFunction = None
     counted: Annotated[
         bool, mode_option("--counted", help="Also run the products on threads of this process, and count the words they send.")
     ] = False
+    old_ranks: Annotated[int | None, typer.Option("--ranks", hidden=True)] = None
 
     def __post_init__(self) -> None:
-        """Raises on sizes without --tensor, and on impossible sizes with it."""
+        """Raises on sizes without --tensor, and on impossible sizes with it. `--ranks` is the old name of `--tp` here."""
         save_of(self.save)
+        if self.old_ranks is not None:
+            if self.ranks is not None:
+                raise MeshwrightError("--ranks is the old name of --tp here", fix="--tp alone")
+            object.__setattr__(self, "ranks", self.old_ranks)
+            object.__setattr__(self, "old_ranks", None)
         for field in fields(self)[1:]:
             given, flag = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
             if not self.tensor and given != field.default:
