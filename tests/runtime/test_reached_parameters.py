@@ -117,3 +117,77 @@ def test_what_is_reached_later_is_trained() -> None:
         session.step((x, x))
         session.step((x, x))
     assert not torch.equal(layers[1].linear.weight, before)
+
+
+class Chooses(nn.Module):
+    """A layer of a list that uses one of two parameters, by the sign of its first row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times, self.plus = nn.Parameter(torch.full((WIDTH,), 0.5)), nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.times if float(x.detach()[0, 0]) > 0 else x + self.plus
+
+
+SIGNS = [(1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (1.0, 1.0), (-1.0, 1.0)]
+"""Which parameter each half of the rows of a step uses."""
+
+
+def signed(step: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    x = torch.randn(8, WIDTH, generator=drawn, dtype=torch.float64).abs()
+    return x * torch.tensor(SIGNS[step]).repeat_interleave(4)[:, None], torch.randint(0, CLASSES, (8,), generator=drawn)
+
+
+def choosing() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [layer.double() for layer in (Chooses(), nn.Linear(WIDTH, WIDTH), Chooses(), nn.Linear(WIDTH, CLASSES))]
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.5)
+
+
+def chosen(plan: Mapping[str, Any]) -> list[Tensor]:
+    layers = choosing()
+    optimizer, loss = momentum(nn.ModuleList(layers).parameters()), functional.cross_entropy
+    with parallelize(layers, signed(0), plan, optimizer=optimizer, loss=loss, device="cpu") as session:
+        session.train([signed(step) for step in range(len(SIGNS))])
+        session.broadcast_weights()
+    return [p.detach() for p in nn.ModuleList(layers).parameters()]
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"pp": 1, "microbatches": 2},
+    {"dp": 2},
+    {"dp": 2, "dp_mode": "zero-1"},
+    {"dp": 2, "dp_mode": "zero-2"},
+    {"dp": 2, "dp_mode": "zero-3", "options": {"chunks": 2}},
+    {"pp": 2, "microbatches": 2},
+    {"pp": 2, "microbatches": 2, "schedule": "zero_bubble"},
+    {"pp": 2, "microbatches": 2, "recompute": "inline"},
+    {"pp": 2, "microbatches": 2, "schedule": "chimera", "sync": "ring"},
+]
+
+
+@pytest.mark.parametrize("plan", CHOICES, ids=str)
+def test_a_step_whose_rows_do_not_reach_a_parameter_leaves_it_alone(plan: dict[str, Any], pool: Pool) -> None:
+    layers = choosing()
+    plain, optimizer = nn.Sequential(*layers), momentum(nn.ModuleList(layers).parameters())
+    for step in range(len(SIGNS)):
+        optimizer.zero_grad()
+        x, target = signed(step)
+        for rows in (slice(0, 4), slice(4, 8)):
+            (functional.cross_entropy(plain(x[rows]), target[rows]) / 2).backward()
+        optimizer.step()
+    for found in pool.run(chosen, plan, ranks=plan.get("pp", 1) * plan.get("dp", 1)):
+        for mine, wanted in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, wanted.detach(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["cyclic", "cyclic-zero", "cyclic-pp", "cyclic-mp"])
+def test_cyclic_forms_leave_it_alone_too(mode: str, pool: Pool) -> None:
+    assert pool.verify(
+        choosing, signed, dp=2, dp_mode=mode, steps=len(SIGNS), optimizer=momentum, loss=functional.cross_entropy
+    ).passed

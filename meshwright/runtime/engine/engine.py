@@ -205,6 +205,7 @@ class Engine:
             share=share,
             precision=self.settings.precision,
             scaler=self.scaler,
+            is_captured=self.layers.columns is not None,
             splits=any(a.op is Op.I and a.stage == stage for a in walk(schedule.lists[self.mesh.worker])),
         )
 

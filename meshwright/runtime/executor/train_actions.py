@@ -182,14 +182,15 @@ class TrainActions:
             stage = self._stage(instruction, record.cut)
             if inline:
                 stage.recompute(record)
-            first = None if op in stage.reached else self.parameters.leaves(instruction)
+            first = None if stage.is_captured and op in stage.reached else self.parameters.leaves(instruction)
+            known = None if stage.is_captured else self.parameters.known(instruction)
             if aim is not None:
                 aim(instruction)
-            found = stage.backward(record, gradients, weights=weights, first=first)
+            found = stage.backward(record, gradients, weights=weights, first=first, known=known)
             if written:
                 scatter(written, Bundle(found, (False,) * len(found)), (record.cut.rows,))
             if weights:
-                count(record.cut.counts, stage.reached.get(op) or everything(first or ()))
+                count(record.cut.counts, record.reached or stage.reached.get(op) or everything(first or ()))
             else:
                 slots[rest] = record
 
@@ -203,12 +204,13 @@ class TrainActions:
         def finish() -> None:
             record: Record | None = self.store.pop(slot)
             stage = None if record is None else self._stage(instruction, record.cut)
-            first = None if stage is None or Op.W in stage.reached else self.parameters.leaves(instruction)
+            is_first = stage is not None and (not stage.is_captured or Op.W not in stage.reached)
+            first = self.parameters.leaves(instruction) if is_first else None
             if aim is not None:  # another round may have used the leaves since I
                 aim(instruction)
             if record is not None and stage is not None:
                 stage.finish(record, first)
-                count(record.cut.counts, stage.reached.get(Op.W) or everything(first or ()))
+                count(record.cut.counts, record.reached or stage.reached.get(Op.W) or everything(first or ()))
 
         return finish
 

@@ -151,6 +151,11 @@ class Parameters:
         read = {value.stage: value.version for value in map(self.program.values.__getitem__, instruction.reads[Kind.PARAM])}
         return [self.units[n].at(read.get(n, 0)) for n in self.schedule.units_of[instruction.action.stage]]
 
+    def known(self, instruction: Instruction) -> Reached:
+        """Returns which of the `leaves` of a backward were reached in its round already."""
+        numbers, round_ = self.schedule.units_of[instruction.action.stage], instruction.round
+        return tuple(buffer.reached if (buffer := self.units[n].buffers.get(round_)) else 0 for n in numbers)
+
     def sync(self, instruction: Instruction, partial: Sequence[Tensor]) -> None:
         """Starts a collective, or adds the partial sum of the ring."""
         unit = self.units[instruction.action.stage]

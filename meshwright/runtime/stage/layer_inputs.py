@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter as Argument
 from inspect import signature
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
@@ -63,3 +64,18 @@ def takes_target(layer: nn.Module) -> Callable[[int], bool]:
     needed = sum(a.default is Argument.empty for a in arguments)
     names = [a.name for a in arguments]
     return lambda given: (names[given : given + 1] != [] and names[given] in TARGETS) or needed == given + 1
+
+
+def changes_in_place(layers: Sequence[nn.Module]) -> bool:
+    """Returns whether one of these layers may change its inputs."""
+    return any(getattr(m, "inplace", False) for at in layers for m in at.modules())
+
+
+def gradients_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the gradients of the tensors that take one; zeros if the backward did not reach a tensor."""
+    found = []
+    for tensor in tensors:
+        if tensor.requires_grad:
+            gradient = tensor.grad
+            found.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
+    return tuple(found)

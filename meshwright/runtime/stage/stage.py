@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from math import ceil
-from operator import attrgetter, or_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +26,12 @@ from meshwright.ir.placement import Rows
 from meshwright.runtime import device as devices
 from meshwright.runtime.stage.batch import Cut
 from meshwright.runtime.stage.layer_chains import ChainedLayers, Chains
-from meshwright.runtime.stage.layer_inputs import Takes, takes_target, tensors_of
+from meshwright.runtime.stage.layer_inputs import Takes, changes_in_place, gradients_of, takes_target, tensors_of
 from meshwright.runtime.stage.layers import columns_of
 from meshwright.runtime.stage.moving_buffers import Moving, Place, changed_late
 from meshwright.runtime.stage.objective import Objective
 from meshwright.runtime.stage.precision import Precision, Scaler
-from meshwright.runtime.stage.reached_parameters import Leaves, Reached, noting
+from meshwright.runtime.stage.reached_parameters import Leaves, Reached, joint, noting
 from meshwright.runtime.stage.split_backward import Deferred, Rest, run
 from meshwright.torch_internals import run_backward, write_count
 
@@ -65,6 +65,8 @@ class Record:
     head: tuple[Tensor, ...] = ()
     rest: Rest | None = None
     moved: Mapping[Place, Tensor] = _NOTHING
+    reached: Reached | None = None
+    """The parameters that the backward of this cut has reached, if the stage records every backward."""
 
     def __init__(self, cut: Cut, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor] = _NOTHING) -> None:
         self.cut, self.inputs, self.named = cut, inputs, named
@@ -86,6 +88,8 @@ class Stage:
     """Called with the rows and the output of the last layer, before the objective reduces it to a loss."""
     precision: Precision = field(default_factory=Precision)
     scaler: Scaler | None = None
+    is_captured: bool = True
+    """Whether the layers come from a captured graph, whose backwards all reach the same parameters."""
 
     def __post_init__(self) -> None:
         self.recomputed = ceil(self.share * len(self.layers) - 1e-9)
@@ -106,7 +110,7 @@ class Stage:
         self.salts = [devices.salt(self.first_layer + index) for index in range(len(self.layers))]
         self.draw_from = devices.seeder(self.device)
         self.reached: dict[Op, Reached] = {}
-        """The parameters of each unit that B, I and W reach, recorded at their first run."""
+        """The parameters of each unit that B, I and W reach, recorded at their first run; or what any of their runs reached."""
 
     def forward(self, record: Record) -> Bundle:
         """Runs the layers and saves what the backward needs."""
@@ -147,18 +151,30 @@ class Stage:
             record.head = head
 
     def backward(
-        self, record: Record, gradients: Sequence[Tensor | None], *, weights: bool = True, first: Leaves | None = None
+        self,
+        record: Record,
+        gradients: Sequence[Tensor | None],
+        *,
+        weights: bool = True,
+        first: Leaves | None = None,
+        known: Reached | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns the gradients of the inputs. Accumulates the gradients of the weights, or defers them until `finish`.
 
-        The `first` backward of its kind records which leaves it reaches, unless no row counts.
+        The `first` backward of its kind records which leaves it reaches besides `known` ones, unless no row counts.
         """
         if first is None or (self.is_last and not record.cut.items):
             return self._backward(record, gradients, weights)
         op = Op.B if weights else Op.I
         run_it = partial(self._backward, record, gradients, weights)
-        found, self.reached[op] = noting(first, lambda seen: self.chains.noting(seen, run_it))
+        found, reached = noting(first, lambda seen: self.chains.noting(seen, run_it), known)
+        self._note(record, op, reached)
         return found
+
+    def _note(self, record: Record, op: Op, reached: Reached) -> None:
+        if not self.is_captured:
+            record.reached = reached
+        self.reached[op] = joint(self.reached.get(op), reached)
 
     def _backward(self, record: Record, gradients: Sequence[Tensor | None], weights: bool) -> tuple[Tensor, ...]:
         deferred = None if weights else self.deferred
@@ -169,20 +185,21 @@ class Stage:
             gradients = [self._start(t, record.times) for t in outputs]
         if self.recomputed:
             _backward(outputs, gradients)
-            _backward(tuple(compress(record.head, map(_takes_gradient, record.middle))), _gradients(record.middle))
+            _backward(tuple(compress(record.head, map(_takes_gradient, record.middle))), gradients_of(record.middle))
         elif outputs:
             run_backward(outputs, gradients)
         if deferred is not None:
             record.rest = deferred.end()
         record.outputs = record.middle = record.head = ()
-        return _gradients(record.inputs)
+        return gradients_of(record.inputs)
 
     def finish(self, record: Record, first: Leaves | None = None) -> None:
         """Computes the weight gradients that a split backward has deferred. `reached` of W includes what its I has reached."""
-        if first is not None and Op.I in self.reached:
+        before = self.reached.get(Op.I) if self.is_captured else record.reached
+        if first is not None and before is not None:
             rest = record.rest or []
-            _, late = noting(first, lambda seen: self.chains.noting(seen, partial(run, rest, seen)))
-            self.reached[Op.W] = tuple(map(or_, self.reached[Op.I], late))
+            _, reached = noting(first, lambda seen: self.chains.noting(seen, partial(run, rest, seen)), before)
+            self._note(record, Op.W, reached)
         elif record.rest is not None:
             run(record.rest)
         record.rest = None
@@ -254,11 +271,6 @@ class Stage:
             return functional_call(layer, dict(record.weights[index]), values, dict(named))
 
 
-def changes_in_place(layers: Sequence[nn.Module]) -> bool:
-    """Returns whether one of these layers may change its inputs."""
-    return any(getattr(m, "inplace", False) for at in layers for m in at.modules())
-
-
 def own_leaves(tensors: Iterable[Tensor], flags: Iterable[bool]) -> tuple[Tensor, ...]:
     """Makes tensors that no one else uses into leaves of a new graph."""
     return tuple(map(Tensor.requires_grad_, tensors, flags))
@@ -274,16 +286,6 @@ def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> 
     learn = [t.requires_grad for t in outputs]
     if any(learn):
         run_backward(list(compress(outputs, learn)), list(compress(gradients, learn)))
-
-
-def _gradients(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the gradients of the tensors that take one; zeros if the backward did not reach a tensor."""
-    found = []
-    for tensor in tensors:
-        if tensor.requires_grad:
-            gradient = tensor.grad
-            found.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
-    return tuple(found)
 
 
 def _differentiable(tensor: Tensor) -> bool:

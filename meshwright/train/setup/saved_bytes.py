@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.runtime.stage.batch import Batch, Cut
+from meshwright.runtime.stage.layer_inputs import changes_in_place
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Objective
 from meshwright.runtime.stage.precision import Precision
-from meshwright.runtime.stage.stage import Record, Stage, changes_in_place, leaves
+from meshwright.runtime.stage.stage import Record, Stage, leaves
 
 
 @dataclass(frozen=True)
