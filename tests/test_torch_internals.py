@@ -286,3 +286,9 @@ def test_messages_go_through_public_functions_where_groups_have_none(monkeypatch
         {"name": "isend", "t": "a tensor", "group": "a group", "tag": 1, "group_dst": 3},
         {"name": "irecv", "t": "a tensor", "group": "a group", "tag": 2, "group_src": 4},
     ]
+
+
+def test_without_tensors_that_have_no_values_a_walk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, "find_spec", lambda _: None)
+    with pytest.raises(MeshwrightError, match="has no FakeTensorMode: layers cannot run without values"):
+        torch_internals.without_values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -157,10 +158,11 @@ class BlockMemory:
 
 
 def _rows(graph: ModelGraph, named: NamedGraph | None) -> int | None:
-    """Returns the rows of the example. A file tells them by what crosses its cuts."""
+    """Returns the rows of the example. A file tells them by what crosses its cuts: most of it has rows first."""
     if named is not None:
         return named.rows
-    return next((value.shape[0] for layer in graph.layers for value in layer.output if value.shape), None)
+    sizes = Counter(value.shape[0] for layer in graph.layers for value in layer.output if value.shape)
+    return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
 
 def _data(graph: ModelGraph, cuts: Cuts, memory: BlockMemory) -> dict[str, Any]:

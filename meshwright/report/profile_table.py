@@ -17,7 +17,7 @@ HEAD = ("layers", "", "forward", "input half", "weight half", "output", "saved",
 
 def profile_table(profile: Profile) -> str:
     """Returns the table. Times are those of the largest number of rows, bytes those of one row."""
-    rows = [HEAD]
+    rows: list[tuple[str, ...]] = [HEAD]
     for count, layer in _equal(profile.layers):
         times = [f"{1e3 * t[-1]:.4g} ms" for t in (layer.forward_s, layer.input_s, layer.weight_s)]
         sizes = (layer.output_bytes, layer.saved_bytes, layer.fixed_bytes, layer.transient_bytes, layer.parameter_bytes)
