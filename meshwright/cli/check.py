@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from meshwright import schedules
-from meshwright.cli import _inputs as inputs
+from meshwright.cli._parts import inputs
 from meshwright.passes import check as proof
 
 

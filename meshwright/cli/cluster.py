@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
+from meshwright.cli._parts import inputs, outputs
 
 app = typer.Typer(add_completion=False)
 Toml = Annotated[bool, inputs.output_option("--toml", help="Print a cluster file instead, to edit it.")]

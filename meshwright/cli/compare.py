@@ -13,12 +13,11 @@ from typing import Annotated
 import typer
 
 from meshwright import schedules
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
-from meshwright.cli._flag_groups import with_groups
-from meshwright.cli._outputs import Format
-from meshwright.cli._profile_costs import with_profile
-from meshwright.cli._tensor import TensorFlags, compare_tensor
+from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts.flag_groups import with_groups
+from meshwright.cli._parts.outputs import Format
+from meshwright.cli._parts.profile_costs import with_profile
+from meshwright.cli._parts.tensor_comparison import TensorFlags, compare_tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
 from meshwright.ir.byte_sizes import bytes_in

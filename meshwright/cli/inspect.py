@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
-from meshwright.cli._flag_groups import with_groups
-from meshwright.cli._mode_flags import ModeFlags
-from meshwright.cli._sharded import sharded
+from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts.flag_groups import with_groups
+from meshwright.cli._parts.mode_flags import ModeFlags
+from meshwright.cli._parts.sharded_model import sharded
 from meshwright.errors import MeshwrightError
 from meshwright.ir.layer_costs import optimizer_states
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
-from meshwright.cli._flag_groups import with_groups
-from meshwright.cli._mode_flags import ModeFlags, flag_of
+from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts.flag_groups import with_groups
+from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
 from meshwright.cli.train import asked_job
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.measurement import FILE, Measurement, measurement_from_json
@@ -87,7 +86,7 @@ def _kept(folder: Path, extra: list[str]) -> Measurement:
 
 def _run(trainer: Trainer, steps: int, *, as_json: bool) -> Measurement | None:
     """Runs a few traced steps."""
-    from meshwright.cli import _running as running
+    from meshwright.cli._parts import running
     from meshwright.train.measure import measured
 
     running.follow(trainer, None, as_json=as_json)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
+from meshwright.cli._parts import inputs, outputs
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from meshwright import schedules as known
-from meshwright.cli import _inputs as inputs
+from meshwright.cli._parts import inputs
 
 
 def schedules(as_json: inputs.Json = False) -> None:

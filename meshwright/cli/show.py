@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
-from meshwright.cli._flag_groups import with_groups
-from meshwright.cli._outputs import Format
+from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts.flag_groups import with_groups
+from meshwright.cli._parts.outputs import Format
 from meshwright.cli.simulate import predicted, summary
 from meshwright.ir.files.schedule_csv import to_csv
 from meshwright.ir.files.schedule_json import schedule_to_json

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from meshwright.cli import _emulate as emulation
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
-from meshwright.cli import _planned as planning
-from meshwright.cli._flag_groups import with_groups
-from meshwright.cli._outputs import Format
+from meshwright.cli._parts import emulation, inputs, outputs
+from meshwright.cli._parts import planned_schedule as planning
+from meshwright.cli._parts.flag_groups import with_groups
+from meshwright.cli._parts.outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.plan import refuse_crowd

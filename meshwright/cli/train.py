@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
-from meshwright.cli import _running as running
-from meshwright.cli._flag_groups import with_groups
-from meshwright.cli._mode_flags import ModeFlags, flag_of
+from meshwright.cli._parts import inputs, outputs, running
+from meshwright.cli._parts.flag_groups import with_groups
+from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
 from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import toml
 from meshwright.ir.plan.plan import Parallel

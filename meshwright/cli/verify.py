@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright import schedules
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
-from meshwright.cli._flag_groups import with_groups
-from meshwright.cli._mode_flags import ModeFlags, flag_of
+from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts.flag_groups import with_groups
+from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
 from meshwright.costs.planned import row_unit
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel, refuse_crowd

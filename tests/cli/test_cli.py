@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright import Cluster, Link, MeshwrightError, StageCost, Timeline, cluster_to_json, costs_to_json, schedules
-from meshwright.cli import _outputs as outputs
+from meshwright.cli._parts import outputs
 from meshwright.cli._verbs import app
 
 
@@ -369,8 +369,8 @@ NOWHERE = "/nonexistent/x.json"
     [
         (["verify", "mlp", "-o", NOWHERE], "meshwright.train.verify.verify.verify"),
         (["inspect", "gpt-tiny", "-o", NOWHERE], "meshwright.cli.inspect._graph"),
-        (["show", "onef1b", "-o", NOWHERE], "meshwright.cli._inputs.load"),
-        (["simulate", "onef1b", "--emulate", "wall", "--trace", NOWHERE], "meshwright.cli._emulate.Emulation.run"),
+        (["show", "onef1b", "-o", NOWHERE], "meshwright.cli._parts.inputs.load"),
+        (["simulate", "onef1b", "--emulate", "wall", "--trace", NOWHERE], "meshwright.cli._parts.emulation.Emulation.run"),
     ],
     ids=lambda found: found[0] if isinstance(found, list) else "",
 )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli._mode_flags import ModeFlags
-from meshwright.cli._tensor import flags_of
+from meshwright.cli._parts.mode_flags import ModeFlags
+from meshwright.cli._parts.tensor_comparison import flags_of
 from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
 from meshwright.costs.planned import planned_grid

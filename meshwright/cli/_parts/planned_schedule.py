@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
+from meshwright.cli._parts import inputs, outputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.input_limits import shown

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
-from meshwright.cli._mode_flags import ModeFlags, SaveChoice, mode_option, save_of
+from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts.mode_flags import ModeFlags, SaveChoice, mode_option, save_of
 from meshwright.costs.declared import transformer_layer
 from meshwright.costs.planned import planned_grid, planned_scheme
 from meshwright.costs.scheme import Words

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli import _inputs as inputs
-from meshwright.cli import _outputs as outputs
+from meshwright.cli._parts import inputs, outputs
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from meshwright.cli import _inputs as inputs
+from meshwright.cli._parts import inputs
 from meshwright.costs.stages import stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from meshwright import schedules
-from meshwright.cli import _outputs as outputs
-from meshwright.cli._outputs import Format
+from meshwright.cli._parts import outputs
+from meshwright.cli._parts.outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.byte_sizes import bytes_in
 from meshwright.ir.cluster import Cluster, Duplex, Link

@@ -1,0 +1,1 @@
+"""What several verbs share: flags, inputs, outputs."""
