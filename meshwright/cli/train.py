@@ -19,8 +19,8 @@ from meshwright.ir.input_limits import toml
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_file import asked, is_auto
 from meshwright.ir.plan.plan_order import refers
+from meshwright.train.inputs.usable_arguments import refuse_folder
 from meshwright.train.setup.settled_plan import settled
-from meshwright.train.setup.usable_arguments import refuse_folder
 
 if TYPE_CHECKING:
     from meshwright.train.job_file import Job

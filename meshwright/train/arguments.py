@@ -28,8 +28,8 @@ from meshwright.ir.reader import LARGEST
 from meshwright.runtime.stage.objective import LossKind
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.data.step_rows import StepRows, plan_for
+from meshwright.train.inputs.usable_arguments import refuse_kinds, usable
 from meshwright.train.setup.settled_plan import settled
-from meshwright.train.setup.usable_arguments import refuse_kinds, usable
 
 _log = logging.getLogger(__name__)
 

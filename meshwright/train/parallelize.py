@@ -30,14 +30,14 @@ from meshwright.runtime.stage.batch import Given
 from meshwright.runtime.stage.objective import Loss, LossKind
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.data.collate import tensors
+from meshwright.train.inputs.eval_submodules import stay_in_evaluation
+from meshwright.train.inputs.gradient_hooks import refuse_lost_hooks
+from meshwright.train.inputs.user_arguments import refuse_arguments
 from meshwright.train.optimizer.shared_rates import Rates, Recipe
 from meshwright.train.prepared import RunRequest, prepare
 from meshwright.train.session.session import Session
-from meshwright.train.setup.eval_submodules import stay_in_evaluation
-from meshwright.train.setup.gradient_hooks import refuse_lost_hooks
 from meshwright.train.setup.own_weights import materialise
 from meshwright.train.setup.settled_plan import settled
-from meshwright.train.setup.user_arguments import refuse_arguments
 from meshwright.train.setup.where import device_for, launched, one_process, refuse_world
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

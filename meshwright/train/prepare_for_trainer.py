@@ -19,6 +19,7 @@ from meshwright.train.arguments import TrainingArguments
 from meshwright.train.checkpoint import folder_lock
 from meshwright.train.data.batches import Source
 from meshwright.train.data.step_rows import refuse_small_cuts
+from meshwright.train.inputs.usable_arguments import refuse_folder
 from meshwright.train.loop.rank_job import output_folder
 from meshwright.train.loop.report_to import refuse_reporters
 from meshwright.train.loss.loss_additivity import ROWS
@@ -27,7 +28,6 @@ from meshwright.train.optimizer.make_optimizer import rates_for
 from meshwright.train.prepared import Phase, PreparedRun, RunRequest, captured, prepare
 from meshwright.train.setup.build_schedule import stages_to_train
 from meshwright.train.setup.captured_layers import refuse_lossless
-from meshwright.train.setup.usable_arguments import refuse_folder
 from meshwright.train.setup.where import launched
 
 log = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from meshwright.report.prediction_log import keep_measured
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.data.collate import Collator, default_collator
+from meshwright.train.inputs import trainer_inputs
 from meshwright.train.loop import between_trainings, on_rank
 from meshwright.train.loop.flops import speed_of
 from meshwright.train.loop.rank_job import TrainJob, trained_weights
@@ -33,7 +34,6 @@ from meshwright.train.loop.training_loop import EvaluationResult, TrainResult
 from meshwright.train.prepare_for_trainer import refuse_unusable
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.save_model import save_whole
-from meshwright.train.setup import trainer_inputs
 from meshwright.train.setup.own_weights import seeded, write_times
 from meshwright.train.trainer_jobs import TrainerJobs
 

@@ -19,12 +19,12 @@ from meshwright.train.arguments import TrainingArguments
 from meshwright.train.auto.auto_plan import auto_request, batch_of, chosen_plan
 from meshwright.train.data.collate import Collate, Collator, accepted
 from meshwright.train.data.row_reader import RowReader
+from meshwright.train.inputs import trainer_inputs
+from meshwright.train.inputs.gradient_hooks import refuse_lost_hooks
 from meshwright.train.loop import on_rank
 from meshwright.train.loop.rank_job import RankJob, output_folder
 from meshwright.train.prepare_for_trainer import TrainerInputs, prepare_for_trainer, refuse_rows
 from meshwright.train.prepared import PreparedRun
-from meshwright.train.setup import trainer_inputs
-from meshwright.train.setup.gradient_hooks import refuse_lost_hooks
 from meshwright.train.setup.own_weights import refuse_changed_files
 from meshwright.train.setup.start_phases import phase
 from meshwright.train.setup.where import launched, refuse_world, run_on_ranks

@@ -17,6 +17,7 @@ from meshwright.runtime.tracing.trace import Trace
 from meshwright.train.checkpoint import folder_lock
 from meshwright.train.checkpoint.write import Checkpoints
 from meshwright.train.data.batches import Position, has_rows
+from meshwright.train.inputs.usable_arguments import refuse_folder
 from meshwright.train.loop.between_trainings import kept_optimizer_state, restore_optimizer_state
 from meshwright.train.loop.callbacks import RunCallbacks
 from meshwright.train.loop.evaluation import predict_on
@@ -30,7 +31,6 @@ from meshwright.train.session.speed import Speed
 from meshwright.train.setup.all_ranks import agree, refuse_differences
 from meshwright.train.setup.own_weights import drop_others, materialise
 from meshwright.train.setup.start_phases import phase
-from meshwright.train.setup.usable_arguments import refuse_folder
 from meshwright.train.setup.where import device_for, keeps_own_objects
 
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from meshwright.errors import MeshwrightError
-from meshwright.train.setup.usable_arguments import usable
+from meshwright.train.inputs.usable_arguments import usable
 
 _PACKAGES = {
     "azure_ml": "azureml-sdk",

@@ -9,8 +9,8 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from meshwright.errors import MeshwrightError
+from meshwright.train.inputs.usable_arguments import usable
 from meshwright.train.optimizer.shared_rates import Rates, Recipe
-from meshwright.train.setup.usable_arguments import usable
 
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Patterns of parameter names without weight decay, as in the Hugging Face Trainer."""

@@ -14,9 +14,9 @@ from torch import nn
 from meshwright.train.checkpoint.pretrained_weights import save_adapters
 from meshwright.train.checkpoint.run_state import weights
 from meshwright.train.checkpoint.save_pretrained import gathered
+from meshwright.train.inputs.usable_arguments import refuse_folder
 from meshwright.train.session.session import Session
 from meshwright.train.setup.all_ranks import agree
-from meshwright.train.setup.usable_arguments import refuse_folder
 
 
 def save_whole(model: nn.Module, folder: Path) -> None:

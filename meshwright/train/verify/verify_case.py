@@ -24,13 +24,13 @@ from meshwright.runtime.stage.layers import Layers, require_layers
 from meshwright.runtime.stage.objective import Loss, LossKind
 from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.train.data.vocabulary import refuse_ids, vocabularies
+from meshwright.train.inputs.eval_submodules import stay_in_evaluation
+from meshwright.train.inputs.user_arguments import refuse_loss, refuse_seed
 from meshwright.train.optimizer.coupled_parameters import refuse_closure, refuse_coupled, refuse_not_elementwise, wants_more
 from meshwright.train.prepared import PreparedRun, RunRequest, captured, prepare
 from meshwright.train.setup.build_schedule import splits_rows, stages_of
 from meshwright.train.setup.captured_layers import LISTS, Uncut
-from meshwright.train.setup.eval_submodules import stay_in_evaluation
 from meshwright.train.setup.settled_plan import settled
-from meshwright.train.setup.user_arguments import refuse_loss, refuse_seed
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 3e-3}
 """The largest relative error that passes, by dtype."""
