@@ -63,7 +63,7 @@ def inspect(
     graph, named = _graph(model, rows, length, batch)
     cuts, memory = (
         graph.cuts(stages, at=cut or None),
-        BlockMemory(optimizer_states(optimizer), None if named is None else named.rows),
+        BlockMemory(optimizer_states(optimizer), _rows(graph, named)),
     )
     if output is not None:
         outputs.write(output, model_to_json(graph) + "\n")
