@@ -193,7 +193,7 @@ class Search:
 
     def _polish(self, microbatches: int, rows: int | None) -> None:
         """Tries orders that are made for the costs of the best stages; only where that takes no time."""
-        for stages, _ in self.pool.best_stages(12):
+        for stages, _ in self.pool.best_stages(80):
             best = self.pool.best()
             close = best is not None and bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
             wanted = self.problem.limits.schedule in (None, "listed")
