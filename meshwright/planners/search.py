@@ -24,7 +24,7 @@ from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
 from meshwright.planners._search.chosen import nothing_fits, plan_of
 from meshwright.planners._search.pool import Pool, SearchTally
-from meshwright.planners._search.pricing import Priced, Pricer
+from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import (
     EVERY,
@@ -221,6 +221,6 @@ class Search:
 
     def _keep_order(self, best: Priced) -> None:
         """Stores the order itself in a plan whose order was made for its links: a run does not know them."""
-        if best.family.schedule == "listed" and best.family.options:
+        if best.family.schedule in ("listed", "onef1b") and shaped_by_costs(best.family):
             kept = {key: value for key, value in best.parallel.items() if key not in ("schedule", "options", "costs", "pp")}
             best.parallel = {**kept, "order": json.loads(schedule_to_json(self.pricer.schedule(best)))}

@@ -97,7 +97,7 @@ class Pricer:
     def schedule(self, priced: Priced) -> Schedule:
         """Builds the schedule of a plan."""
         costs: dict[str, Any] = {"costs": priced.costs} if shaped_by_costs(priced.family) else {}
-        if costs and priced.family.schedule == "listed":
+        if costs and priced.family.schedule in ("listed", "onef1b"):
             costs["cluster"] = priced.links
         given: dict[str, Any] = {**priced.family.options, **costs}
         built = build(priced.family.schedule, workers=priced.workers, microbatches=priced.microbatches, **given)
@@ -264,9 +264,10 @@ class Pricer:
 
 def shaped_by_costs(family: Family) -> bool:
     """Whether the order of a schedule depends on costs, which are then part of the plan."""
-    shaped = {"zbv", "zero_bubble", "chimera", "listed"}
+    shaped = {"zbv", "zero_bubble", "chimera", "listed", "onef1b"}
     options = family.options
     uses = {"zero_bubble": options.get("variant") == "auto", "chimera": bool(options.get("split"))}
+    uses["onef1b"] = "memory" in options
     uses["listed"] = options.get("strict") is False or "memory" in options
     return family.schedule in shaped and "costs" in parameters(family.schedule) and uses.get(family.schedule, True)
 

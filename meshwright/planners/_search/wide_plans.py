@@ -124,8 +124,9 @@ def unequal_starts(problem: Problem, rows: int | None) -> Iterator[Stages]:
 
 def polished(stages: Stages, microbatches: int, rows: int | None) -> Iterator[WidePlan]:
     """Yields stages under orders that are made for their costs."""
-    for options in ({"strict": False}, {"memory": microbatches}):
-        yield WidePlan(stages, Family("listed", Placement.line, options), microbatches, rows, source="polished")
+    made = (("listed", {"strict": False}), ("listed", {"memory": microbatches}), ("onef1b", {"memory": microbatches}))
+    for schedule, options in made:
+        yield WidePlan(stages, Family(schedule, Placement.line, options), microbatches, rows, source="polished")
 
 
 def count_of_all(layers: int, devices: int) -> int:
