@@ -34,9 +34,7 @@ TORCH = {"runtime", "train", "capture", "tensor", "torch_internals"}
 """The folders that are about torch; all others answer without it."""
 LOADED_ON_DEMAND = {
     ROOT / "simulate" / "compiled.py",
-    ROOT / "simulate" / "quick_kernels.py",
-    ROOT / "simulate" / "quick_program.py",
-    ROOT / "simulate" / "quick_sweep.py",
+    *(ROOT / "simulate").glob("quick_*.py"),
     *(path for path in (ROOT / "planners").rglob("*.py") if path.name not in ("__init__.py", "_limits.py")),
 }
 """Pure files that need numpy: only who asks for them loads it."""

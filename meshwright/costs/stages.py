@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Protocol
 
-from meshwright.costs.memory import optimizer_state, stage_parameters
+from meshwright.costs.memory_classes import optimizer_state, stage_parameters
 from meshwright.ir.cluster import Cluster, Duplex, Link
 from meshwright.ir.layer_costs import ChainCost, Profile
 from meshwright.ir.plan.chosen_plan import PlanStage

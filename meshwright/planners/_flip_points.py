@@ -86,12 +86,11 @@ def _batch_flip(planner: Planner, asked: Asked, factors: tuple[int, ...], mine: 
     """The first multiple or part of the batch with another answer that is still there 5 % beyond, as far as that is whole."""
     given = asked.batch or asked.microbatches
     assert given is not None
-    name = "batch" if asked.batch else "microbatches"
     for factor in factors:
         size = given * factor if factor > 0 else given // -factor
         if size < 1 or (factor < 0 and given % -factor):
             continue
-        new = _answer(planner, replace(asked, **{name: size}))
+        new = _answer(planner, replace(asked, batch=size) if asked.batch else replace(asked, microbatches=size))
         if new != mine:
             return {"factor": size / given, "size": size, "plan": new}
     return None

@@ -12,7 +12,7 @@ from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._limits import NothingFitsError, PlanLimits
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.chosen import nothing_fits, plan_of
-from meshwright.planners._search.pool import Pool, Tally
+from meshwright.planners._search.pool import Pool, SearchTally
 from meshwright.planners._search.pricing import Pricer
 from meshwright.planners._search.problem import Problem
 
@@ -35,7 +35,7 @@ def plan(
             timeline, uses = pricer.engine(priced)
             if priced.over_bytes <= 0:
                 pool.add(priced)
-                found = plan_of(pricer, pool, Tally(listed.bounded, len(listed.misfit)), priced, timeline, uses)
+                found = plan_of(pricer, pool, SearchTally(listed.bounded, len(listed.misfit)), priced, timeline, uses)
                 yield replace(found, planner="even", lower_bound_s=timeline.lower_bound_s)
                 return
         if priced is not None:

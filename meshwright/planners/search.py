@@ -21,10 +21,10 @@ from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._limits import PlanLimits
-from meshwright.planners._search.candidates import Candidate, Enumerator
+from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
 from meshwright.planners._search.chosen import nothing_fits, plan_of
-from meshwright.planners._search.pool import Pool, Tally
-from meshwright.planners._search.pricing import Priced, Pricer, WidePlan
+from meshwright.planners._search.pool import Pool, SearchTally
+from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import (
     EVERY,
@@ -46,6 +46,8 @@ ACTIONS = 400_000
 """The most actions that are simulated before a search ends."""
 FIRST = 40
 """The most plans of one width that are simulated in a row, best bound first."""
+ATTEMPTS = 3
+"""How many plans of a schedule are simulated only to compare it, if they turn out not to fit."""
 WIDE = 1024
 """On more devices only plans of one width are tried."""
 POLISHED = 200
@@ -72,7 +74,7 @@ class Search:
         self.enumerator = Enumerator(problem)
         self.pricer = Pricer(problem, self.enumerator)
         self.pool = Pool()
-        self.tally = Tally()
+        self.tally = SearchTally()
         self.end = perf_counter() + problem.limits.seconds
         self.wide: set[Stages] = set()
 
@@ -118,13 +120,12 @@ class Search:
 
     def _families(self, candidates: list[Candidate]) -> None:
         """Simulates the most promising plan of each family that was not simulated, so that it can be compared."""
-        seen = self.pool.families()
+        tried = dict.fromkeys(self.pool.families(), ATTEMPTS)
         for candidate in candidates:
+            name = candidate.family.name
             size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
-            if candidate.family.name in seen or size > ACTIONS // 16 or self._over():
-                continue
-            if self.try_plan(candidate) is not None:
-                seen.add(candidate.family.name)
+            if tried.get(name, 0) < ATTEMPTS and size <= ACTIONS // 16 and not self._over():
+                tried[name] = ATTEMPTS if self.try_plan(candidate) is not None else tried.get(name, 0) + 1
 
     def _wide_plans(self) -> None:
         """Tries plans with stages of any width."""
@@ -192,7 +193,7 @@ class Search:
 
     def _polish(self, microbatches: int, rows: int | None) -> None:
         """Tries orders that are made for the costs of the best stages; only where that takes no time."""
-        for stages, _ in self.pool.best_stages(12):
+        for stages, _ in self.pool.best_stages(80):
             best = self.pool.best()
             close = best is not None and bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
             wanted = self.problem.limits.schedule in (None, "listed")
@@ -220,6 +221,6 @@ class Search:
 
     def _keep_order(self, best: Priced) -> None:
         """Stores the order itself in a plan whose order was made for its links: a run does not know them."""
-        if best.family.schedule == "listed" and best.family.options:
+        if best.family.schedule in ("listed", "onef1b") and shaped_by_costs(best.family):
             kept = {key: value for key, value in best.parallel.items() if key not in ("schedule", "options", "costs", "pp")}
             best.parallel = {**kept, "order": json.loads(schedule_to_json(self.pricer.schedule(best)))}

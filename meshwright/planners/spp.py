@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from meshwright.costs.memory import RESERVE, reserve_bytes
+from meshwright.costs.memory_classes import RESERVE, reserve_bytes
 from meshwright.costs.stages import Charge, shared_chain, stage_costs, stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -81,7 +81,7 @@ def _first_that_fits(
             return paper, stages, real
         least = min(least, max(real.peak_bytes(worker) for worker in range(real.workers)) / (1.0 - RESERVE))
     raise NothingFitsError(
-        f"none of the {len(ranked)} plans of spp fits: the one that needs the least needs {1.01 * least / 1e9:.4g} GB on a device",
+        f"none of the {len(ranked)} plans of spp fits: the smallest needs {1.01 * least / 1e9:.4g} GB on a device",
         fix="--planner search, which knows recompute and ZeRO",
         needed_bytes=1.01 * least,
     )

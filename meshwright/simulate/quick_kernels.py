@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 try:
-    from numba import njit
+    from numba import njit as njit
 
     COMPILED = True
 except ImportError:  # the extra `fast` is not installed
 
-    def njit(**_: bool) -> Any:
+    def njit(**_: bool) -> Any:  # type: ignore[no-redef]
         """Leaves a function as it is."""
         return lambda function: function
 

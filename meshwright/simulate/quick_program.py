@@ -142,7 +142,9 @@ def _columns(
     slots: list[Slot],
     count: int,
 ) -> QuickLists:
-    classes, reads, writes = [], [], []
+    classes: list[Ints] = []
+    reads: list[Ints] = []
+    writes: list[Ints] = []
     gradients: list[dict[int, list[int]]] = []
     units: list[tuple[int, ...]] = [
         tuple(unit for a in actions(entry) if a.op in (Op.B, Op.W) for unit in schedule.units_of[a.stage])

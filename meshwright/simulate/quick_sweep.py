@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.ir.action import NONE, Kind, Op
+from meshwright.ir.action import NONE
 from meshwright.ir.analysis.price import Price
-from meshwright.ir.cluster import Cluster, Duplex
+from meshwright.ir.cluster import Cluster
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule, Sharding
 from meshwright.passes.sync import Sync
 from meshwright.simulate import quick_kernels as kernels
 from meshwright.simulate.quick_program import Ints, QuickLists, joined, quick_lists
+from meshwright.simulate.quick_wires import QuickWires
 from meshwright.simulate.simulator import simulate
 
 Floats = NDArray[np.float64]
@@ -102,36 +103,8 @@ class _Sweep:
         if overlap:
             hidden = Price(schedule, costs, cluster, overlap=overlap)
             self.final = np.array([hidden.entry_s(worker, entry) for worker, entry in lists.examples])
-        self._slots()
+        self.wires = QuickWires(lists, schedule, self.price, cluster)
         self.events: list[tuple[int, ...]] = []
-
-    def _slots(self) -> None:
-        """The costs of messages, the links that they use, and the lists of channels that order them."""
-        slots, schedule = self.lists.slots, self.schedule
-        costs = [self.price.message_s(s.value, s.source, s.target) if s.source != s.target else (0.0, 0.0) for s in slots]
-        self.busy = np.array([busy for busy, _ in costs] or [0.0])
-        self.latency = np.array([latency for _, latency in costs] or [0.0])
-        self.source = np.array([s.source for s in slots] or [0], np.int64)
-        self.target = np.array([s.target for s in slots] or [0], np.int64)
-        half = self.cluster.duplex is Duplex.HALF
-        ends = [tuple(sorted((s.source, s.target))) if half else (s.source, s.target) for s in slots]
-        links = {pair: n for n, pair in enumerate(dict.fromkeys(ends))}
-        lanes = {key: n for n, key in enumerate(dict.fromkeys((s.source, s.target, s.value.kind) for s in slots))}
-        self.link = np.array([links[pair] for pair in ends] or [0], np.int64)
-        self.line = np.array([lanes[s.source, s.target, s.value.kind] for s in slots] or [0], np.int64)
-        self.links, self.lanes = max(1, len(links)), max(1, len(lanes))
-        self.carried = np.zeros(max(1, len(slots)), np.bool_)
-        slot_of = {(s.value.kind, s.value.stage, s.value.replica, s.value.part): n for n, s in enumerate(slots)}
-        self.channels: list[Ints] = []
-        for channel in schedule.channels:
-            values = []
-            for producer in channel.producers:
-                forward = producer.op is Op.F
-                boundary = producer.stage if forward else producer.stage - 1
-                slot = slot_of[Kind.ACT if forward else Kind.GRAD, boundary, producer.replica, producer.part]
-                self.carried[slot] = True
-                values.append(slot * self.lists.microbatches + producer.mb)
-            self.channels.append(np.array(values, np.int64))
 
     def run(self) -> QuickTimes:
         """Places syncs, orders all entries, and sweeps."""
@@ -139,20 +112,20 @@ class _Sweep:
         workers, each = self.schedule.workers, self.lists.microbatches
         first, list_of, duration, reads, writes, event = self._with_channels(rows)
         free = self.cluster.free
-        delay = np.where((self.source == self.target) | free, 0.0, self.busy + self.latency)
+        delay = np.where((self.wires.source == self.wires.target) | free, 0.0, self.wires.busy + self.wires.latency)
         members = np.array([len(event) for event in self.events] or [1], np.int64)
-        late = np.zeros_like(self.latency) if free else self.latency
+        late = np.zeros_like(self.wires.latency) if free else self.wires.latency
         sequence = self._sequence(first, reads, writes, duration, event, members, delay, late)
         head, after = kernels.messages(
             sequence,
             list_of,
             reads,
             writes,
-            self.source,
-            self.target,
-            self.line,
-            self.carried,
-            self.lanes,
+            self.wires.source,
+            self.wires.target,
+            self.wires.line,
+            self.wires.carried,
+            self.wires.lanes,
             workers,
             each,
             self.count,
@@ -172,11 +145,11 @@ class _Sweep:
             final,
             head,
             after,
-            self.source,
-            self.link,
-            self.busy,
-            self.latency,
-            self.links,
+            self.wires.source,
+            self.wires.link,
+            self.wires.busy,
+            self.wires.latency,
+            self.wires.links,
             workers,
             each,
             self.count,
@@ -199,14 +172,15 @@ class _Sweep:
         each, count = self.lists.microbatches, self.count
         first, duration, reads, writes, event = rows.first, rows.duration, rows.reads, rows.writes, rows.event
         list_of = np.repeat(np.arange(len(first) - 1), np.diff(first))
-        if self.channels:
+        if self.wires.channels:
             slot = np.maximum(reads, 0) // each
-            reads = np.where((reads >= 0) & self.carried[slot], reads + count, reads)
-            first = np.concatenate([first, first[-1] + np.cumsum([len(values) for values in self.channels])])
-            values = np.concatenate(self.channels)
+            reads = np.where((reads >= 0) & self.wires.carried[slot], reads + count, reads)
+            first = np.concatenate([first, first[-1] + np.cumsum([len(values) for values in self.wires.channels])])
+            values = np.concatenate(self.wires.channels)
             none = np.full(len(values), -1, np.int64)
-            list_of = np.concatenate([list_of, *(np.full(len(v), len(rows.first) - 1 + n) for n, v in enumerate(self.channels))])
-            duration = np.concatenate([duration, self.busy[values // each]])
+            channels = [np.full(len(v), len(rows.first) - 1 + n) for n, v in enumerate(self.wires.channels)]
+            list_of = np.concatenate([list_of, *channels])
+            duration = np.concatenate([duration, self.wires.busy[values // each]])
             reads = np.concatenate([reads, np.stack([values, none], axis=1)])
             writes = np.concatenate([writes, np.stack([values + count, none], axis=1)])
             event = np.concatenate([event, none])
@@ -223,10 +197,10 @@ class _Sweep:
         if schedule.sharding is not Sharding.NONE:
             gathers = {unit: self._event(schedule.holders[unit]) for unit in units}
         self.seconds = np.zeros(len(self.events))
-        for event, unit in self.unit_of.items():
-            self.seconds[event] = self.price.sync_s(unit)
-        for unit, event in gathers.items():
-            self.seconds[event] = self.price.gather_s(unit)
+        for number, unit in self.unit_of.items():
+            self.seconds[number] = self.price.sync_s(unit)
+        for unit, number in gathers.items():
+            self.seconds[number] = self.price.gather_s(unit)
         for worker in range(schedule.workers):
             end: list[tuple[int, int]] = [(norm, NORM)]
             for unit in units:
@@ -292,7 +266,7 @@ class _Sweep:
         if not swept:
             return [np.arange(first[w], first[w + 1]) for w in range(len(lists.classes))]
         none = np.full(len(classes), -1, np.int64)
-        zero = np.zeros_like(self.latency)
+        zero = np.zeros_like(self.wires.latency)
         sequence = self._sequence(
             first,
             np.concatenate(lists.reads),

@@ -14,6 +14,7 @@ import meshwright as mw
 from meshwright import Cluster, Host, Link, MeshwrightError, Profile, profile_from_text
 from meshwright.cli._verbs import app
 from meshwright.costs.stages import Charge, stage_costs, stage_links
+from meshwright.planners import NothingFitsError
 from tests.support.paths import ROOT
 from tests.support.plans import cluster_of, random_profile, random_rates
 
@@ -132,13 +133,17 @@ def test_large_problems_have_a_plan() -> None:
 
 
 def test_memory_limits_spp() -> None:
-    profile = random_profile(3, 6)
-    most = sum(layer.parameter_bytes for layer in profile.layers) * 4
-    cluster = replace(cluster_of(random_rates(3, 4)), devices=(mw.Device(memory_bytes=0.6 * most),) * 4)
-    plan = mw.plan(profile, cluster, microbatches=8)
-    assert max(plan.peak_bytes) <= 0.6 * most and len(plan.stages) > 1
-    with pytest.raises(MeshwrightError, match="plans of spp fits"):
-        mw.plan(profile, replace(cluster, devices=(mw.Device(memory_bytes=0.01 * most),) * 4), microbatches=8)
+    profile, free = random_profile(3, 6), cluster_of(random_rates(3, 4))
+
+    def limited(memory: float) -> Cluster:
+        return replace(free, devices=(mw.Device(memory_bytes=memory),) * 4)
+
+    with pytest.raises(NothingFitsError, match="plans of spp fits") as error:
+        mw.plan(profile, limited(1.0), microbatches=8)
+    needed = error.value.needed_bytes
+    plan = mw.plan(profile, limited(needed), microbatches=8)
+    assert max(plan.peak_bytes) <= needed
+    assert mw.plan(profile, limited(1.0), microbatches=8, memory_free=True).step_s <= plan.step_s * 1.5
 
 
 def test_the_verb(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class MemoryUse:
     @property
     def total(self) -> float:
         """All classes together."""
-        return sum(asdict(self).values())
+        return sum(float(size) for size in asdict(self).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,9 @@ class Plan:
         memory: For each worker what its peak consists of.
         causes: What the time of a step consists of, in seconds.
         counts: How many plans were enumerated, bounded, rejected, simulated and proved.
+        row: Degrees, rates and peak of the plan, as a row of a table.
         notes: What was assumed.
+        rivals: For each choice the best plan that chooses otherwise.
         flips: When another plan would be better.
 
     Examples:

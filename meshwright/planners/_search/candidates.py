@@ -8,17 +8,16 @@ of the family holds, the scratch of the largest layer, and the reserve.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.memory import RESERVE, static_bytes
-from meshwright.ir.placement import Placement
+from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import ZERO_3, Family, families
-from meshwright.planners._search.grid_layout import Grid, grid, stage_slowness, sync_groups, worker_slowness
+from meshwright.planners._search.grid_layout import DeviceGrid, grid, stage_slowness, sync_groups, worker_slowness
+from meshwright.planners._search.group_bounds import GroupBounds, Timed, placement_of
 from meshwright.planners._search.problem import Floats, Problem
 from meshwright.planners._search.tensor_costs import TensorChoice, tensor_choices, tensor_seconds
 
@@ -55,16 +54,36 @@ class Candidate:
         return (self.bound_s, *simple, self.dp, self.rows or 0, self.tensor.name, self.zero)
 
 
-@dataclass
-class Timed:
-    """Seconds of layers on one device, tensor ranks included, and their sums."""
+@dataclass(frozen=True)
+class WidePlan:
+    """Stages with devices of their own, of any number each."""
 
-    forward: Floats
-    input: Floats
-    weight: Floats
-    tensor: Floats
-    """Seconds of tensor collectives of a layer, forward and backward."""
-    sums: dict[str, list[float]] = field(default_factory=dict)
+    stages: tuple[PlanStage, ...]
+    family: Family
+    microbatches: int
+    rows: int | None
+    recompute: bool = False
+    source: str = "spp"
+
+    @property
+    def dp(self) -> int:
+        """There are no copies: devices share the rows of a stage."""
+        return 1
+
+    @property
+    def zero(self) -> str:
+        """Every device holds the state of its stage."""
+        return "replicated"
+
+    @property
+    def share(self) -> int:
+        """Rows are those of a whole microbatch."""
+        return 1
+
+    @property
+    def layout(self) -> str:
+        """The devices of a stage belong together."""
+        return "stages"
 
 
 @dataclass
@@ -85,8 +104,8 @@ class Enumerator:
         self.least_memory = float(problem.memory.min()) if self.limited else 0.0
         self._timed: dict[tuple[object, ...], Timed] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._groups: dict[tuple[object, ...], _Group] = {}
-        self._grids: dict[tuple[object, ...], Grid] = {}
+        self._groups: dict[tuple[object, ...], GroupBounds] = {}
+        self._grids: dict[tuple[object, ...], DeviceGrid] = {}
         self._rates: dict[tuple[object, ...], tuple[Floats, int]] = {}
         self._tensor: dict[tuple[int, int | None], TensorChoice | None] = {}
 
@@ -190,7 +209,7 @@ class Enumerator:
             self._timed[key] = found
         return self._timed[key]
 
-    def grid(self, pp: int, dp: int, tp: int, layout: str, reverse: bool = False) -> Grid:
+    def grid(self, pp: int, dp: int, tp: int, layout: str, reverse: bool = False) -> DeviceGrid:
         """Returns the devices of a layout."""
         key = (pp, dp, tp, layout, reverse)
         if key not in self._grids:
@@ -225,8 +244,8 @@ class Enumerator:
                     )
 
     def _group(
-        self, family: Family, pp: int, rows: tuple[int | None, int], tensor: TensorChoice, recompute: bool, found: Grid
-    ) -> _Group:
+        self, family: Family, pp: int, rows: tuple[int | None, int], tensor: TensorChoice, recompute: bool, found: DeviceGrid
+    ) -> GroupBounds:
         workers = worker_slowness(self.problem, found)
         slow = (float(workers[0]),) if self.problem.uniform else tuple(workers.tolist())
         key = (family, pp, rows, tensor, recompute, slow)
@@ -237,13 +256,13 @@ class Enumerator:
             cut_key = (rows, tensor, recompute, stages)
             if cut_key not in self._cuts:
                 self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
-            self._groups[key] = _Group(
+            self._groups[key] = GroupBounds(
                 self.problem, family, placement, timed, self._cuts[cut_key], stages, recompute, tensor, rows
             )
         return self._groups[key]
 
     def _sync_s(
-        self, family: Family, pp: int, dp: int, tensor: TensorChoice, layout: str, reverse: bool, group: _Group
+        self, family: Family, pp: int, dp: int, tensor: TensorChoice, layout: str, reverse: bool, group: GroupBounds
     ) -> Floats:
         """Half of the time of a ring over the slowest link, for each stage: no way to add up is twice as fast."""
         replicas = family.replicas
@@ -258,111 +277,6 @@ class Enumerator:
             rates = rates[group.worker[0]]
         least: Floats = (count - 1) / count * group.parameters / rates
         return least
-
-
-class _Group:
-    """Candidates that differ only in copies, layout, and how copies divide state."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        family: Family,
-        placement: Placement,
-        timed: Timed,
-        ends: tuple[int, ...],
-        slowness: tuple[float, ...],
-        recompute: bool,
-        tensor: TensorChoice,
-        rows: tuple[int | None, int],
-    ) -> None:
-        self.ends, self.family = ends, family
-        self.worker = worker_table(family, placement.workers)
-        at, before = np.array(ends), np.array((0, *ends[:-1]))
-        slow = np.array(slowness)
-
-        def stage_sums(name: str) -> Floats:
-            sums = np.array(timed.sums[name])
-            found: Floats = sums[at] - sums[before]
-            return found
-
-        forward = stage_sums("forward") * slow
-        backward = (stage_sums("input") + stage_sums("weight")) * slow + (forward if recompute else 0.0)
-        chain = stage_sums("input") * slow if family.split else backward
-        self.stage_work = forward + backward
-        self.parameters = (problem.parameter_sums[at] - problem.parameter_sums[before]) / tensor.tp
-        workers, replicas, stages = placement.workers, placement.replicas, placement.stages
-        flat = self.worker.ravel()
-        head = np.tile(np.concatenate([[0.0], np.cumsum(forward)[:-1]]), replicas)
-        tail = np.tile(np.concatenate([[0.0], np.cumsum(chain)[:-1]]), replicas)
-        self.head, self.tail = np.full(workers, np.inf), np.full(workers, np.inf)
-        np.minimum.at(self.head, flat, head)
-        np.minimum.at(self.tail, flat, tail)
-        if family.split:
-            self.tail = np.zeros(workers)
-        self.work = np.zeros(workers)
-        np.add.at(self.work, flat, np.tile(self.stage_work, replicas) / replicas)
-        self.trip = float(forward.sum() + chain.sum())
-        self.first_head = head[:stages]
-        self._memory(problem, timed, (before, at), recompute, tensor, rows)
-
-    def _memory(
-        self,
-        problem: Problem,
-        timed: Timed,
-        ends: tuple[Ints, Ints],
-        recompute: bool,
-        tensor: TensorChoice,
-        rows: tuple[int | None, int],
-    ) -> None:
-        before, at = ends
-        workers, flat = len(self.work), self.worker.ravel()
-        replicas = len(self.worker)
-        saved = np.array(timed.sums["saved"])
-        kept = saved[at] - saved[before]
-        arrays = problem.arrays(*rows)
-        scratch = np.array([arrays.transient[a:b].max(initial=0.0) for a, b in zip(before, at, strict=True)]) / tensor.tp
-        if recompute:
-            scratch = scratch + kept
-            kept = np.where(before > 0, arrays.output[np.maximum(before - 1, 0)], 0.0)
-        self.held = np.zeros(workers)
-        np.add.at(self.held, flat, np.tile(self.parameters, replicas))
-        self.held = np.maximum(self.held - problem.tied / tensor.tp, 0.0)
-        self.kept = np.full(workers, np.inf)
-        np.minimum.at(self.kept, flat, np.tile(kept, replicas))
-        self.scratch = np.zeros(workers)
-        np.maximum.at(self.scratch, flat, np.tile(scratch, replicas))
-
-    def bound_s(self, count: int, sync_s: Floats) -> float:
-        """No order of so many microbatches is faster."""
-        each = count / len(self.worker)
-        whole = float((self.head + count * self.work + self.tail).max())
-        sums = float((self.first_head + each * self.stage_work + sync_s).max())
-        return max(whole, sums, self.trip)
-
-    def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> float:
-        """By how much the tightest worker misses its memory; negative if it may fit."""
-        static = self.held * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)  # linear in the parameters
-        if zero == "zero-3":
-            static = static + self.held / self.family.chunks
-        need = static + alive * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
-        return float((need - capacity).max())
-
-    def update_s(self, problem: Problem, zero: str, shares: int, device: int) -> float:
-        """The time of an update of the worker with the most parameters."""
-        return problem.update_s(float(self.held.max()) / (1 if zero == "replicated" else shares), device)
-
-
-@cache
-def placement_of(family: Family, pp: int) -> Placement:
-    """Where the stages of a family live."""
-    return family.placement(pp)
-
-
-@cache
-def worker_table(family: Family, pp: int) -> Ints:
-    """The worker of each [replica, stage]."""
-    placement = placement_of(family, pp)
-    return np.array([[teams[0][0] for teams in replica] for replica in placement.teams], np.int64)
 
 
 def _pipelines(most: int, layers: int) -> list[int]:

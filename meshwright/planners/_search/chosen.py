@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costs.memory import RESERVE
+from meshwright.costs.memory_classes import RESERVE
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.chosen_plan import MemoryUse, Plan, Rejected
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._limits import NothingFitsError
-from meshwright.planners._search.candidates import Candidate
-from meshwright.planners._search.pool import Pool, Tally
-from meshwright.planners._search.pricing import Priced, Pricer, WidePlan, tensor_of
+from meshwright.planners._search.candidates import Candidate, WidePlan
+from meshwright.planners._search.pool import Pool, SearchTally
+from meshwright.planners._search.pricing import Priced, Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import ASSUMED
 
@@ -26,7 +26,7 @@ SPARE = 1.01
 def plan_of(
     pricer: Pricer,
     pool: Pool,
-    tally: Tally,
+    tally: SearchTally,
     best: Priced,
     timeline: Timeline | None = None,
     uses: tuple[MemoryUse, ...] = (),
@@ -86,14 +86,14 @@ def row(problem: Problem, priced: Priced, timeline: Timeline | None = None) -> d
     return {
         "tp": tensor_of(plan).tp,
         "pp": priced.workers,
-        "dp": 1 if wide else plan.dp,
+        "dp": plan.dp,
         "width": [stage.width for stage in priced.stages] if wide else None,
-        "zero": "replicated" if wide else plan.zero,
-        "rows": plan.rows if wide or plan.share == 1 else -(-plan.rows // plan.share) if plan.rows else None,
+        "zero": plan.zero,
+        "rows": plan.rows if plan.share == 1 else -(-plan.rows // plan.share) if plan.rows else None,
         "microbatches": priced.microbatches,
         "schedule": priced.family.name,
         "recompute": plan.recompute,
-        "layout": "stages" if wide else plan.layout,
+        "layout": plan.layout,
         "devices": used,
         "tokens_per_s_per_device": rows * profile.tokens_per_row / priced.step_s / used if rows and priced.step_s else None,
         "mfu": _mfu(problem, priced, rows),
@@ -190,13 +190,13 @@ def row_value(priced: Priced, choice: str, problem: Problem) -> Any:
     known: dict[str, Callable[[], Any]] = {
         "schedule": lambda: priced.family.name,
         "pp": lambda: priced.workers,
-        "dp": lambda: 1 if wide else plan.dp,
+        "dp": lambda: plan.dp,
         "tp": lambda: tensor_of(plan).tp,
-        "zero": lambda: "replicated" if wide else plan.zero,
+        "zero": lambda: plan.zero,
         "recompute": lambda: plan.recompute,
-        "layout": lambda: "stages" if wide else plan.layout,
+        "layout": lambda: plan.layout,
         "width": lambda: [stage.width for stage in priced.stages] if wide else None,
-        "rows": lambda: plan.rows if wide or plan.share == 1 else -(-plan.rows // plan.share) if plan.rows else None,
+        "rows": lambda: plan.rows if plan.share == 1 else -(-plan.rows // plan.share) if plan.rows else None,
     }
     return known[choice]()
 
@@ -230,7 +230,7 @@ def nothing_fits(pricer: Pricer, pool: Pool, misfit: Sequence[Candidate]) -> Mes
     small = sorted(small, key=lambda each: (each.over_bytes, each.step_s))[:4]
     if not small:
         return NothingFitsError("no plan fits on these devices", fix="more devices, or --memory-free", needed_bytes=float("inf"))
-    needs = []
+    needs: list[tuple[float, int, Priced]] = []
     for each in small:
         pricer.engine(each)
         held = [peak - RESERVE * cap for peak, cap in zip(each.peak_bytes, each.capacity, strict=True)]

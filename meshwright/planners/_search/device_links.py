@@ -58,7 +58,7 @@ class DeviceLinks:
         np.fill_diagonal(found, np.inf)
         return found
 
-    def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
+    def slowest(self, ranks: Sequence[int] | Ints, others: Sequence[int] | Ints | None = None) -> Link:
         """Returns the largest latency and the lowest bandwidth among some devices, or between them and others."""
         group = np.asarray(ranks, np.int64)
         rest = group if others is None else np.asarray(others, np.int64)

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Grid:
+class DeviceGrid:
     """Devices by [worker, copy, tensor rank]."""
 
     devices: Ints
@@ -33,15 +33,15 @@ class Grid:
         return tuple(int(device) for device in self.devices.transpose(1, 0, 2).ravel())
 
 
-def grid(problem: Problem, pp: int, dp: int, tp: int, layout: str, *, reverse: bool = False) -> Grid:
+def grid(problem: Problem, pp: int, dp: int, tp: int, layout: str, *, reverse: bool = False) -> DeviceGrid:
     """Returns the devices of a layout, in the order of devices."""
     order = np.array(problem.order[::-1] if reverse else problem.order, np.int64)
     if layout == "stages":
-        return Grid(order[: pp * dp * tp].reshape(pp, dp, tp))
-    return Grid(order[: pp * dp * tp].reshape(dp, pp, tp).transpose(1, 0, 2))
+        return DeviceGrid(order[: pp * dp * tp].reshape(pp, dp, tp))
+    return DeviceGrid(order[: pp * dp * tp].reshape(dp, pp, tp).transpose(1, 0, 2))
 
 
-def worker_slowness(problem: Problem, found: Grid) -> Floats:
+def worker_slowness(problem: Problem, found: DeviceGrid) -> Floats:
     """The slowest device of each worker decides, over all copies: they wait for each other in every step."""
     slow: Floats = problem.slowness[found.devices].max(axis=(1, 2))
     return slow
@@ -52,7 +52,7 @@ def stage_slowness(placement: Placement, workers: Floats) -> list[float]:
     return [max(float(workers[placement.teams[r][s][0][0]]) for r in range(placement.replicas)) for s in range(placement.stages)]
 
 
-def worker_links(problem: Problem, found: Grid, placement: Placement) -> Cluster:
+def worker_links(problem: Problem, found: DeviceGrid, placement: Placement) -> Cluster:
     """Returns the links between workers: for each pair the slowest over all copies and tensor ranks."""
     pairs = {
         tuple(sorted((placement.teams[r][s][0][0], placement.teams[r][s + 1][0][0])))
@@ -67,7 +67,7 @@ def worker_links(problem: Problem, found: Grid, placement: Placement) -> Cluster
     return Cluster(Link(), links, problem.cluster.duplex)
 
 
-def sync_groups(found: Grid, placement: Placement) -> list[Ints]:
+def sync_groups(found: DeviceGrid, placement: Placement) -> list[Ints]:
     """For each stage the devices that add up its gradients: all holders in all copies, at the first tensor coordinate."""
     groups: list[Ints] = []
     for s in range(placement.stages):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.ir.plan.chosen_plan import PlanStage
-from meshwright.planners._search.pricing import Priced, WidePlan
+from meshwright.planners._search.candidates import WidePlan
+from meshwright.planners._search.pricing import Priced
 
 
 @dataclass
-class Tally:
+class SearchTally:
     """What a search has done: plans with a bound, plans that do not fit, and the lowest bound that was not simulated."""
 
     bounded: int = 0

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costs.memory import largest_transient, memory_use, optimizer_state, reserve_bytes, stage_parameters, static_bytes
+from meshwright.costs.memory_classes import (
+    largest_transient,
+    memory_use,
+    optimizer_state,
+    reserve_bytes,
+    stage_parameters,
+    static_bytes,
+)
 from meshwright.costs.stages import stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -21,27 +28,16 @@ from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import prove
-from meshwright.planners._search.candidates import Candidate, Enumerator, placement_of
+from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
 from meshwright.planners._search.families import Family
 from meshwright.planners._search.grid_layout import stage_slowness, sync_groups, worker_links, worker_slowness
+from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
 from meshwright.schedules import build, parameters
 from meshwright.simulate.quick_memory import activation_peaks
 from meshwright.simulate.quick_sweep import QuickProgram
 from meshwright.simulate.simulator import simulate_with_peaks
-
-
-@dataclass(frozen=True)
-class WidePlan:
-    """Stages with devices of their own, of any number each."""
-
-    stages: tuple[PlanStage, ...]
-    family: Family
-    microbatches: int
-    rows: int | None
-    recompute: bool = False
-    source: str = "spp"
 
 
 @dataclass
@@ -101,11 +97,10 @@ class Pricer:
     def schedule(self, priced: Priced) -> Schedule:
         """Builds the schedule of a plan."""
         costs: dict[str, Any] = {"costs": priced.costs} if shaped_by_costs(priced.family) else {}
-        if costs and priced.family.schedule == "listed":
+        if costs and priced.family.schedule in ("listed", "onef1b"):
             costs["cluster"] = priced.links
-        built = build(
-            priced.family.schedule, workers=priced.workers, microbatches=priced.microbatches, **priced.family.options, **costs
-        )
+        given: dict[str, Any] = {**priced.family.options, **costs}
+        built = build(priced.family.schedule, workers=priced.workers, microbatches=priced.microbatches, **given)
         return replace(built, sharding=priced.sharding)
 
     def _program(self, priced: Priced) -> QuickProgram:
@@ -269,9 +264,10 @@ class Pricer:
 
 def shaped_by_costs(family: Family) -> bool:
     """Whether the order of a schedule depends on costs, which are then part of the plan."""
-    shaped = {"zbv", "zero_bubble", "chimera", "listed"}
+    shaped = {"zbv", "zero_bubble", "chimera", "listed", "onef1b"}
     options = family.options
     uses = {"zero_bubble": options.get("variant") == "auto", "chimera": bool(options.get("split"))}
+    uses["onef1b"] = "memory" in options
     uses["listed"] = options.get("strict") is False or "memory" in options
     return family.schedule in shaped and "costs" in parameters(family.schedule) and uses.get(family.schedule, True)
 

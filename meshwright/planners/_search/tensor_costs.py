@@ -62,7 +62,11 @@ def tensor_choices(profile: Profile, tp: int) -> list[TensorChoice]:
 
 def tensor_seconds(profile: Profile, choice: TensorChoice, rows: int, latency_s: float, rate: float) -> tuple[Floats, Floats]:
     """Returns for each layer the seconds of collectives in a forward and in a backward."""
-    asked = TensorRequest(box=choice.box) if choice.box else TensorRequest(tp=choice.tp, sequence=choice.sequence)
+    asked = (
+        TensorRequest(box=(choice.box[0], choice.box[1], choice.box[2]))
+        if choice.box
+        else TensorRequest(tp=choice.tp, sequence=choice.sequence)
+    )
     found = mode(choice.tensor)
     grid = found.grid(asked)
     itemsize = profile.parameter_itemsize

@@ -16,9 +16,9 @@ import numpy as np
 from meshwright.costs.stages import stage_links
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.planners._search.candidates import WidePlan
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import Family, families
-from meshwright.planners._search.pricing import WidePlan
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.threshold_partition import ThresholdTable
 
@@ -38,7 +38,7 @@ def steps_of(problem: Problem) -> list[tuple[int, int | None]]:
     if problem.batch is None:
         assert problem.microbatches is not None
         return [(problem.microbatches, problem.limits.rows)]
-    ways = [(problem.batch // rows, rows) for rows in problem.row_choices]
+    ways: list[tuple[int, int | None]] = [(problem.batch // rows, rows) for rows in problem.row_choices]
     return [way for way in ways if way[0] >= 4][-2:] or ways[:1]
 
 
@@ -88,7 +88,7 @@ def table_plans(problem: Problem, order: list[int], microbatches: int, rows: int
     """Returns plans of the threshold tables for one order of devices."""
     count = len(order)
     if count <= 12:
-        widths = range(1, count + 1)
+        widths = list(range(1, count + 1))
     else:
         widths = sorted({*(2**k for k in range(count.bit_length())), *((3, 6, 12) if count <= 64 else ()), count})
     allowed = [width for width in widths if width <= count and problem.limits.allows(width)]
@@ -124,8 +124,9 @@ def unequal_starts(problem: Problem, rows: int | None) -> Iterator[Stages]:
 
 def polished(stages: Stages, microbatches: int, rows: int | None) -> Iterator[WidePlan]:
     """Yields stages under orders that are made for their costs."""
-    for options in ({"strict": False}, {"memory": microbatches}):
-        yield WidePlan(stages, Family("listed", Placement.line, options), microbatches, rows, source="polished")
+    made = (("listed", {"strict": False}), ("listed", {"memory": microbatches}), ("onef1b", {"memory": microbatches}))
+    for schedule, options in made:
+        yield WidePlan(stages, Family(schedule, Placement.line, options), microbatches, rows, source="polished")
 
 
 def count_of_all(layers: int, devices: int) -> int:

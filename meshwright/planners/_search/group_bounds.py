@@ -1,0 +1,135 @@
+"""Bounds on the step and the memory of plans that differ only in copies, layout, and how copies divide state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.costs.memory_classes import RESERVE, static_bytes
+from meshwright.ir.placement import Placement
+from meshwright.planners._search.families import Family
+from meshwright.planners._search.problem import Floats, Problem
+from meshwright.planners._search.tensor_costs import TensorChoice
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class Timed:
+    """Seconds of layers on one device, tensor ranks included, and their sums."""
+
+    forward: Floats
+    input: Floats
+    weight: Floats
+    tensor: Floats
+    """Seconds of tensor collectives of a layer, forward and backward."""
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+
+class GroupBounds:
+    """Candidates that differ only in copies, layout, and how copies divide state."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        family: Family,
+        placement: Placement,
+        timed: Timed,
+        ends: tuple[int, ...],
+        slowness: tuple[float, ...],
+        recompute: bool,
+        tensor: TensorChoice,
+        rows: tuple[int | None, int],
+    ) -> None:
+        self.ends, self.family = ends, family
+        self.swaps = 1 if recompute and family.split else 0  # what is recomputed takes the place of what was kept
+        self.worker = worker_table(family, placement.workers)
+        at, before = np.array(ends), np.array((0, *ends[:-1]))
+        slow = np.array(slowness)
+
+        def stage_sums(name: str) -> Floats:
+            sums = np.array(timed.sums[name])
+            found: Floats = sums[at] - sums[before]
+            return found
+
+        forward = stage_sums("forward") * slow
+        backward = (stage_sums("input") + stage_sums("weight")) * slow + (forward if recompute else 0.0)
+        chain = stage_sums("input") * slow if family.split else backward
+        self.stage_work = forward + backward
+        self.parameters = (problem.parameter_sums[at] - problem.parameter_sums[before]) / tensor.tp
+        workers, replicas, stages = placement.workers, placement.replicas, placement.stages
+        flat = self.worker.ravel()
+        head = np.tile(np.concatenate([[0.0], np.cumsum(forward)[:-1]]), replicas)
+        tail = np.tile(np.concatenate([[0.0], np.cumsum(chain)[:-1]]), replicas)
+        self.head, self.tail = np.full(workers, np.inf), np.full(workers, np.inf)
+        np.minimum.at(self.head, flat, head)
+        np.minimum.at(self.tail, flat, tail)
+        if family.split:
+            self.tail = np.zeros(workers)
+        self.work = np.zeros(workers)
+        np.add.at(self.work, flat, np.tile(self.stage_work, replicas) / replicas)
+        self.trip = float(forward.sum() + chain.sum())
+        self.first_head = head[:stages]
+        self._memory(problem, timed, (before, at), recompute, tensor, rows)
+
+    def _memory(
+        self,
+        problem: Problem,
+        timed: Timed,
+        ends: tuple[Ints, Ints],
+        recompute: bool,
+        tensor: TensorChoice,
+        rows: tuple[int | None, int],
+    ) -> None:
+        before, at = ends
+        workers, flat = len(self.work), self.worker.ravel()
+        replicas = len(self.worker)
+        saved = np.array(timed.sums["saved"])
+        kept = saved[at] - saved[before]
+        arrays = problem.arrays(*rows)
+        scratch = np.array([arrays.transient[a:b].max(initial=0.0) for a, b in zip(before, at, strict=True)]) / tensor.tp
+        if recompute:
+            scratch = scratch + kept
+            kept = np.where(before > 0, arrays.output[np.maximum(before - 1, 0)], 0.0)
+        self.held = np.zeros(workers)
+        np.add.at(self.held, flat, np.tile(self.parameters, replicas))
+        self.held = np.maximum(self.held - problem.tied / tensor.tp, 0.0)
+        self.kept = np.full(workers, np.inf)
+        np.minimum.at(self.kept, flat, np.tile(kept, replicas))
+        self.scratch = np.zeros(workers)
+        np.maximum.at(self.scratch, flat, np.tile(scratch, replicas))
+
+    def bound_s(self, count: int, sync_s: Floats) -> float:
+        """No order of so many microbatches is faster."""
+        each = count / len(self.worker)
+        whole = float((self.head + count * self.work + self.tail).max())
+        sums = float((self.first_head + each * self.stage_work + sync_s).max())
+        return max(whole, sums, self.trip)
+
+    def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> float:
+        """By how much the tightest worker misses its memory; negative if it may fit."""
+        static = self.held * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)  # linear in the parameters
+        if zero == "zero-3":
+            static = static + self.held / self.family.chunks
+        need = static + (alive - self.swaps) * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
+        return float((need - capacity).max())
+
+    def update_s(self, problem: Problem, zero: str, shares: int, device: int) -> float:
+        """The time of an update of the worker with the most parameters."""
+        return problem.update_s(float(self.held.max()) / (1 if zero == "replicated" else shares), device)
+
+
+@cache
+def placement_of(family: Family, pp: int) -> Placement:
+    """Where the stages of a family live."""
+    return family.placement(pp)
+
+
+@cache
+def worker_table(family: Family, pp: int) -> Ints:
+    """The worker of each [replica, stage]."""
+    placement = placement_of(family, pp)
+    return np.array([[teams[0][0] for teams in replica] for replica in placement.teams], np.int64)
