@@ -36,6 +36,8 @@ def _has(thing: Any, *names: str) -> bool:
 
 _MODULE_HOOKS = _has(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = _has(torch.empty(0), "_backward_hooks", "_post_accumulate_grad_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OPTIMIZER_HOOKS = _has(torch.optim.SGD([torch.empty(0)], lr=0.0), *_STEP_HOOKS)
 
 
 def forward_hooks(module: Any) -> bool:
@@ -57,6 +59,13 @@ def gradient_hooks(tensor: Any) -> bool:
     if not _TENSOR_HOOKS:
         raise _missing("Tensor._backward_hooks", "hooks of a gradient cannot be detected, and might not be called")
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def step_hooks(optimizer: Any) -> bool:
+    """Returns whether an optimizer has hooks on its step. Reason: torch has no public API for this. Fallback: raises."""
+    if not _OPTIMIZER_HOOKS:
+        raise _missing("Optimizer._optimizer_step_pre_hooks", "hooks of an optimizer cannot be detected, and would not be called")
+    return any(getattr(optimizer, name, None) for name in _STEP_HOOKS)
 
 
 def _fingerprint(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.capture.trace.graph import Flat
@@ -25,6 +26,7 @@ from meshwright.train.loop.report_to import refuse_reporters
 from meshwright.train.loss.loss_additivity import ROWS
 from meshwright.train.loss.loss_functions import OwnLoss, count_for, label_count, output_name
 from meshwright.train.optimizer.make_optimizer import rates_for
+from meshwright.train.optimizer.used_optimizer import refuse_used
 from meshwright.train.prepared import Phase, PreparedRun, RunRequest, captured, prepare
 from meshwright.train.setup.build_schedule import stages_to_train
 from meshwright.train.setup.captured_layers import refuse_lossless
@@ -104,3 +106,5 @@ def refuse_unusable(args: TrainingArguments, model: nn.Module, optimizers: tuple
     refuse_reporters(args.report_to)
     if optimizers[0] is None:
         rates_for(model, args, optimizers, chosen, steps=max(1, args.max_steps))
+    elif isinstance(optimizers[0], torch.optim.Optimizer):
+        refuse_used(optimizers[0])

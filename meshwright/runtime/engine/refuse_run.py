@@ -9,6 +9,7 @@ from meshwright.ir.plan.plan_ranks import refuse_count
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.engine.settings import Settings
+from meshwright.runtime.engine.shared_storage import refuse_shared_storage
 from meshwright.runtime.json_exchange import all_gather_json
 from meshwright.runtime.parameters.parameters import refuse_rules
 from meshwright.runtime.stage.cpu_formats import require
@@ -40,6 +41,7 @@ def refuse_run(schedule: Schedule, layers: Layers, settings: Settings) -> None:
     refuse(settings.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     require(settings.precision.dtype, settings.device)
     refuse_rules(settings.rules, schedule)
+    refuse_shared_storage(schedule, layers)
     _refuse_microbatches(schedule, settings.microbatches)
 
 

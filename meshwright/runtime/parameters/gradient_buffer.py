@@ -64,6 +64,11 @@ def carrier_of(params: Sequence[Tensor]) -> torch.dtype:
     return max(wide, key=lambda d: torch.finfo(d).bits, default=torch.float32)
 
 
+def square_norm(tensor: Tensor) -> float:
+    """Returns the squared norm of a tensor, computed in double precision. Complex numbers count with both their parts."""
+    return float(torch.linalg.vector_norm(tensor.to(torch.promote_types(tensor.dtype, torch.float64))) ** 2)
+
+
 @dataclass
 class Buffer:
     """The gradients of one round: flat tensors by dtype, one view per parameter, and the sums in progress."""

@@ -62,7 +62,10 @@ def views_of(plans: Sequence[FlatPlan], flats: Sequence[Tensor], params: Sequenc
 
 
 def spans(plans: Sequence[FlatPlan], share: int) -> list[SliceSpan]:
-    """Returns the pieces of the slices of one holder. The pieces of all holders cover every parameter exactly once."""
+    """Returns the pieces of the slices of one holder. The pieces of all holders cover every parameter exactly once.
+
+    The first holder has the piece of a parameter without elements, so that its options and state are saved like others.
+    """
     found = []
     for number, plan in enumerate(plans):
         first, last = share * plan.width, (share + 1) * plan.width
@@ -70,6 +73,8 @@ def spans(plans: Sequence[FlatPlan], share: int) -> list[SliceSpan]:
             start, stop = max(first, at), min(last, at + count)
             if start < stop:
                 found.append(SliceSpan(index, start - at, stop - at, number, start - first))
+            elif not count and share == 0:
+                found.append(SliceSpan(index, 0, 0, number, 0))
     return found
 
 

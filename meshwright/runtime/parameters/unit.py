@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.runtime.parameters.borrowed import Borrowed
-from meshwright.runtime.parameters.gradient_buffer import Adder, Buffer
+from meshwright.runtime.parameters.gradient_buffer import Adder, Buffer, square_norm
 from meshwright.runtime.parameters.shares import Shares
 from meshwright.runtime.parameters.sliced_buffer import SlicedBuffer
 from meshwright.runtime.parameters.versions import Versions
@@ -176,7 +176,7 @@ class Unit:
         views = self._finished(round_, factor).gradients
         wholes = self.params if self.shares is None else [piece.whole for piece in self.shares.pieces]
         views = [v for p, v in zip(wholes, views, strict=True) if self.tensor is None or self.tensor.counted[p]]
-        return float(sum(torch.linalg.vector_norm(view.double()) ** 2 for view in views))
+        return sum(square_norm(view) for view in views)
 
     def update(
         self, round_: int, *, in_place: bool = True, scale: float | None = 1.0, factor: float = 1.0, keep: bool = False

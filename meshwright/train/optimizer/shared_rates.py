@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
+from meshwright.train.optimizer.used_optimizer import refuse_used
 
 Group = Mapping[str, Any]
 
@@ -30,7 +31,8 @@ class Recipe:
 
     @classmethod
     def like(cls, optimizer: torch.optim.Optimizer) -> Recipe:
-        """Return the recipe of an optimizer that the user made."""
+        """Return the recipe of an optimizer that the user made. Raises if it has hooks or state, which a recipe does not have."""
+        refuse_used(optimizer)
         known = signature(type(optimizer).__init__).parameters
         options = {name: value for name, value in optimizer.defaults.items() if name in known}
         return cls(type(optimizer), options, [dict(group) for group in optimizer.param_groups])

@@ -27,10 +27,11 @@ CHECK_EVERY = 16
 
 
 class ModelChanges:
-    """Checks that a model is still the one that was captured. `model` is None for a list of layers, which is not captured."""
+    """Checks that a model is still the one that was captured. Of a list of layers, `listed`, only parameters are checked."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, listed: Any = None) -> None:
         self.model = model if isinstance(model, nn.Module) else None
+        self.listed = [] if listed is None else [(name, p, p.requires_grad) for name, p in listed.named_parameters()]
         self.parameters = self._parameters()
         self.trained = [] if self.model is None else list(self.model.parameters())
         self.frozen = [p.requires_grad for p in self.trained]
@@ -43,6 +44,13 @@ class ModelChanges:
 
     def check(self) -> None:
         """Raises if parameters have changed, and warns about other values that have changed."""
+        for name, parameter, learns in self.listed:
+            if parameter.requires_grad != learns:
+                raise MeshwrightError(
+                    f"{name} was {'frozen' if learns else 'unfrozen'} after the session was opened: it would "
+                    f"{'still be updated' if learns else 'not be updated'}",
+                    fix="a new session, with the layers as they are now",
+                )
         if self.model is None or (self.attached.same() and [p.requires_grad for p in self.trained] == self.frozen):
             return
         now = self._parameters()

@@ -107,7 +107,7 @@ class Session:
         self._told = False
         self._forward: Forward | None = None
         self._any_size: Forward | None = None
-        self.model_changes = ModelChanges(model if layers.columns is not None else None)
+        self.model_changes = ModelChanges(model) if layers.columns is not None else ModelChanges(None, listed=model)
 
     def __enter__(self) -> Session:
         return self

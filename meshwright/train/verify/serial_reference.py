@@ -19,6 +19,7 @@ from meshwright.ir.analysis.effects import rule
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime import device as devices
+from meshwright.runtime.parameters.gradient_buffer import square_norm
 from meshwright.runtime.parameters.parameters import Rules
 from meshwright.runtime.parameters.unit import Optimizer, Scheduler
 from meshwright.runtime.stage.batch import Batch, Given
@@ -130,7 +131,7 @@ class Serial:
         rules = self.rules if whole else self.rules.of_each(self.schedule.units)
         for params in [self.params] if whole else list(self.units.values()):
             gradients = [p.grad for p in params if p.grad is not None]
-            norm = sum(float(torch.linalg.vector_norm(gradient.double()) ** 2) for gradient in gradients) ** 0.5
+            norm = sum(square_norm(gradient) for gradient in gradients) ** 0.5
             for gradient in gradients:
                 gradient.mul_(rules.scale(norm))
 
@@ -138,7 +139,7 @@ class Serial:
         """Returns False, and records it, if the gradient of a scaled loss overflows: the update is then skipped."""
         if self.scaler is None:
             return True
-        square = sum(float(torch.linalg.vector_norm(p.grad.double()) ** 2) for p in self.params if p.grad is not None)
+        square = sum(square_norm(p.grad) for p in self.params if p.grad is not None)
         if taken := self.scaler.update(square**0.5):
             return taken
         trace.skipped.append(round_)
