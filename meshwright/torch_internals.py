@@ -40,32 +40,31 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OPTIMIZER_HOOKS = _has(torch.optim.SGD([torch.empty(0)], lr=0.0), *_STEP_HOOKS)
 
 
+def _hooked(thing: Any, known: bool, *names: str) -> bool:
+    """Returns whether one of these tables of hooks has entries. Reason: torch has no public API for this. Fallback: raises."""
+    if not known:
+        raise _missing(f"{type(thing).__name__}.{names[0]}", "its hooks cannot be detected, and might not be called")
+    return any(getattr(thing, name, None) for name in names)
+
+
 def forward_hooks(module: Any) -> bool:
-    """Returns whether a module has forward hooks. Reason: torch has no public API for this. Fallback: raises."""
-    if not _MODULE_HOOKS:
-        raise _missing("Module._forward_hooks", "hooks of a module cannot be detected, and might not be called")
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Returns whether a module has forward hooks."""
+    return _hooked(module, _MODULE_HOOKS, "_forward_hooks", "_forward_pre_hooks")
 
 
 def backward_hooks(module: Any) -> bool:
-    """Returns whether a module has backward hooks. Reason: torch has no public API for this. Fallback: raises."""
-    if not _MODULE_HOOKS:
-        raise _missing("Module._backward_hooks", "hooks of a module cannot be detected, and might not be called")
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    """Returns whether a module has backward hooks."""
+    return _hooked(module, _MODULE_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 
 
 def gradient_hooks(tensor: Any) -> bool:
-    """Returns whether a tensor has hooks on its gradient. Reason: torch has no public API for this. Fallback: raises."""
-    if not _TENSOR_HOOKS:
-        raise _missing("Tensor._backward_hooks", "hooks of a gradient cannot be detected, and might not be called")
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    """Returns whether a tensor has hooks on its gradient."""
+    return _hooked(tensor, _TENSOR_HOOKS, "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def step_hooks(optimizer: Any) -> bool:
-    """Returns whether an optimizer has hooks on its step. Reason: torch has no public API for this. Fallback: raises."""
-    if not _OPTIMIZER_HOOKS:
-        raise _missing("Optimizer._optimizer_step_pre_hooks", "hooks of an optimizer cannot be detected, and would not be called")
-    return any(getattr(optimizer, name, None) for name in _STEP_HOOKS)
+    """Returns whether an optimizer has hooks on its step."""
+    return _hooked(optimizer, _OPTIMIZER_HOOKS, *_STEP_HOOKS)
 
 
 def _fingerprint(tensor: Tensor) -> int:
@@ -99,10 +98,7 @@ def module_tables(module: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str
 
 
 def cast_method() -> str:
-    """Returns the name of the method that `.to`, `.float` and similar methods of a module call.
-
-    Reason: torch has no public API for this. Fallback: raises.
-    """
+    """Returns the name of the method that `.to` and `.float` of a module call. Reason: no public API. Fallback: raises."""
     if not _has(nn.Module, "_apply"):
         raise _missing("Module._apply", "casts of a module inside a forward cannot be detected")
     return "_apply"
@@ -236,10 +232,7 @@ Reason: no public API reports the random draws and writes inside torch's own fun
 
 
 def without_values() -> Any:
-    """Returns a context in which new tensors have sizes but no values. Fallback: raises.
-
-    Reason: unlike meta tensors, these choose kernels and formats as the tensors of a device do.
-    """
+    """Returns a context for tensors without values. Reason: meta tensors choose other kernels and formats. Fallback: raises."""
     if not find_spec("torch._subclasses.fake_tensor"):
         raise _missing("FakeTensorMode", "layers cannot run without values")
     return import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
@@ -272,12 +265,8 @@ def is_data_dependent(error: BaseException) -> bool:
     """Returns whether a trace failed because it needed the value of a tensor.
 
     Reason: torch's errors for this have no public names and no common base. Fallback: torch's own error text is shown."""
-    return type(error).__name__ in (
-        "GuardOnDataDependentSymNode",
-        "DataDependentOutputException",
-        "DynamicOutputShapeException",
-        "PendingUnbackedSymbolNotFound",
-    )
+    known = "GuardOnDataDependentSymNode DataDependentOutputException DynamicOutputShapeException PendingUnbackedSymbolNotFound"
+    return type(error).__name__ in known.split()
 
 
 def has_no_value(tensor: Any) -> bool:
