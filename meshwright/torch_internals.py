@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from importlib import import_module
 from importlib.util import find_spec
@@ -34,38 +35,26 @@ def _has(thing: Any, *names: str) -> bool:
     return all(hasattr(thing, name) for name in names)
 
 
-_MODULE_HOOKS = _has(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSOR_HOOKS = _has(torch.empty(0), "_backward_hooks", "_post_accumulate_grad_hooks")
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_OPTIMIZER_HOOKS = _has(torch.optim.SGD([torch.empty(0)], lr=0.0), *_STEP_HOOKS)
+_HOOKS = {
+    "Module": ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    "Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks"),
+    "Optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+}
+_HOOKED = {"Module": nn.Module(), "Tensor": torch.empty(0), "Optimizer": torch.optim.SGD([torch.empty(0)], lr=0.0)}
+_HIDDEN = {kind for kind, thing in _HOOKED.items() if not _has(thing, *_HOOKS[kind])}
 
 
-def forward_hooks(module: Any) -> bool:
-    """Returns whether a module has forward hooks. Reason: torch has no public API for this. Fallback: raises."""
-    if not _MODULE_HOOKS:
-        raise _missing("Module._forward_hooks", "hooks of a module cannot be detected, and might not be called")
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def has_hooks(kind: str, thing: Any, which: slice) -> bool:
+    """Returns whether a thing has some hooks. Reason: torch has no public API for this. Fallback: raises."""
+    if kind in _HIDDEN:
+        raise _missing(f"{kind}.{_HOOKS[kind][0]}", f"hooks of a {kind} cannot be detected, and might not be called")
+    return any(getattr(thing, name, None) for name in _HOOKS[kind][which])
 
 
-def backward_hooks(module: Any) -> bool:
-    """Returns whether a module has backward hooks. Reason: torch has no public API for this. Fallback: raises."""
-    if not _MODULE_HOOKS:
-        raise _missing("Module._backward_hooks", "hooks of a module cannot be detected, and might not be called")
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def gradient_hooks(tensor: Any) -> bool:
-    """Returns whether a tensor has hooks on its gradient. Reason: torch has no public API for this. Fallback: raises."""
-    if not _TENSOR_HOOKS:
-        raise _missing("Tensor._backward_hooks", "hooks of a gradient cannot be detected, and might not be called")
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
-def step_hooks(optimizer: Any) -> bool:
-    """Returns whether an optimizer has hooks on its step. Reason: torch has no public API for this. Fallback: raises."""
-    if not _OPTIMIZER_HOOKS:
-        raise _missing("Optimizer._optimizer_step_pre_hooks", "hooks of an optimizer cannot be detected, and would not be called")
-    return any(getattr(optimizer, name, None) for name in _STEP_HOOKS)
+forward_hooks = partial(has_hooks, "Module", which=slice(2))
+backward_hooks = partial(has_hooks, "Module", which=slice(2, 4))
+gradient_hooks = partial(has_hooks, "Tensor", which=slice(2))
+step_hooks = partial(has_hooks, "Optimizer", which=slice(2))
 
 
 def _fingerprint(tensor: Tensor) -> int:
