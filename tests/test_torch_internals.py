@@ -145,6 +145,7 @@ def fresh() -> ModuleType:
         (nn.Module, "_buffers", "module_tables", nn.Module),
         (Tensor, "_backward_hooks", "gradient_hooks", lambda: torch.empty(0)),
         (Tensor, "_post_accumulate_grad_hooks", "gradient_hooks", lambda: torch.empty(0)),
+        (torch.optim.Optimizer, "_optimizer_step_post_hooks", "step_hooks", lambda: torch.optim.SGD([torch.empty(0)], lr=0.1)),
     ],
 )
 def test_what_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, asks: str, of: Any) -> None:

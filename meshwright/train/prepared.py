@@ -38,6 +38,7 @@ from meshwright.runtime.stage.precision import Precision
 from meshwright.train.data.vocabulary import Vocabulary, refuse_ids, vocabularies
 from meshwright.train.setup.build_schedule import (
     SEGMENT,
+    explaining_chunks,
     lists_for,
     refuse_cyclic_precision,
     refuse_without_flush,
@@ -210,7 +211,7 @@ def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | Non
     flat = flat or captured(request, phase=phase)
     graph, evaluation = None, Evaluation()
     if flat is not None:
-        with phase("cut"):
+        with phase("cut"), explaining_chunks(plan):
             graph = _cut(request, flat, stages)
         if request.check_capture:
             with phase("check"):
@@ -223,7 +224,7 @@ def prepare(request: RunRequest, flat: Flat | None = None, *, phase: Phase | Non
             assert graph is not None
             rows, own_loss = _microbatch_rows(request), request.loss is not None
             sharded = shard_graph(request.module, graph.flat, graph.cuts, tensor, rows, own_loss=own_loss)
-    with phase("schedule"):
+    with phase("schedule"), explaining_chunks(plan):
         cuts = plan.stages or None
         layers = graph.open(request.module) if graph else listed_layers(request.module, stages, cuts)
         schedule, kept = _lists(request, layers)

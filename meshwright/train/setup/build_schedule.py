@@ -6,14 +6,16 @@ costs, they are used instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.plan.plan_dp import DpMode
+from meshwright.ir.plan.plan_dp import ZERO_3_STAGES, DpMode
 from meshwright.ir.plan.plan_order import widths
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Recompute, Schedule, Sharding
@@ -93,7 +95,40 @@ def _by_name(parallel: Parallel, *, steps: int, first: int = 0, costs: Sequence[
     def of_stages(schedule: Schedule) -> Sequence[StageCost] | None:
         return None if rows is None else rows_for(rows, schedule.stages)
 
-    return schedules.shaped(parallel.schedule, costs=of_stages, **given)
+    try:
+        return schedules.shaped(parallel.schedule, costs=of_stages, **given)
+    except MeshwrightError as error:
+        raise _in_terms_of_mode(error, parallel) from error
+
+
+def _in_terms_of_mode(error: MeshwrightError, parallel: Parallel) -> MeshwrightError:
+    """Returns an error of a schedule that a data-parallel mode has chosen, in the words of the plan."""
+    mode, chunks = parallel.mode, str(parallel.options.get("chunks"))
+    if mode is DpMode.ZERO_3 and chunks.removeprefix("-").isdigit() and int(chunks) < 1:
+        what = f'dp_mode="{mode}" gathers one stage after another and needs at least 1 stage, got the option chunks={chunks}'
+        return MeshwrightError(what, fix=f'options={{"chunks": {ZERO_3_STAGES}}}, or leave it out')
+    if not mode.is_cyclic:
+        return error
+    said = {f"cyclic: form={each.form}": f'dp_mode="{each}"' for each in DpMode if each.form is not None}
+    said |= {f"form={each.form}": f'dp_mode="{each}"' for each in DpMode if each.form is not None}
+    said["form=replicated"] = 'dp_mode="cyclic"'
+    what, fix = error.what, error.fix
+    for internal, own in said.items():
+        what, fix = what.replace(internal, own), fix and fix.replace(internal, own)
+    return MeshwrightError(what, fix=fix)
+
+
+@contextmanager
+def explaining_chunks(parallel: Parallel) -> Iterator[None]:
+    """If a model has fewer layers than zero-3 has stages, raises an error that names the option to change."""
+    try:
+        yield
+    except MeshwrightError as error:
+        found = re.search(r"(\d+) layers?( and)? cannot be cut into", error.what)
+        if found is None or parallel.mode is not DpMode.ZERO_3:
+            raise
+        what = f'{error.what}, which dp_mode="{parallel.mode}" gathers one after another'
+        raise MeshwrightError(what, fix=f'options={{"chunks": {found[1]}}}') from error
 
 
 def _rounds(order: Schedule, parallel: Parallel, steps: int) -> Schedule:
@@ -131,7 +166,12 @@ def _sharded(built: Schedule, parallel: Parallel) -> Schedule:
     """Adds what the data-parallel copies divide among them. It needs collectives, and a point where a step ends."""
     if not parallel.mode.is_zero:
         return built
-    if not built.flush or built.ring or parallel.sync == "ring":
+    if parallel.sync == "ring" and built.flush and not built.ring:
+        raise MeshwrightError(
+            f'dp_mode="{parallel.mode}" divides sums among ranks, but sync="ring" sums gradients along a ring',
+            fix='sync="eager", or dp_mode="replicated"',
+        )
+    if not built.flush or built.ring:
         why = "has no flush" if not built.flush else "sums gradients along a ring"
         raise MeshwrightError(
             f'dp_mode="{parallel.mode}" divides sums among ranks, but {built.name} {why}',
