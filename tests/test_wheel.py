@@ -22,7 +22,14 @@ ANSWERS = {
     "cluster": ("show", "8xdgx-a100"),
 }
 """Verbs that need no torch."""
-NEEDS = {"inspect": ("gpt-tiny",), "verify": ("mlp",), "train": ("gpt-tiny", "--max-steps", "1"), "measure": ("gpt-tiny",)}
+NEEDS = {
+    "inspect": ("gpt-tiny",),
+    "verify": ("mlp",),
+    "train": ("gpt-tiny", "--max-steps", "1"),
+    "measure": ("gpt-tiny",),
+    "profile": ("gpt-tiny",),
+    "plan": ("gpt-tiny", "--cluster", "laptop", "--batch", "8"),
+}
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ keeps that only if one rank updates both in place, one after the other. Views of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ def refuse_shared_storage(schedule: Schedule, layers: Layers) -> None:
     """Raises if a parameter shares elements with another parameter or buffer, and the run would not keep that."""
     in_place = schedule.flush and schedule.sharding is Sharding.NONE and layers.tensor is None
     unit_of: dict[Tensor, int] = {p: unit for unit in range(schedule.units) for p in layers.unit(unit)}
-    names: dict[Tensor, str] = {**layers.names}
+    names = cast(dict[Tensor, str], dict(layers.names))
     for stage in range(layers.stages):
         for index, layer in enumerate(layers.of_stage(stage), layers.starts[stage]):
             for name, buffer in layer.named_buffers():
