@@ -16,7 +16,6 @@ from meshwright import schedules
 from meshwright.cli._parts import inputs, outputs
 from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.outputs import Format
-from meshwright.cli._parts.profile_costs import with_profile
 from meshwright.cli._parts.tensor_comparison import TensorFlags, compare_tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
@@ -86,7 +85,10 @@ def compare(
         raise MeshwrightError(
             f"a comparison is not drawn as {format}", fix="--format text, json or csv; simulate draws one schedule"
         )
-    flags = with_profile(flags, profile, mb_rows)
+    if profile is not None or mb_rows is not None:
+        from meshwright.cli._parts.profile_costs import with_profile  # most comparisons need no profile
+
+        flags = with_profile(flags, profile, mb_rows)
     cap = None if memory is None else _cap(memory, flags)
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # raises on sizes and costs that no schedule can take
     flags.refuse(workers)

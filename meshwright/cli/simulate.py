@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from meshwright.cli._parts import emulation, inputs, outputs
-from meshwright.cli._parts import planned_schedule as planning
 from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.outputs import Format
 from meshwright.errors import MeshwrightError
@@ -19,6 +18,9 @@ from meshwright.passes.lower import lower
 from meshwright.passes.sync import Sync
 from meshwright.report.terminal import timeline_text
 from meshwright.simulate import simulate as predict
+
+if TYPE_CHECKING:
+    from meshwright.cli._parts.planned_schedule import PlannedRun
 
 
 @with_groups
@@ -39,7 +41,7 @@ def simulate(
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file, or of a plan file."""
     outputs.refuse_binary(format, output)
     given = {"--steps": steps is not None, "--option": bool(option), "--workers": workers != 4, "--sync": sync is not Sync.EAGER}
-    plan = planning.planned_run(name, flags=flags, refused=[flag for flag, is_given in given.items() if is_given])
+    plan = _plan(name, flags, [flag for flag, is_given in given.items() if is_given])
     if plan is not None:
         _simulate_plan(plan, flags, wish, format, output, as_json=as_json)
         return
@@ -65,8 +67,17 @@ def simulate(
     outputs.give(found, output)
 
 
+def _plan(name: str, flags: inputs.CostFlags, refused: list[str]) -> PlannedRun | None:
+    """Returns the run of a plan file; None if the name is not one."""
+    if not name.endswith(".json"):
+        return None
+    from meshwright.cli._parts.planned_schedule import planned_run  # most answers need no plan
+
+    return planned_run(name, flags=flags, refused=refused)
+
+
 def _simulate_plan(
-    plan: planning.PlannedRun,
+    plan: PlannedRun,
     flags: inputs.CostFlags,
     wish: emulation.Emulation,
     format: Format,
