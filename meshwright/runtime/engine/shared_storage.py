@@ -20,7 +20,7 @@ def refuse_shared_storage(schedule: Schedule, layers: Layers) -> None:
     """Raises if a parameter shares elements with another parameter or buffer, and the run would not keep that."""
     in_place = schedule.flush and schedule.sharding is Sharding.NONE and layers.tensor is None
     unit_of: dict[Tensor, int] = {p: unit for unit in range(schedule.units) for p in layers.unit(unit)}
-    names: dict[Tensor, str] = dict(layers.names)
+    names: dict[Tensor, str] = {**layers.names}
     for stage in range(layers.stages):
         for index, layer in enumerate(layers.of_stage(stage), layers.starts[stage]):
             for name, buffer in layer.named_buffers():
