@@ -69,6 +69,9 @@ def plan(
     layers = _layers(model, profile, machine, length, precision)
     if microbatches is None and batch is None:
         microbatches = DEFAULT_MICROBATCHES
+    step = batch
+    if microbatches is not None and batch is not None:
+        batch, rows = None, _rows(batch, microbatches, rows)
     try:
         found = planners.plan(
             layers,
@@ -92,9 +95,19 @@ def plan(
         sys.stderr.write(f"error: {error}\n")
         raise typer.Exit(NOTHING_FITS) from None
     if output is not None:
-        outputs.write(output, planned_text(found, layers, machine, batch=batch, error=error_band(layers.device)))
+        outputs.write(output, planned_text(found, layers, machine, batch=step, error=error_band(layers.device)))
     text = json.dumps(found.to_dict()) if as_json else plan_text(found, layers, machine, file=output)
     sys.stdout.write(text + "\n")
+
+
+def _rows(batch: int, microbatches: int, rows: int | None) -> int:
+    """Returns the rows of a microbatch, if both the batch and the number of microbatches are given."""
+    if rows is not None or batch < 1 or microbatches < 1 or batch % microbatches:
+        raise MeshwrightError(
+            f"--batch {batch} cannot be cut into {microbatches} microbatches of {rows or 'equal'} rows",
+            fix=f"--batch {max(microbatches, 1) * (rows or 1)}",
+        )
+    return batch // microbatches
 
 
 def _layers(model: str | None, profile: Path | None, cluster: Cluster, length: int | None, precision: str) -> Profile:

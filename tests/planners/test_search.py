@@ -299,7 +299,9 @@ def test_the_verb_explains(tmp_path: Path) -> None:
         assert part in text
     for part in ("memory of the tightest worker", "rank layout:", "each choice against its nearest rival", "next:"):
         assert part in text
-    found = json.loads((tmp_path / "plan.json").read_text())
+    planned = json.loads((tmp_path / "plan.json").read_text())
+    assert planned["kind"] == "plan" and planned["predicted"]["step_s"] > 0
+    found = json.loads(run(tmp_path, "16 GB", "--json")[1])
     keys = {"step_s", "paper_step_s", "lower_bound_s", "gap", "stages", "parallel", "peak_bytes", "alternatives", "planning_s"}
     assert keys <= set(found) and found["gap"] >= 0 and found["counts"]["proved"] >= 1
 

@@ -49,7 +49,7 @@ def test_rows_of_a_step_and_their_cuts(
             {"parallel": {"pp": 2, "microbatches": 3}, "gradient_accumulation_steps": 2},
             "not a multiple of gradient_accumulation_steps=2",
         ),
-        ({"parallel": "auto"}, "needs the planner, which does not exist yet"),
+        ({"parallel": "auto:"}, "names no cluster"),
         ({"parallel": {"pp": 2, "qq": 1}}, "parallel has no 'qq'"),
         ({"parallel": "nowhere.json"}, "cannot read the plan nowhere.json"),
         ({"parallel": '{"pp": 0}'}, "pp must be a whole number of at least 1"),
@@ -107,7 +107,8 @@ def test_plans_are_files_in_two_forms(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('{"parallel": {"pp": 2}}', "no 'schema'"),
-        ('{"schema": 2, "parallel": {"pp": 2}}', "reads up to 1"),
+        ('{"schema": 2, "parallel": {"pp": 2}}', "its kind is None"),
+        ('{"schema": 3, "kind": "plan", "parallel": {"pp": 2}}', "reads up to 2"),
         ('{"schema": 1, "parallel": {"pp": 2}, "pp": 2}', "unknown keys: pp"),
         ('{"schema": 1}', "no 'parallel'"),
         ("pp = 2", "not JSON"),

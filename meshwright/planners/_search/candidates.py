@@ -264,14 +264,14 @@ class Enumerator:
     def _sync_s(
         self, family: Family, pp: int, dp: int, tensor: TensorChoice, layout: str, reverse: bool, group: GroupBounds
     ) -> Floats:
-        """Half of the time of a ring over the slowest link, for each stage: no way to add up is twice as fast."""
+        """The time of one gather at the best rate of its group, for each stage: to add up takes two of them."""
         replicas = family.replicas
         key = (family if replicas > 1 else None, pp, dp, tensor.tp, layout, reverse)
         if key not in self._rates:
             found = self.grid(pp, dp, tensor.tp, layout, reverse)
             lone = replicas == 1
             groups = list(found.devices[:, :, 0]) if lone else sync_groups(found, placement_of(family, pp))
-            self._rates[key] = (self.problem.links.slowest_rates(groups), min(map(len, groups)))
+            self._rates[key] = (self.problem.links.gather_rates(groups), min(map(len, groups)))
         rates, count = self._rates[key]
         if replicas == 1:
             rates = rates[group.worker[0]]

@@ -79,14 +79,18 @@ class DeviceLinks:
         again_latency, again = self.between(b[keep], a[keep])
         return Link(float(max(latency.max(), again_latency.max())), float(min(rate.min(), again.min())))
 
-    def slowest_rates(self, groups: Sequence[Ints]) -> Floats:
-        """Returns the lowest bandwidth inside each group of devices; infinite for one device."""
+    def gather_rates(self, groups: Sequence[Ints]) -> Floats:
+        """Returns for each group a rate at which no gather of it is faster: of its slowest link, or of hosts and then devices."""
         if max(map(len, groups)) < 2:
             return np.full(len(groups), np.inf)
         if self.host is not None and not self._exceptions and len(set(map(len, groups))) == 1:
-            hosts = self.host[np.stack(list(groups))]
-            alone = (hosts == hosts[:, :1]).all(axis=1)
-            found: Floats = np.where(alone, self.inside[hosts[:, 0], 1], self.card[hosts, 1].min(axis=1))
+            hosts = np.sort(self.host[np.stack(list(groups))], axis=1)
+            count, many = hosts.shape[1], 1 + (np.diff(hosts, axis=1) > 0).sum(axis=1)
+            inside, card = self.inside[hosts, 1], self.card[hosts, 1]
+            flat = np.where(many == 1, inside[:, 0], card.min(axis=1))
+            each = count / many  # devices of a host
+            by_hosts = (many - 1) / many / each / card.max(axis=1) + (each - 1) / each / inside.max(axis=1)
+            found: Floats = np.maximum(flat, (count - 1) / count / by_hosts)
             return found
         return np.array([self.slowest(group).bytes_per_s for group in groups])
 
