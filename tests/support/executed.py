@@ -81,10 +81,10 @@ class ExecutedPlan:
         ]
         return simulate(self.lowered, costs, placed).makespan_s
 
-    def measured_s(self, network: Namespaces, *, repeat: int = 5, enough_s: float = 0.0) -> Runs:
-        """The steps of real runs; no more of them if one took at most `enough_s`."""
+    def measured_s(self, network: Namespaces, *, repeat: int = 5) -> Runs:
+        """The steps of so many real runs."""
         costs = tuple(replace(cost, sync_s=0.0) for cost in self.costs)
-        reports: list[list[list[float]]] = network.run(_steps, self.lowered, costs, repeat, enough_s, order=self.order)
+        reports: list[list[list[float]]] = network.run(_steps, self.lowered, costs, repeat, order=self.order)
         times, foreign = [], []
         for rows in zip(*reports, strict=True):
             start = rows[0][0]
@@ -94,18 +94,12 @@ class ExecutedPlan:
         return Runs(tuple(times), tuple(foreign))
 
 
-def _steps(schedule: Schedule, costs: Sequence[StageCost], repeat: int, enough_s: float) -> list[list[float]]:
+def _steps(schedule: Schedule, costs: Sequence[StageCost], repeat: int) -> list[list[float]]:
     """One rank's part: start, end, own CPU seconds and CPU seconds of all, for each run."""
     with fine_timers():
         session = _Session(EmulationJob(schedule, costs, timing=Timing.WALL, transport="torch"), common_clock())
         session.timed()  # opens connections
-        found: list[list[float]] = []
-        longest = float("inf")
-        while len(found) < repeat and longest > enough_s:
-            found.append(session.timed())
-            took = torch.tensor([found[-1][1] - found[-1][0]], dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            longest = took.item()
+        found = [session.timed() for _ in range(repeat)]
         session.close()
     return found
 
