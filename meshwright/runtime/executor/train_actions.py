@@ -184,6 +184,8 @@ class TrainActions:
                 stage.recompute(record)
             first = None if stage.is_captured and op in stage.reached else self.parameters.leaves(instruction)
             known = None if stage.is_captured else self.parameters.known(instruction)
+            if known is not None and first is not None and known == everything(first):  # nothing is left to find out
+                first, record.reached = None, known
             if aim is not None:
                 aim(instruction)
             found = stage.backward(record, gradients, weights=weights, first=first, known=known)
