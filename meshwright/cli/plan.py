@@ -71,7 +71,8 @@ def plan(
         microbatches = DEFAULT_MICROBATCHES
     step = batch
     if microbatches is not None and batch is not None:
-        batch, rows = None, _rows(batch, microbatches, rows)
+        rows = _rows(batch, microbatches, rows)
+        batch = None
     try:
         found = planners.plan(
             layers,
