@@ -20,7 +20,7 @@ from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.batch import Batch, Cut
 from meshwright.runtime.stage.graphs_by_size import Graphs
 from meshwright.runtime.stage.objective import Tally
-from meshwright.runtime.stage.reached_parameters import everything
+from meshwright.runtime.stage.reached_parameters import Leaves, Reached, everything
 from meshwright.runtime.stage.stage import Bundle, Record, Stage, leaves, own_leaves
 from meshwright.runtime.transport.edges import Bare, Incoming, Outgoing, Pending
 
@@ -32,6 +32,7 @@ class TrainActions:
         self, program: Program, stages: Mapping[int, Stage], parameters: Parameters, microbatches: int, graphs: Graphs
     ) -> None:
         self.program, self.stages, self.parameters = program, stages, parameters
+        self._all_leaves: dict[int, Reached] = {}
         self.graphs = graphs
         self.store = Store(len(program.values))
         self.flow = RowFlow(program, self.store, microbatches)
@@ -182,10 +183,7 @@ class TrainActions:
             stage = self._stage(instruction, record.cut)
             if inline:
                 stage.recompute(record)
-            first = None if stage.is_captured and op in stage.reached else self.parameters.leaves(instruction)
-            known = None if stage.is_captured else self.parameters.known(instruction)
-            if known is not None and first is not None and known == everything(first):  # nothing is left to find out
-                first, record.reached = None, known
+            first, known = self._to_find_out(instruction, stage, record)
             if aim is not None:
                 aim(instruction)
             found = stage.backward(record, gradients, weights=weights, first=first, known=known)
@@ -206,8 +204,7 @@ class TrainActions:
         def finish() -> None:
             record: Record | None = self.store.pop(slot)
             stage = None if record is None else self._stage(instruction, record.cut)
-            is_first = stage is not None and (not stage.is_captured or Op.W not in stage.reached)
-            first = self.parameters.leaves(instruction) if is_first else None
+            first = None if record is None or stage is None else self._to_find_out(instruction, stage, record)[0]
             if aim is not None:  # another round may have used the leaves since I
                 aim(instruction)
             if record is not None and stage is not None:
@@ -215,6 +212,22 @@ class TrainActions:
                 count(record.cut.counts, record.reached or stage.reached.get(Op.W) or everything(first or ()))
 
         return finish
+
+    def _to_find_out(self, instruction: Instruction, stage: Stage, record: Record) -> tuple[Leaves | None, Reached | None]:
+        """Returns the leaves of a backward if it must record which of them it reaches, and those that its round has reached.
+
+        A captured stage records once. A list of layers records in every backward until its round has reached all leaves.
+        """
+        number = instruction.action.stage
+        if stage.is_captured:
+            return None if instruction.action.op in stage.reached else self.parameters.leaves(instruction), None
+        known = self.parameters.known(instruction)
+        if known == self._all_leaves.get(number):
+            record.reached = known
+            return None, known
+        found = self.parameters.leaves(instruction)
+        self._all_leaves[number] = everything(found)
+        return found, known
 
     def _recompute(self, instruction: Instruction) -> Do:
         """Recomputes what a forward did not keep."""
