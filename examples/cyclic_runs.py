@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from meshwright import Timeline
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.timeline import Lane
-from meshwright.report.run_curves import live_picture, message_picture
-from meshwright.report.svg import to_svg
+from meshwright.report.pictures.run_curves import live_picture, message_picture
+from meshwright.report.pictures.svg import to_svg
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.tracing.trace import assemble
 from meshwright.train.verify.certificate import Certificate

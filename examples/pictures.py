@@ -11,8 +11,8 @@ from pathlib import Path
 from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
 from meshwright.costs.scheme import TensorRequest
-from meshwright.report.layout_picture import layout_picture
-from meshwright.report.svg import to_svg
+from meshwright.report.pictures.layout_picture import layout_picture
+from meshwright.report.pictures.svg import to_svg
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 

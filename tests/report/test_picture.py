@@ -19,10 +19,10 @@ from meshwright.costs.modes import mode
 from meshwright.ir.action import Cell
 from meshwright.ir.profile import StageCost, even_costs
 from meshwright.ir.timeline import Timeline
-from meshwright.report.layout_picture import layout_picture
-from meshwright.report.picture import EDGE, HELD, LEFT, RIGHT, ROW, Area, Box, Picture, Text, picture
-from meshwright.report.png import to_png
-from meshwright.report.svg import to_svg
+from meshwright.report.pictures.layout_picture import layout_picture
+from meshwright.report.pictures.picture import EDGE, HELD, LEFT, RIGHT, ROW, Area, Box, Picture, Text, picture
+from meshwright.report.pictures.png import to_png
+from meshwright.report.pictures.svg import to_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright import Timeline, even_costs, lower, schedules, simulate
-from meshwright.report.picture import EDGE, Box, Text
-from meshwright.report.run_curves import LINE_HEIGHT, live_picture, message_picture
-from meshwright.report.svg import to_svg
+from meshwright.report.pictures.picture import EDGE, Box, Text
+from meshwright.report.pictures.run_curves import LINE_HEIGHT, live_picture, message_picture
+from meshwright.report.pictures.svg import to_svg
 
 
 def cyclic(n: int, rounds: int) -> Timeline:

@@ -73,14 +73,14 @@ def drawn(timeline: Timeline, form: Format) -> str | bytes:
         from meshwright.report.perfetto import to_perfetto
 
         return to_perfetto(timeline)
-    from meshwright.report.picture import picture
+    from meshwright.report.pictures.picture import picture
 
     if form is Format.SVG:
-        from meshwright.report.svg import to_svg
+        from meshwright.report.pictures.svg import to_svg
 
         return to_svg(picture(timeline))
     if form is Format.PNG:
-        from meshwright.report.png import to_png
+        from meshwright.report.pictures.png import to_png
 
         return to_png(picture(timeline))
     raise MeshwrightError(f"a timeline is not drawn as {form}", fix="--format svg, png or perfetto")

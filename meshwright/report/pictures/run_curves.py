@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from meshwright.ir.action import Op, Transfer, actions
 from meshwright.ir.analysis.timeline_counts import STAGE_KINDS, live_activations
 from meshwright.ir.timeline import Lane, Timeline
-from meshwright.report.picture import COLLECTIVE, EDGE, HELD, IDLE, INK, LEFT, MARGIN, Area, Box, Picture, Shape, Text
+from meshwright.report.pictures.picture import COLLECTIVE, EDGE, HELD, IDLE, INK, LEFT, MARGIN, Area, Box, Picture, Shape, Text
 
 PALE = {Op.F: "#a6cee3", Op.B: "#fdd49e"}
 HEIGHT, LINE_HEIGHT, SPACE_BELOW, TOTAL_WIDTH, MARK = 90.0, 16.0, 34.0, 900.0, 2.0

@@ -7,7 +7,7 @@ from io import BytesIO
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.report.picture import Area, Box, Picture, Shape, Text
+from meshwright.report.pictures.picture import Area, Box, Picture, Shape, Text
 
 ALIGN = {"start": "left", "middle": "center", "end": "right"}
 

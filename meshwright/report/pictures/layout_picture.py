@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from meshwright.costs.product_plan import ProductPlan, product_plan
 from meshwright.costs.scheme import Axes, Grid, MatrixAxes, Scheme, Spread
-from meshwright.report.picture import EDGE, INK, MARGIN, Box, Picture, Shape, Text
+from meshwright.report.pictures.picture import EDGE, INK, MARGIN, Box, Picture, Shape, Text
 
 COLOURS_OF_RANKS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#000000")
 DARK = frozenset({"#0072b2", "#000000"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from meshwright.report.picture import Area, Box, Picture, Shape, Text
+from meshwright.report.pictures.picture import Area, Box, Picture, Shape, Text
 
 FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 

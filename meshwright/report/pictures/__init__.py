@@ -1,0 +1,1 @@
+"""Pictures of timelines, layouts and runs: shapes first, then SVG or PNG."""
