@@ -129,10 +129,6 @@ class Mesh:
         """Returns the coordinate of a rank."""
         return self._place_of[rank] % self.box
 
-    def seat_of_rank(self, rank: int) -> int:
-        """Returns the seat of a rank."""
-        return self._place_of[rank] // self.box
-
     def adding(self, schedule: Schedule, unit: int) -> tuple[int, ...]:
         """Returns the ranks that this rank sums a unit's gradients with; empty if it sums them with messages only."""
         found = next((seats for seats in groups(schedule, self.copies)[unit] if self.seat in seats), ())
