@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import isfinite, nan, prod
 from typing import Any
 
@@ -59,7 +60,13 @@ def names() -> list[str]:
         >>> "chimera" in schedules.names()
         True
     """
-    return sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
+    return list(_files())
+
+
+@cache
+def _files() -> tuple[str, ...]:
+    """The names of the schedule files, listed once: a search builds thousands of schedules."""
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_")))
 
 
 def builder(name: str) -> Callable[..., Schedule]:
@@ -92,6 +99,12 @@ def summary(name: str) -> str:
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:
     """Returns all keyword arguments of a schedule's build function, with their types."""
+    found = builder(name)
+    return parameters_of(found) if ":" in name else dict(_file_parameters(name))
+
+
+@cache
+def _file_parameters(name: str) -> Mapping[str, inspect.Parameter]:
     return parameters_of(builder(name))
 
 
