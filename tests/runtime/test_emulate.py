@@ -40,7 +40,8 @@ def model_error(pairs: dict[str, Pair], workers: Workers) -> dict[str, float]:
 
 
 def test_stamps_of_every_schedule_add_up_to_the_prediction(workers: Workers) -> None:
-    assert not model_error(every(4, 4, forward=2e-3, backward=4e-3, sync=1e-3), workers)
+    pairs = {label: make() for label, make in every(4, 4, forward=2e-3, backward=4e-3, sync=1e-3).items()}
+    assert not model_error(pairs, workers)
 
 
 def test_stamps_follow_links_syncs_cells_recompute_and_steps(workers: Workers) -> None:
@@ -93,7 +94,7 @@ def test_stamped_runs_take_what_was_predicted(name: str, workers: Workers) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("label", sorted(every(8, 8)))
 def test_every_schedule_within_two_thousandths(label: str, workers: Workers) -> None:
-    assert_within(every(8, 8)[label], workers, bar=0.002, attempts=6)
+    assert_within(every(8, 8)[label](), workers, bar=0.002, attempts=6)
 
 
 def quiet_medians(pairs: list[Pair], workers: Workers, rounds: int = 12, enough: int = 5) -> list[float]:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -52,15 +53,16 @@ def named(
     return of(schedule, costs, cluster, overlap=overlap, timing=timing, **how)
 
 
-def every(workers: int = 8, microbatches: int = 8, **how: Any) -> dict[str, Pair]:
-    """All schedules with the options worth comparing; those without a flush for four steps."""
-    found = {}
+def every(workers: int = 8, microbatches: int = 8, **how: Any) -> dict[str, Callable[[], Pair]]:
+    """Makers of all schedules with the options worth comparing; those without a flush for four steps."""
+    found: dict[str, Callable[[], Pair]] = {}
     for name in schedules.names():
         for options in schedules.compared(name):
             endless = not schedules.build(name, workers=workers, microbatches=microbatches, **options).flush
             steps = 4 if endless else 1
             label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-            found[label] = named(name, workers=workers, microbatches=microbatches, options=options, steps=steps, **how)
+            sizes: dict[str, Any] = {"workers": workers, "microbatches": microbatches, "steps": steps}
+            found[label] = partial(named, name, options=options, **sizes, **how)
     return found
 
 
