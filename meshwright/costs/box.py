@@ -1,10 +1,10 @@
-"""3-D (2105.14450) on any box w x a x b: inputs gathered on one axis, weights on another, outputs scattered on the third.
+"""3-D (Bian et al., 2105.14450) on any box w x a x b: gathers inputs on one axis and weights on another, scatters outputs.
 
     residual  [rows: w > a, features: b]      inner  [rows: w > b, features: a]
     expand    gather x on a, W [out: a > w, in: b] on w, scatter y on b
     contract  gather x on b, W [out: b > w, in: a] on w, scatter y on a
 
-(p, p, p) is the cube of the paper, (P, 1, 1) is FSDP, (1, P, 1) Megatron with a cut residual stream.
+(p, p, p) is the cube of the paper, (P, 1, 1) is FSDP, and (1, P, 1) is Megatron with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.errors import MeshwrightError
 
 
 def grid(asked: TensorRequest) -> Grid:
-    """w x a x b; without a box the cube of so many ranks."""
+    """Returns the grid w x a x b. If no box is given, it is the cube with `tp` ranks."""
     box = asked.box
     if asked.depth != 1 or asked.sequence:
         raise MeshwrightError("box takes neither a depth nor sequence", fix="box=(1, P, 1) is the line with a cut sequence")
@@ -34,7 +34,7 @@ def grid(asked: TensorRequest) -> Grid:
 
 
 def scheme(grid: Grid, *, save: Save = Save.SHARDS) -> Scheme:
-    """Which axes cut what."""
+    """Returns which axes cut which dimensions."""
     return Scheme(
         residual=Spread(rows=("w", "a"), features=("b",)),
         inner=Spread(rows=("w", "b"), features=("a",)),
@@ -47,7 +47,10 @@ def scheme(grid: Grid, *, save: Save = Save.SHARDS) -> Scheme:
 
 
 def layer_words(grid: Grid, *, batch: int, sequence: int, hidden: int, save: Save = Save.SHARDS) -> Words:
-    """4bsh on axis a, 12bsh on b and 12h^2 on w, each way; kept as shards, 7bsh of inputs and all weights pass again."""
+    """Returns 4bsh words on axis a, 12bsh on b and 12h^2 on w in each direction.
+
+    If shards are kept, the backward gathers 7bsh of inputs and all weights again.
+    """
     w, a, b = (size for _, size in grid.sizes)
     stream, square = batch * sequence * hidden, hidden**2
     once = Fraction(4 * stream * (a - 1) + 12 * stream * (b - 1) + 12 * square * (w - 1), grid.ranks)

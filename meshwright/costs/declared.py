@@ -1,7 +1,8 @@
-"""What every mode sends and keeps, declared from its scheme: collective by collective, before anything runs.
+"""The words that every mode sends and keeps, computed from its scheme, one collective at a time, before anything runs.
 
-The words of a collective on g ranks with rings: a gather of n local words sends (g - 1) n, a scatter of n words
-(g - 1) n / g, a sum twice that. A run's transfer log is held equal to this, to the word.
+A word is one element of a tensor. Collectives are rings. On g ranks, a gather of n local words sends (g - 1) n words, a
+reduce-scatter of n words sends (g - 1) n / g, and an all-reduce sends twice that. Tests require that the transfer log of a run
+has exactly these numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What a product does to the spread of its input."""
+    """Which way a product goes: from the residual spread to the inner spread, or back."""
 
     EXPAND = "expand"
     CONTRACT = "contract"
@@ -40,7 +41,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SentWords:
-    """One collective of one rank: the words that it sends, and in how many steps of a ring."""
+    """One collective on one rank: the words that it sends, and the number of ring steps."""
 
     phase: Phase
     kind: CollectiveKind
@@ -51,7 +52,7 @@ class SentWords:
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """Products that read one input of `rows` x `into` words, and their widths: siblings such as q, k, v share its gather."""
+    """Products that read the same input of `rows` x `into` words, and their widths. Siblings (q, k, v) share one gather."""
 
     role: Role
     rows: int
@@ -84,7 +85,7 @@ class Declared:
 
 
 def transfer(phase: Phase, kind: CollectiveKind, axes: Axes, words: Fraction | int, grid: Grid) -> SentWords:
-    """A collective whose argument has so many local words."""
+    """Returns the transfer of a collective whose argument has this many local words."""
     ranks = grid.size(axes)
     if kind is CollectiveKind.GATHER:
         return SentWords(phase, kind, axes, Fraction((ranks - 1) * words), ranks - 1)
@@ -106,7 +107,7 @@ def transformer_layer(*, batch: int, sequence: int, hidden: int) -> tuple[Produc
 
 
 def declared(scheme: Scheme, grid: Grid, shapes: Sequence[ProductShape]) -> Declared:
-    """The transfers of products one after another, forward, backward, and when gradients are added up."""
+    """Returns the transfers of a sequence of products: forward, backward, and the reduction of weight gradients."""
     parts = [_product(scheme, grid, shape) for shape in shapes]
     transfers = tuple(t for part in parts for t in part.transfers)
     weight = sum((part.weight_words for part in parts), Fraction(0))
@@ -140,7 +141,7 @@ def _product(scheme: Scheme, grid: Grid, shape: ProductShape) -> Declared:
 
 
 def _gathers(grid: Grid, words: Fraction, axes: Iterable[str]) -> tuple[list[SentWords], Fraction]:
-    """Gathers one after another, with the scatters that are their adjoints; and the words that come out."""
+    """Returns gathers in sequence, their adjoint scatters, and the number of words after them."""
     found = []
     for axis in [axis for axis in axes if grid.size((axis,)) > 1]:
         found.append(transfer(Phase.FORWARD, CollectiveKind.GATHER, (axis,), words, grid))
@@ -150,7 +151,7 @@ def _gathers(grid: Grid, words: Fraction, axes: Iterable[str]) -> tuple[list[Sen
 
 
 def _reduced(grid: Grid, words: Fraction, plan: ProductPlan) -> list[SentWords]:
-    """What becomes of a product that is a part: scattered, or summed."""
+    """Returns the transfers that reduce a partial product: a scatter or a sum."""
     found = []
     for axis in [axis for _, axis in plan.scatters if grid.size((axis,)) > 1]:
         found.append(transfer(Phase.FORWARD, CollectiveKind.SCATTER, (axis,), words, grid))

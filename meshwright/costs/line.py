@@ -1,4 +1,4 @@
-"""1-D (Megatron-LM, 1909.08053): weights are cut on one axis p, the residual stream is whole on every rank.
+"""1-D (Megatron-LM, 1909.08053): weights are cut on one axis p, and every rank has the whole residual stream.
 
     expand    x whole          W [out: p]   y [features: p]
     contract  x [features: p]  W [in: p]    y summed over p
@@ -15,14 +15,14 @@ from meshwright.errors import MeshwrightError
 
 
 def grid(asked: TensorRequest) -> Grid:
-    """One axis with all ranks; `s` says that the residual stream is cut too."""
+    """Returns a grid with one axis. The name of the grid says whether the residual stream is cut too."""
     if asked.box is not None or asked.depth != 1:
         raise MeshwrightError("line has one axis: it takes neither a box nor a depth", fix="tensor='box', or tensor='tesseract'")
     return Grid("line_sequence" if asked.sequence else "line", (("p", positive(asked.tp, mode="line")),))
 
 
 def scheme(grid: Grid, *, save: Save = Save.SHARDS) -> Scheme:
-    """Which axes cut what."""
+    """Returns which axes cut which dimensions."""
     cut = grid.mode == "line_sequence"
     return Scheme(
         residual=Spread(rows=("p",) if cut else ()),
@@ -36,7 +36,10 @@ def scheme(grid: Grid, *, save: Save = Save.SHARDS) -> Scheme:
 
 
 def layer_words(grid: Grid, *, batch: int, sequence: int, hidden: int, save: Save = Save.SHARDS) -> Words:
-    """The four products of a transformer layer: two sums forward, two backward; cut, gathers once more where shards are kept."""
+    """Returns the words of the four products of a transformer layer: two sums forward and two backward.
+
+    With a cut residual stream each sum is a scatter and a gather. If shards are kept, the backward gathers once more.
+    """
     ranks, stream = grid.ranks, batch * sequence * hidden
     once = Fraction((ranks - 1) * stream, ranks)
     if grid.mode == "line":

@@ -1,12 +1,14 @@
-"""What a device holds at its peak, by class: what the simulation of a plan says, and what a simulation does not see.
+"""The memory of a plan: the bytes that a device holds at its peak, by class.
+
+A simulation counts the values of a schedule. Temporary memory of layers and the reserve are added to it.
 
     parameters, gradients, optimizer    by stage and by how data-parallel copies divide them (ZeRO)
-    activations                         over time, from the simulated order: the most that is alive at once
-    messages                            what waits to be sent, and what has arrived
-    transients                          the largest layer while it runs (logits, scratch), and what is recomputed in a backward
+    activations                         from the simulated order: the most that are alive at the same time
+    messages                            data that waits to be sent, and data that has arrived
+    transients                          temporary memory of the largest layer (logits, workspaces), and recomputed activations
     reserve                             a share of the device for the allocator and the driver
 
-`static_bytes` is the part that no order changes. A search rejects a plan by it before anything is simulated.
+`static_bytes` does not depend on the order of actions. A search uses it to reject a plan before it simulates it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import MemoryUse
 
 RESERVE = 0.03
-"""The share of a device that is not planned: fragments of the allocator, buffers of the driver and of libraries."""
+"""The share of a device that plans leave free, for fragmentation and for buffers of the driver and of libraries."""
 
 CLASS_OF = {
     "param": "parameters",
@@ -38,7 +40,7 @@ CLASS_OF = {
 
 
 def memory_use(kinds: Mapping[str, float], *, transient: float = 0.0, capacity: float = float("inf")) -> MemoryUse:
-    """Returns the peak of a worker by class: bytes by kind of value, the scratch of its largest layer, and the reserve."""
+    """Returns the peak of a worker by class, from its bytes by kind of value and the temporary memory of its largest layer."""
     sums = dict.fromkeys(CLASS_OF.values(), 0.0)
     for kind, size in kinds.items():
         sums[CLASS_OF[kind]] += max(0.0, size)
@@ -47,14 +49,14 @@ def memory_use(kinds: Mapping[str, float], *, transient: float = 0.0, capacity: 
 
 
 def reserve_bytes(capacity: float) -> float:
-    """Returns what of a device is kept free; nothing if its memory is not known."""
+    """Returns the bytes of a device that plans leave free. It is 0 if the memory of the device is not known."""
     return RESERVE * capacity if capacity < float("inf") else 0.0
 
 
 def static_bytes(parameter_bytes: float, optimizer_bytes: float, *, zero: str, shares: int) -> float:
-    """Returns parameters, gradients and optimizer state of a worker. `shares` is how many ranks divide what `zero` names."""
+    """Returns the bytes of parameters, gradients and optimizer state of a worker, divided over `shares` ranks as `zero` says."""
     parts = max(1, shares)
-    if zero == "zero-3":  # the slices of all, and one whole stage with its gradient while it is used
+    if zero == "zero-3":  # slices of everything; the whole parameters of a stage count only while it runs
         return (2 * parameter_bytes + optimizer_bytes) / parts
     if zero == "zero-2":
         return parameter_bytes + (parameter_bytes + optimizer_bytes) / parts
@@ -66,7 +68,7 @@ def static_bytes(parameter_bytes: float, optimizer_bytes: float, *, zero: str, s
 def stage_parameters(profile: Profile, layers: range) -> float:
     """Returns the bytes of a stage's parameters. Tied parameters of several of its layers count once.
 
-    A profile says which names are tied, not how large they are: the smallest layer with the name bounds their size.
+    A profile has the names of tied parameters but not their sizes, so the smallest layer with the name is used as a bound.
     """
     total = sum(profile.layers[n].parameter_bytes for n in layers)
     seen: dict[str, float] = {}
@@ -82,10 +84,10 @@ def stage_parameters(profile: Profile, layers: range) -> float:
 
 
 def optimizer_state(profile: Profile, parameter_bytes: float) -> float:
-    """Returns what the optimizer holds for so many bytes of parameters."""
+    """Returns the bytes of optimizer state for this many bytes of parameters."""
     return parameter_bytes / profile.parameter_itemsize * profile.optimizer_bytes_per_parameter
 
 
 def largest_transient(transients: Sequence[float], layers: range) -> float:
-    """Returns the scratch of a stage: layers run one after the other, so the largest decides."""
+    """Returns the temporary memory of a stage: its layers run one after another, so it is that of the largest."""
     return max((transients[n] for n in layers), default=0.0)

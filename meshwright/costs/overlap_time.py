@@ -1,9 +1,10 @@
-"""How long pieces take with collectives behind them: one compute lane, channels that carry collectives one after another.
+"""The time of pieces whose collectives overlap with compute: one compute lane, and channels that run one collective at a time.
 
-    a piece    waits for the collectives that it reads, runs, starts its own; its tail (weight gradients) runs behind these
-    two halves take turns; `turns_of` gives the turn to whoever can start first, then to whose next collective is nearest
+    a piece       waits for the collectives that it reads, runs, and starts its own. Then its tail (weight gradients) runs.
+    two halves    take turns. `turns_of` gives the turn to the half that can start first, then to the one whose next collective
+                  is nearest
 
-Merak's sub-pipelining is two halves; a plain run is one. The order is worked out before a run, the same on all ranks.
+Merak's sub-pipelining has two halves; a plain run has one. The order is computed before a run and is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PieceTime:
-    """Seconds of compute before a piece starts its collectives, and behind them."""
+    """Seconds of compute of a piece, before and after it starts its collectives."""
 
     seconds: float
     tail_s: float = 0.0
@@ -22,7 +23,7 @@ class PieceTime:
 
 @dataclass(frozen=True, slots=True)
 class SendTime:
-    """A collective from the piece that starts it (-1: there from the start) to the first piece that waits for it."""
+    """A collective: the piece that starts it (-1 if it is complete at the start), and the first piece that waits for it."""
 
     source: int
     reader: int
@@ -49,7 +50,7 @@ class HalfTime:
 
 
 class _Clock:
-    """Halves on their way: when each piece starts and collectives arrive."""
+    """The state of a simulation: when pieces have started and when their collectives arrive."""
 
     def __init__(self, halves: Sequence[HalfTime]) -> None:
         self.halves, self.at = halves, [0] * len(halves)
@@ -65,12 +66,12 @@ class _Clock:
         self.free[send.channel] = self.arrived[half][send] = end
 
     def ready(self, half: int) -> float:
-        """When the next piece of a half can start."""
+        """Returns the time at which the next piece of a half can start."""
         waits = [end for send, end in self.arrived[half].items() if send.reader == self.at[half]]
         return max([self.now, *waits])
 
     def run(self, half: int) -> None:
-        """The next piece of a half."""
+        """Runs the next piece of a half."""
         k = self.at[half]
         piece = self.halves[half].pieces[k]
         launch = self.ready(half) + piece.seconds
@@ -82,16 +83,16 @@ class _Clock:
 
     @property
     def left(self) -> list[int]:
-        """Halves that have pieces left."""
+        """The halves that have pieces left."""
         return [k for k, half in enumerate(self.halves) if self.at[k] < len(half.pieces)]
 
     def end(self) -> float:
-        """When all is done and has arrived."""
+        """The time at which all pieces have run and all collectives have arrived."""
         return max([self.now, *(end for arrived in self.arrived for end in arrived.values())])
 
 
 def turns_of(halves: Sequence[HalfTime]) -> list[int]:
-    """Whose piece is next, piece by piece."""
+    """Returns the order of pieces, as the number of the half that runs next."""
     clock, turns = _Clock(halves), []
     while left := clock.left:
         half = min(left, key=lambda k: (round(clock.ready(k), 9), round(halves[k].nearest(clock.at[k]), 9), clock.at[k], k))
@@ -101,7 +102,7 @@ def turns_of(halves: Sequence[HalfTime]) -> list[int]:
 
 
 def weave_time(halves: Sequence[HalfTime], turns: Sequence[int] | None = None) -> float:
-    """Seconds for all pieces in these turns."""
+    """Returns the seconds that all pieces take in this order."""
     clock = _Clock(halves)
     for half in turns if turns is not None else turns_of(halves):
         clock.run(half)

@@ -23,7 +23,7 @@ def planned_grid(plan: Parallel) -> Grid | None:
 
 
 def planned_scheme(plan: Parallel, grid: Grid) -> Scheme:
-    """Returns which axes of the grid cut what under this plan."""
+    """Returns which axes of the grid cut which dimensions under this plan."""
     return mode(plan.tensor).scheme(grid, save=Save(plan.save))
 
 

@@ -1,8 +1,11 @@
-"""How one product runs in any mode: gather x, gather W, multiply, reduce y; read off the spreads before and after it.
+"""How a product runs in any mode: gather x, gather W, multiply, reduce y. The spreads of x and y decide which axes take part.
 
-Every mode is a case of one rule. An axis that cuts the rows of x but not those of y is gathered from x; one that cuts the
-features of x but not the input of W too; one that cuts W beyond what the local product needs is gathered from W. What the
-local product leaves as a part (the axes that cut its inner dimension) is scattered onto the rows of y, or summed.
+All modes follow one rule:
+
+    gather x       on axes that cut the rows of x but not those of y, or its features but not the input of W
+    gather W       on axes that cut W more than the local product needs
+    reduce y       on axes that cut the inner dimension, where the local product is a partial sum: it is scattered onto the rows
+                   of y, or summed
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ class ProductPlan:
     scatters: tuple[tuple[Where, str], ...]
     total: Axes
     copy: Axes
-    """Axes over which x is whole and its gradient a part: backward adds it up."""
+    """Axes over which x is whole and its gradient is a partial sum, which the backward reduces."""
     rows: Axes
-    """Axes that cut the rows of the local product: over these a weight gradient is a part."""
+    """Axes that cut the rows of the local product. Over these a weight gradient is a partial sum."""
     outputs: Axes
     """Axes that cut the output features."""
     unsummed: Axes
-    """Axes over which the gradient of the stored weight stays a part until gradients are added up."""
+    """Axes over which the gradient of the stored weight stays a partial sum until gradients are reduced."""
 
 
 def product_plan(have: Spread, want: Spread, weight: MatrixAxes) -> ProductPlan:
-    """The moves of a product that reads `have` and leaves `want`."""
+    """Returns the moves of a product that reads the spread `have` and writes the spread `want`."""
     kept = tuple(axis for axis in (*have.rows, *have.sequence) if axis in (*want.rows, *want.sequence))
     gathers: list[tuple[Where, str]] = [("rows", axis) for axis in reversed(have.rows) if axis not in kept]
     gathers += [("sequence", axis) for axis in reversed(have.sequence) if axis not in kept]

@@ -1,4 +1,4 @@
-"""Estimates the time of a layer on a device that is not at hand: operations, bytes, and what the device achieves of both.
+"""Estimates the time of a layer on another device, from its operations and bytes and the rates that the device achieves.
 
     t(f, b) = max(f / flops_per_s, b / bytes_per_s)         f operations, b bytes of tensors, w bytes of weights
 
@@ -9,7 +9,7 @@
     LOOKUP       t(0, b)      -                 t(0, b + w)     the gradient of a table is as large as the table
     OTHER        t(f, b + w)  t(f, b + w)       -
 
-Operations and bytes grow with the rows, weights do not. Launches are not part of it: a device has one for each call of a stage.
+Operations and bytes grow with the rows, weights do not. Launch times are not included: a device adds one per call of a stage.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Device
 
 ESTIMATE_ERROR = 0.5
-"""How far an estimate may be off, as a share: published rooflines are 1.5 to 1.9 times too fast on real devices."""
+"""The relative error of an estimate. Published rooflines are 1.5 to 1.9 times too fast on real devices."""
 
 
 class WorkKind(StrEnum):
-    """What an operation does."""
+    """The kinds of operations."""
 
     PRODUCT = "product"
     MIXING = "mixing"
@@ -37,7 +37,7 @@ class WorkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OpWork:
-    """What one operation does for one row, and the bytes of the weights that it reads once for all rows."""
+    """The FLOPs and bytes of one operation per row, and the bytes of weights that it reads once for all rows."""
 
     kind: WorkKind
     flops: float = 0.0
@@ -59,10 +59,10 @@ class HalfTimes:
 
 
 def estimated_times(work: Iterable[OpWork], *, rows: int, device: Device, precision: str) -> HalfTimes:
-    """Returns what a layer takes for a microbatch of so many rows.
+    """Returns the seconds of a layer for a microbatch with this many rows.
 
     Raises:
-        MeshwrightError: The device does not tell how many operations it achieves in this precision.
+        MeshwrightError: The operations per second of the device are not known in this precision.
     """
     flops_per_s = device.flops_per_s.get(precision)
     if flops_per_s is None or not flops_per_s > 0:

@@ -1,9 +1,10 @@
-"""The words of tensor modes: a grid of ranks with named axes, and the scheme that says which axes cut what.
+"""The vocabulary of tensor modes: a grid of ranks with named axes, and a scheme: which axes cut which dimensions.
 
-A *spread* says which axes cut the rows, the sequence and the features of an activation; *matrix axes* say which cut the
-output and the input dimension of a weight, stored as torch has it: (out, in). Several axes nest, the first is the outermost.
-The residual stream has one spread and the part between two products (attention heads, the wide part of an MLP) another.
-A product that reads the residual spread expands, one that reads the inner spread contracts.
+A *spread* lists the axes that cut the rows, the sequence and the features of an activation. *Matrix axes* list those that cut
+the output and the input dimension of a weight, which is stored as in torch: (out, in). If several axes cut a dimension, they
+nest, and the first is the outermost. The residual stream has one spread. The activations between two products (attention heads,
+the wide part of an MLP) have another, the inner spread. A product expands if it reads the residual spread, and contracts if it
+reads the inner spread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Axes = tuple[str, ...]
 
 
 class Save(StrEnum):
-    """What a product keeps from forward to backward."""
+    """The tensors that a product keeps from forward to backward."""
 
     SHARDS = "shards"  # its own part of the input and of the weight; both are gathered again
     GATHERED = "gathered"  # the gathered input and weight
@@ -28,7 +29,7 @@ class Save(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRequest:
-    """What a user asks of a mode: so many ranks, or a box, a depth, and a cut sequence."""
+    """The sizes that a user asks for: a number of ranks, a box, a depth, and whether the sequence is cut."""
 
     tp: int | None = None
     box: tuple[int, int, int] | None = None
@@ -50,35 +51,35 @@ class Grid:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(size for _, size in self.sizes)
 
     def size(self, axes: Iterable[str]) -> int:
-        """How many parts some axes cut something into."""
+        """Returns the number of parts that some axes cut a dimension into."""
         known = dict(self.sizes)
         return math.prod(known[axis] for axis in axes)
 
     def wide(self, axes: Iterable[str]) -> Axes:
-        """Those of some axes that cut at all, in the order of the grid."""
+        """Returns the axes with more than one rank, in the order of the grid."""
         wanted = set(axes)
         return tuple(name for name, size in self.sizes if name in wanted and size > 1)
 
     def at(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank."""
+        """Returns the coordinates of a rank."""
         found: dict[str, int] = {}
         for name, size in reversed(self.sizes):
             rank, found[name] = divmod(rank, size)
         return {name: found[name] for name in self.axes}
 
     def rank(self, at: Mapping[str, int]) -> int:
-        """The rank at some coordinates."""
+        """Returns the rank at these coordinates."""
         found = 0
         for name, size in self.sizes:
             found = found * size + at[name]
         return found
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from one only in these axes, in order."""
+        """Returns the ranks that differ from a rank only in these axes, in order."""
         at, found = self.at(rank), [self.at(rank)]
         for axis in axes:
             found = [{**place, axis: k} for place in found for k in range(dict(self.sizes)[axis])]
@@ -108,7 +109,7 @@ class MatrixAxes:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Which axes of a mode cut what."""
+    """Which axes of a mode cut which dimensions."""
 
     residual: Spread
     inner: Spread
@@ -120,14 +121,14 @@ class Scheme:
     """Axes of the residual's rows that cut its sequence instead where there are too few rows."""
 
     def along_sequence(self) -> Scheme:
-        """The same scheme with the movable axes on the sequence."""
+        """Returns the same scheme with the movable axes on the sequence."""
         rows = tuple(axis for axis in self.residual.rows if axis not in self.movable)
         return replace(self, residual=replace(self.residual, rows=rows, sequence=self.movable))
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words that one rank sends, forward, backward, and when gradients are added up."""
+    """Words that one rank sends: forward, backward, and in the reduction of weight gradients."""
 
     forward: Fraction = Fraction(0)
     backward: Fraction = Fraction(0)
@@ -137,7 +138,7 @@ class Words:
 
 
 def whole_root(ranks: int, *, mode: str) -> int:
-    """The side of a square grid; refuses a number that is no square."""
+    """Returns the side of a square grid. Raises if the number of ranks is not a square."""
     side = math.isqrt(ranks)
     if side * side != ranks:
         raise MeshwrightError(
@@ -148,7 +149,7 @@ def whole_root(ranks: int, *, mode: str) -> int:
 
 
 def positive(ranks: int | None, *, mode: str) -> int:
-    """A number of ranks that was asked for."""
+    """Returns the number of ranks. Raises if it was not given."""
     if ranks is None or ranks < 1:
         raise MeshwrightError(f"{mode} needs the number of its ranks, got tp={ranks}", fix="tp=2")
     return ranks

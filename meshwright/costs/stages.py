@@ -1,10 +1,10 @@
-"""The one place where a profile, the stages of a plan and a cluster meet: what each stage costs, and the links between stages.
+"""Costs of the stages of a plan, and links between them, from a profile and a cluster. Planners and `simulate` both use this.
 
-The devices that share a stage act as one worker. Each runs its rows at the same time, so a stage takes the time of the largest
-share. Between two stages every pair of devices carries the rows that both have; the slowest pair decides.
+The devices that share a stage act as one worker. They run their rows at the same time, so a stage takes the time of the largest
+share. Between two stages, each pair of devices sends the rows that both have; the slowest pair decides the time.
 
-    ROWS    what a run sends: the rows that two devices have in common, at most d / max(r, r')
-    PAIRS   SPP's own charge: every pair carries d / (r r')
+    ROWS    as a run sends them: the rows that two devices have in common, at most d / max(r, r')
+    PAIRS   as in the paper of SPP: every pair sends d / (r r')
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from meshwright.ir.profile import StageCost
 
 
 class GroupLinks(Protocol):
-    """What is asked of links between groups of devices. A cluster answers; planners have a faster way for many devices."""
+    """Properties of the links between groups of devices. `Cluster` has them; planners have a faster form for many devices."""
 
     def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
-        """The largest latency and the lowest bandwidth among some devices, or between them and others."""
+        """Returns the largest latency and the lowest bandwidth among some devices, or between two groups of devices."""
 
     def all_reduce_s(self, ranks: Sequence[int], size: float) -> float:
-        """How long these devices need to add up a buffer."""
+        """Returns the seconds of an all-reduce of a buffer on these devices."""
 
 
 class Charge(StrEnum):
-    """How a transfer between two groups of devices is charged."""
+    """How the bytes of a transfer between two groups of devices are counted."""
 
     ROWS = "rows"
     PAIRS = "pairs"
 
 
 def shared_chain(profile: Profile, rows: int | None, width: int) -> ChainCost:
-    """Returns what the layers cost on one of `width` devices that share a microbatch. Bytes stay those of the microbatch."""
+    """Returns the cost of layers on one of `width` devices that share a microbatch. Bytes are those of the whole microbatch."""
     if not profile.rows:
         return profile.at().divided(width)
     whole, share = profile.at(rows), profile.at(-(-(rows or 0) // width))
@@ -47,10 +47,10 @@ def shared_chain(profile: Profile, rows: int | None, width: int) -> ChainCost:
 
 
 def device_slowness(profile: Profile, cluster: Cluster) -> list[float]:
-    """Returns how much longer each device takes than the one of the profile, by the operations per second that they achieve.
+    """Returns the time of each device relative to that of the profile, from the operations per second of both.
 
-    If the cluster has no device of the profile's kind, the profile is taken to be of its fastest one. A device whose speed is not
-    known is as fast as the profile says.
+    If the cluster has no device of the profile's kind, the profile is assumed to be that of the fastest device. A device whose
+    speed is not known is assumed to be as fast as that of the profile.
     """
     speeds = [_speed(device.flops_per_s, profile.precision) for device in cluster.devices] or [0.0] * cluster.size
     known = [speed for speed in speeds if speed > 0]
@@ -79,9 +79,9 @@ def stage_costs(
     chains: Mapping[int, ChainCost] | None = None,
     slowness: Sequence[float] | None = None,
 ) -> tuple[StageCost, ...]:
-    """Returns what each stage of a plan costs on one of its devices. The slowest of its devices decides its time.
+    """Returns the cost of each stage of a plan on one of its devices. The slowest of its devices decides its time.
 
-    `groups`, `chains` and `slowness` may be given by who has them already.
+    Callers that already have `groups`, `chains` and `slowness` can pass them.
     """
     found: list[StageCost] = []
     if slowness is None:
@@ -124,7 +124,7 @@ def _sync_s(cluster: GroupLinks, devices: Sequence[int], size: float, charge: Ch
 def stage_links(
     stages: Sequence[PlanStage], cluster: Cluster, *, charge: Charge = Charge.ROWS, groups: GroupLinks | None = None
 ) -> Cluster:
-    """Returns the links between the groups of devices, each as one worker. SPP has no latency, and links in one direction."""
+    """Returns the links between groups of devices, each group as one worker. SPP has links without latency, in one direction."""
     links: dict[tuple[int, int], Link] = {}
     for number, (one, other) in enumerate(pairwise(stages)):
         slowest = (groups or cluster).slowest(one.devices, other.devices)

@@ -1,6 +1,6 @@
-"""All tensor modes and boxes of so many ranks, side by side: words, steps, memory of one transformer layer.
+"""A comparison of all tensor modes and boxes with a given number of ranks: words, steps and memory of one transformer layer.
 
-Weights and saved inputs are those of the four matrix products (fused QKV, 4h); words of norms and of the loss are apart.
+Weights and saved inputs are those of the four matrix products (fused QKV, 4h). Words of norms and of the loss are not included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.costs.scheme import Grid, Save, TensorRequest
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One mode on one grid; numbers are None where a captured model cannot run."""
+    """One mode on one grid. Numbers are None if a captured model cannot run on it."""
 
     mode: str
     grid: tuple[int, ...]
@@ -52,7 +52,7 @@ class LayerSizes:
 
 
 def requests(ranks: int) -> Iterator[tuple[str, TensorRequest]]:
-    """Every mode and box of so many ranks."""
+    """Returns every mode and box with this many ranks."""
     yield "line", TensorRequest(tp=ranks)
     yield "line", TensorRequest(tp=ranks, sequence=True)
     for depth in (d for d in range(1, ranks + 1) if ranks % d == 0):
@@ -65,12 +65,12 @@ def requests(ranks: int) -> Iterator[tuple[str, TensorRequest]]:
 
 
 def tensor_rows(sizes: LayerSizes, *, ranks: int, save: Save = Save.SHARDS) -> list[TensorRow]:
-    """The rows of a comparison, the fewest words first; what does not divide last.
+    """Returns the rows of a comparison: those with the fewest words first, those with sizes that do not divide last.
 
     Args:
         sizes: The batch of one worker, the length of a sequence, the width of the layer, and its heads if they are known.
         ranks: The number of ranks of a worker.
-        save: What products keep for the backward pass.
+        save: The tensors that products keep for the backward pass.
     """
     found = []
     for name, asked in requests(ranks):
@@ -87,18 +87,18 @@ def tensor_rows(sizes: LayerSizes, *, ranks: int, save: Save = Save.SHARDS) -> l
 
 
 def in_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
-    """Returns the rows with the fewest words first; what cannot run last."""
+    """Returns the rows with the fewest words first, and those that cannot run last."""
     return sorted(rows, key=lambda row: (not row.feasible, row.words, row.steps or 0))
 
 
 def best_row(rows: Sequence[TensorRow], *, limit_words: float = math.inf) -> TensorRow | None:
-    """The row with the fewest words among those that divide and whose weights and saved inputs fit."""
+    """Returns the row with the fewest words among those whose sizes divide and whose weights and saved inputs fit."""
     fit = [row for row in rows if row.feasible and row.held <= limit_words]
     return min(fit, key=lambda row: (row.words, row.steps or 0), default=None)
 
 
 def _reason(grid: Grid, sizes: LayerSizes) -> str:
-    """The first size that does not divide, by what, and along which axes; empty where all do."""
+    """Returns the first size that does not divide, the divisor and its axes; an empty text if all sizes divide."""
     scheme = mode(grid.mode.removesuffix("_sequence")).scheme(grid)
     residual, inner = scheme.residual, scheme.inner
     rows = tuple(axis for axis in residual.rows if axis not in scheme.movable)

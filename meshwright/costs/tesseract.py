@@ -1,8 +1,8 @@
-"""2.5-D (Tesseract, 2105.14500): d layers of a q x q grid; rows are cut over the depth too, weights are copied over it.
+"""2.5-D (Tesseract, 2105.14500): d layers of a q x q grid. Rows are cut over the depth too, and weights are replicated over it.
 
     x [rows: d > i, features: j]   W [out: j, in: i] on every depth   y [rows: d > i, features: j]
 
-The gradients of weights are added up over the depth, once per step.
+The gradients of weights are summed over the depth once per step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.errors import MeshwrightError
 
 
 def grid(asked: TensorRequest) -> Grid:
-    """depth x q x q."""
+    """Returns the grid depth x q x q."""
     ranks, depth = positive(asked.tp, mode="tesseract"), asked.depth
     if asked.box is not None or asked.sequence:
         raise MeshwrightError("tesseract takes a depth, no box and no sequence", fix="tp=8, depth=2")
@@ -27,13 +27,13 @@ def grid(asked: TensorRequest) -> Grid:
 
 
 def scheme(grid: Grid, *, save: Save = Save.SHARDS) -> Scheme:
-    """Which axes cut what."""
+    """Returns which axes cut which dimensions."""
     spread, matrix = Spread(rows=("d", "i"), features=("j",)), MatrixAxes(out=("j",), into=("i",))
     return Scheme(residual=spread, inner=spread, expand=matrix, contract=matrix, table=matrix, save=save)
 
 
 def layer_words(grid: Grid, *, batch: int, sequence: int, hidden: int, save: Save = Save.SHARDS) -> Words:
-    """The grid's words with 1/d of the rows; a sum over the depth of 12h^2/q^2 weight gradients when they are added up."""
+    """Returns the words of the grid with 1/d of the rows, and a sum of 12h^2/q^2 weight gradients over the depth."""
     side, depth = grid.size("i"), grid.size("d")
     stream = Fraction(7 * batch * sequence * hidden, depth)
     once = Fraction(side - 1, side**2) * (stream + 12 * hidden**2)

@@ -1,4 +1,4 @@
-"""3-D at run time: x gathered on one axis, W on w, y scattered on the third; see `costs/box.py` for the layouts."""
+"""3-D at run time: gathers x on one axis and W on w, scatters y on the third. See `costs/box.py` for the layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that the products of a mode really send: they run on threads of one process, and the log of one rank is read."""
+"""Counts the words that the products of a mode send: runs them on threads of one process and reads the log of one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.tensor.wires.wires import TransferLog, Wires
 
 
 def counted_words(scheme: Scheme, grid: Grid, shapes: Sequence[ProductShape]) -> Words:
-    """Runs products one after another, forward, backward and the sums of weight gradients; returns what one rank has sent."""
+    """Runs products forward and backward, sums their weight gradients, and returns the transfers of one rank."""
 
     def work(wires: Wires) -> TransferLog:
         for shape in shapes:

@@ -1,7 +1,7 @@
-"""The product of every mode on plain matrices: gather x, gather W, multiply, reduce, and backward the same with axes exchanged.
+"""The product of every mode on plain matrices: gather x, gather W, multiply, reduce. Backward does the same with swapped axes.
 
-What a captured model runs is made of the same moves; this one takes blocks of matrices, so that each mode can be tried, counted
-and timed by itself. Siblings that read one x share its gather.
+A captured model runs the same moves inside its graph. This function takes blocks of matrices, so that each mode can be tested,
+counted and timed on its own. Siblings, which read the same x, share its gather.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DIM = {"rows": 0, "sequence": 0, "features": 1, "out": 0, "into": 1}
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the matrices of a product lie: axes of (rows, features) of x and y, and of (out, in) of the weight."""
+    """The layout of a product: the axes that cut (rows, features) of x and y, and (out, in) of the weight."""
 
     x: tuple[Axes, Axes]
     weight: tuple[Axes, Axes]
@@ -32,7 +32,7 @@ class Blocks:
 
 
 def blocks(scheme: Scheme, role: Role) -> Blocks:
-    """The blocks of a role."""
+    """Returns the layout of a product with this role."""
     have, want = (scheme.residual, scheme.inner) if role is Role.EXPAND else (scheme.inner, scheme.residual)
     matrix = scheme.expand if role is Role.EXPAND else scheme.contract
     rows, after = ((*spread.rows, *spread.sequence) for spread in (have, want))
@@ -40,7 +40,7 @@ def blocks(scheme: Scheme, role: Role) -> Blocks:
 
 
 def block_of(whole: Tensor, axes: tuple[Axes, Axes], wires: Wires) -> Tensor:
-    """This rank's block of a matrix."""
+    """Returns this rank's block of a matrix."""
     for dim, names in enumerate(axes):
         for axis in names:
             whole = wires.part(whole, axis, dim)
@@ -54,30 +54,30 @@ class _Call:
     save: Save
 
     def wide(self, x: Tensor) -> Tensor:
-        """The gathered input."""
+        """Returns the gathered input."""
         for where, axis in self.plan.input_gathers:
             x = self.wires.gather(x, axis, _DIM[where])
         return x
 
     def whole(self, weight: Tensor) -> Tensor:
-        """The gathered weight."""
+        """Returns the gathered weight."""
         for side, axis in self.plan.weight_gathers:
             weight = self.wires.gather(weight, axis, _DIM[side])
         return weight
 
     def scatter(self, g: Tensor, moves: Sequence[tuple[str, str]]) -> Tensor:
-        """The adjoint of gathers."""
+        """Returns the scattered gradient: the adjoint of the gathers."""
         for where, axis in reversed(moves):
             g = self.wires.scatter(g, axis, _DIM[where])
         return g
 
 
 class _Products(Function):
-    """Siblings: one x, several weights."""
+    """Products of one x with several weights."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """All products."""
+        """Returns all products."""
         wide, wholes = call.wide(x), [call.whole(weight) for weight in weights]
         ctx.call = call
         kept = (x, *weights) if call.save is Save.SHARDS else (wide, *wholes)
@@ -92,7 +92,7 @@ class _Products(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """One gradient for x, one per weight."""
+        """Returns the gradient of x and those of the weights."""
         call: _Call = ctx.call
         call.wires.log.phase = Phase.BACKWARD
         x, *weights = ctx.saved_tensors
@@ -114,12 +114,12 @@ _products: Callable[..., tuple[Tensor, ...]] = _Products.apply
 
 
 def products(wires: Wires, scheme: Scheme, role: Role, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Products of one input with several weights, all as blocks of this rank."""
+    """Returns the products of one input with several weights. All tensors are blocks of this rank."""
     have, want = (scheme.residual, scheme.inner) if role is Role.EXPAND else (scheme.inner, scheme.residual)
     plan = product_plan(have, want, scheme.expand if role is Role.EXPAND else scheme.contract)
     return _products(_Call(wires, plan, scheme.save), x, *weights)
 
 
 def product(wires: Wires, scheme: Scheme, role: Role, x: Tensor, weight: Tensor) -> Tensor:
-    """One product."""
+    """Returns the product of one input with one weight."""
     return products(wires, scheme, role, x, [weight])[0]

@@ -1,6 +1,6 @@
-"""Dropout of one rank's part: numbers are drawn for the whole tensor, from the same stream on all ranks, and the part is taken.
+"""Dropout on a shard: every rank draws the numbers of the whole tensor from the same stream and uses those of its shard.
 
-So masks are those of a run in one process, differ between elements, and repeat when a forward pass is repeated.
+Masks are therefore equal to those in one process, and a repeated forward uses the same mask.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class RowWindow:
 
 
 class GlobalDropout(nn.Module):
-    """Drops elements; `factors` are the sizes of the whole tensor and the axes that cut them, in order.
+    """Drops elements. `factors` are the sizes of the whole tensor and the axes that cut them, in order.
 
-    `generator` is the stream to draw from, torch's own if it is None. With a `window`, numbers are drawn for the rows of a whole
-    microbatch, which are in dimension `rows_dim`, and those of the window are taken.
+    `generator` is the stream to draw from, by default that of torch. With a `window`, numbers are drawn for all rows of a
+    microbatch (dimension `rows_dim`), and those of the window are used.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GlobalDropout(nn.Module):
         self.window: RowWindow | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is left, scaled."""
+        """Returns the kept elements, scaled, and zeros for the others."""
         if not self.training or not self.rate:
             return x
         noise = self._noise(x).reshape([size for size, _ in self.factors])

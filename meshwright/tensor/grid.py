@@ -1,4 +1,4 @@
-"""2-D at run time, in gather form: x along j, W along i; the words are those of SUMMA. See `costs/grid.py` for the layouts."""
+"""2-D at run time, in gather form: gathers x along j and W along i. See `costs/grid.py` for the layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1-D at run time: no gathers but those of a cut residual stream; see `costs/line.py` for the layouts."""
+"""1-D at run time: gathers only a cut residual stream. See `costs/line.py` for the layouts."""
 
 from __future__ import annotations
 

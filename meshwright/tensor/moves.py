@@ -1,16 +1,16 @@
-"""Moves: changes of a local tensor's layout, each with the adjoint that its gradient takes back.
+"""Moves: changes of the layout of a local tensor. Each has an adjoint, which the gradient takes.
 
 | move | forward | backward |
 |---|---|---|
-| gather | parts of an axis are joined | the gradient is a part: scattered; or whole: this rank's part is taken |
-| scatter | a sum over an axis, cut | gathered |
-| total | a sum over axes, whole | nothing: the gradient of what is whole is whole |
-| copy | nothing: work that is cut reads what is whole | summed over the axes |
-| part | this rank's part of what is whole | gathered |
-| maximum | the largest over axes | none |
+| gather | joins the shards of an axis | reduce-scatter if the gradient is a partial sum, else takes this rank's shard |
+| scatter | reduce-scatter over an axis | gather |
+| total | all-reduce over axes | nothing: every rank has the whole gradient |
+| copy | nothing: sharded work reads a whole tensor | all-reduce over the axes |
+| part | takes this rank's shard of a whole tensor | gather |
+| maximum | maximum over axes | none |
 
-A tensor is seen by its factors while it moves (`narrow`: the sizes of the cut side, factor by factor); a dimension that was
-merged from several is taken apart for it.
+A dimension that was merged from several is split into its factors during a move (`narrow` has the sizes of the factors on the
+cut side).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BACKWARD = {MoveKind.GATHER: CollectiveKind.SCATTER, MoveKind.COPY: CollectiveK
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One move. `sums` says of a gather that the gradient of its result is a part, which is scattered."""
+    """One move. With `sums`, the gradient of a gather's result is a partial sum, which is scattered."""
 
     kind: MoveKind
     axes: Axes
@@ -59,7 +59,7 @@ class Move:
     sums: bool = False
 
     def start(self, t: Tensor, wires: Wires) -> StartedCollective:
-        """The move forward."""
+        """Starts the move."""
         match self.kind:
             case MoveKind.GATHER:
                 return self._gather(t, wires, self.made)
@@ -75,7 +75,7 @@ class Move:
                 return done(t)
 
     def start_back(self, g: Tensor, wires: Wires) -> StartedCollective:
-        """The adjoint, on a gradient of the result."""
+        """Starts the adjoint, on a gradient of the result."""
         match self.kind:
             case MoveKind.GATHER:
                 return self._scatter(g, wires, self.given) if self.sums else self._part(g, wires, self.given)
@@ -88,16 +88,16 @@ class Move:
 
     @property
     def speaks(self) -> bool:
-        """Does it send anything forward?"""
+        """Whether the move sends anything."""
         return self.kind not in (MoveKind.COPY, MoveKind.PART)
 
     @property
     def answers(self) -> bool:
-        """Does its adjoint send anything?"""
+        """Whether the adjoint sends anything."""
         return self.kind in (MoveKind.SCATTER, MoveKind.COPY, MoveKind.PART) or (self.kind is MoveKind.GATHER and self.sums)
 
     def transfers(self, grid: Grid, *, learns: bool, again: bool = False) -> list[SentWords]:
-        """What it sends, forward and backward; `again`: a gather is repeated for the backward pass."""
+        """Returns the transfers, forward and backward. With `again`, the backward repeats a gather."""
         given, made, found = math.prod(self.given), math.prod(self.made), []
         if self.speaks:
             kind = _FORWARD.get(self.kind, CollectiveKind.TOTAL)
@@ -125,11 +125,11 @@ class Move:
 
 
 class _Blocking(Function):
-    """A move that waits, as a node of autograd."""
+    """A blocking move, as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, move: Move, wires: Wires) -> Tensor:
-        """The move."""
+        """Runs the move."""
         ctx.call = move, wires
         result = move.start(t, wires).wait()
         if move.kind is MoveKind.MAXIMUM:
@@ -138,25 +138,25 @@ class _Blocking(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        """Its adjoint."""
+        """Runs the adjoint."""
         move, wires = ctx.call
         wires.log.phase = Phase.BACKWARD
         return move.start_back(g, wires).wait(), None, None
 
 
 blocking: Callable[[Tensor, Move, Wires], Tensor] = _Blocking.apply
-"""A move of a tensor, at once."""
+"""Moves a tensor and waits for the result."""
 
 
 class Moved(nn.Module):
-    """A move in a graph. `weight`: of a parameter, so that it can be started ahead; `learns`: a gradient comes back."""
+    """A move in a graph. `weight`: it moves a parameter, so it can start early. `learns`: it has a gradient."""
 
     def __init__(self, move: Move, wires: Wires, *, weight: bool = False, learns: bool = True) -> None:
         super().__init__()
         self.move, self.wires, self.weight, self.learns = move, wires, weight, learns
 
     def forward(self, t: Tensor) -> Tensor:
-        """The moved tensor."""
+        """Returns the moved tensor."""
         if t.is_floating_point():
             return blocking(t, self.move, self.wires)
         return self.move.start(t, self.wires).wait()

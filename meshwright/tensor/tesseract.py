@@ -1,4 +1,4 @@
-"""2.5-D at run time: the product of the grid on every depth; weight gradients are added over the depth once per step."""
+"""2.5-D at run time: the 2-D product on every depth. Weight gradients are summed over the depth once per step."""
 
 from __future__ import annotations
 

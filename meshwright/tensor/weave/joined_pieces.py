@@ -1,4 +1,4 @@
-"""The pieces of layers that follow each other, as one graph: what one layer gives the next one takes, without a wait."""
+"""Joins the pieces of consecutive layers into one graph, so that no layer waits for the last collective of the one before it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from meshwright.tensor.weave.pieces import Border, Piece, PieceGraph
 
 
 class _Aliases(nn.Module):
-    """Hands on what it is given, so that a move of it starts after a piece."""
+    """Returns its inputs, so that a move of them can start after a piece."""
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """The same values."""
+        """Returns the inputs."""
         return tuple(value.view_as(value) for value in values)
 
 
 def joined(graphs: Sequence[PieceGraph]) -> PieceGraph:
-    """One graph of several that share a slot. The first inputs of each are the outputs of the one before it."""
+    """Returns one graph of several that share a slot. The first inputs of each are the outputs of the one before it."""
     found = PieceGraph([], (), (), (), {}, graphs[0].slot, graphs[0].wires, begins={})
     crossing: tuple[str, ...] = ()
     for number, graph in enumerate(graphs):
@@ -40,7 +40,7 @@ def joined(graphs: Sequence[PieceGraph]) -> PieceGraph:
 
 
 def name_in_joined(number: int, name: str) -> str:
-    """The name in a joined graph of an input of one of its layers."""
+    """Returns the name in a joined graph of an input of one of its layers."""
     return f"{number}.{name}"
 
 
@@ -58,7 +58,7 @@ def _renamed(piece: Piece, name: Callable[[str], str]) -> Piece:
 
 
 def _handed_on(late: Sequence[Border], number: int, name: Callable[[str], str]) -> Piece:
-    """A piece that reads values of the layer before and starts their moves."""
+    """Returns a piece that reads values of the previous layer and starts their moves."""
     sources = dict.fromkeys(border.source for border in late)
     alias = {source: f"{number}.alias.{source}" for source in sources}
     borders = [replace(border, name=name(border.name), source=alias[border.source]) for border in late]

@@ -1,4 +1,4 @@
-"""The times of a graph in pieces, for `costs/overlap_time.py`: multiply-adds of every piece, words of every collective."""
+"""Estimates the times of pieces from their multiply-adds, and of collectives from their words, for `costs/overlap_time.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Seconds = Callable[[float], float]
 
 
 def multiply_adds(pieces: PieceGraph, given: Mapping[str, Any]) -> list[int]:
-    """The multiply-adds of the products of every piece, counted in one forward pass; use dry wires."""
+    """Returns the multiply-adds of the products of every piece, counted in one forward on dry wires."""
     weave, counts = Weave([pieces], keep=True), [0] * len(pieces.pieces)
 
     def spend(count: int) -> None:
@@ -36,7 +36,7 @@ def _words(border: Border, pieces: PieceGraph, phase: Phase) -> float:
 
 
 def forward_times(pieces: PieceGraph, counts: list[int], *, rate_s: float, collective: Seconds) -> HalfTime:
-    """A forward pass: every move from the piece that starts it to its first reader."""
+    """Returns the times of a forward. A move goes from the piece that starts it to its first reader."""
     launch = {border.name: k for k, piece in enumerate(pieces.pieces) for border in piece.borders}
     sends = []
     for border in pieces.borders.values():
@@ -48,7 +48,7 @@ def forward_times(pieces: PieceGraph, counts: list[int], *, rate_s: float, colle
 
 
 def backward_times(pieces: PieceGraph, counts: list[int], *, rate_s: float, collective: Seconds) -> HalfTime:
-    """A backward pass: pieces in reverse, a move from its first reader to the piece that made its argument."""
+    """Returns the times of a backward: pieces in reverse. A move goes from its first reader to the maker of its argument."""
     last = len(pieces.pieces) - 1
     launch = {border.name: k for k, piece in enumerate(pieces.pieces) for border in piece.borders}
     sends = []

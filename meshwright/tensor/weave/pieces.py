@@ -1,9 +1,9 @@
-"""A local graph cut at its collectives: pieces that run without waiting, and the moves between them.
+"""Cuts a local graph at its collectives into pieces that run without waiting, and the moves between them.
 
-A move is started after the piece that makes its argument and awaited before the first piece that reads its result. Moves that
-follow each other without a reader between them are one route. Moves of weights depend on no activation: they stand apart, so that
-they can be started ahead and shared by the halves of a microbatch. Products with gathered weights are in pieces of their own,
-with their siblings.
+A move starts after the piece that makes its argument and is awaited before the first piece that reads its result. Moves in a
+row without a reader in between form one route. Moves of weights do not depend on activations. They are listed separately, so
+that they can start early and be shared by the halves of a microbatch. Products with gathered weights, together with their
+siblings, are in pieces of their own.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from meshwright.tensor.wires.wires import StartedCollective, Wires, done
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Moves one after another."""
+    """A sequence of moves."""
 
     moves: tuple[Move, ...]
 
     def start(self, t: Tensor, wires: Wires) -> StartedCollective:
-        """The moves forward; the first is under way when this returns."""
+        """Starts the first move. The others run when the result is awaited."""
         silent = next((k for k, move in enumerate(self.moves) if move.speaks), len(self.moves))
         for move in self.moves[:silent]:
             t = move.start(t, wires).wait()
         return _chain([move.start for move in self.moves[silent:]], t, wires)
 
     def start_back(self, g: Tensor, wires: Wires) -> StartedCollective:
-        """Their adjoints, the last first."""
+        """Starts the adjoints in reverse order."""
         return _chain([move.start_back for move in reversed(self.moves)], g, wires)
 
     @property
     def silent(self) -> bool:
-        """Does it send nothing forward?"""
+        """Whether it sends nothing."""
         return not any(move.speaks for move in self.moves)
 
     @property
     def gathers(self) -> bool:
-        """Is its result larger than its argument, so that it can be made again in place of being kept?"""
+        """Whether its result is larger than its argument, so that gathering again saves memory."""
         return any(move.kind is MoveKind.GATHER for move in self.moves)
 
 
@@ -64,13 +64,13 @@ def _chain(starts: list[Any], t: Tensor, wires: Wires) -> StartedCollective:
 
 
 def _apart(t: Tensor) -> Tensor:
-    """A tensor with memory of its own: a part of what was gathered on the way does not keep all of it."""
+    """Returns a tensor with its own storage, so that a slice of a gathered tensor does not keep the whole tensor alive."""
     return t.clone() if t.untyped_storage().nbytes() > t.numel() * t.element_size() else t
 
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """A value that a route makes from another. `narrow`: only products read it, so it may be cast before it moves."""
+    """A value that a route makes from another. `narrow`: only products read it, so it can be cast before it moves."""
 
     name: str
     source: str
@@ -81,7 +81,7 @@ class Border:
 
 @dataclass(frozen=True, slots=True)
 class MovedWeight:
-    """A parameter and the route that makes it whole. `narrow`: only products read it, so it may be cast before it moves."""
+    """A parameter and the route that gathers it. `narrow`: only products read it, so it can be cast before it moves."""
 
     parameter: nn.Parameter
     route: Route
@@ -90,7 +90,7 @@ class MovedWeight:
 
 @dataclass
 class Piece:
-    """A part of the graph: what it reads and writes by name, the weights it reads, and the moves to start after it."""
+    """One piece: the names of the values that it reads and writes, the weights it reads, and the moves to start after it."""
 
     body: nn.Module
     reads: tuple[str, ...]
@@ -107,7 +107,7 @@ class PieceGraph:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     early: tuple[Border, ...]
-    """Moves of what is given."""
+    """Moves of the inputs of the graph."""
     weights: dict[str, MovedWeight]
     slot: JobSlot
     wires: Wires
@@ -128,7 +128,7 @@ class PieceGraph:
             for name in piece.reads:
                 self.first.setdefault(name, k)
                 last[name] = k
-        for name, border in self.borders.items():  # what is gathered may be gathered again, from its source
+        for name, border in self.borders.items():  # a gathered value can be gathered again from its source
             if border.route.gathers and border.source in last and name in last:
                 last[border.source] = max(last[border.source], last[name])
         kept = {*self.inputs, *self.outputs}
@@ -142,7 +142,7 @@ _PRODUCT = "split_product"
 
 
 class _Cutter:
-    """Which piece every node of a graph is in."""
+    """Assigns every node of a graph to a piece."""
 
     def __init__(self, module: fx.GraphModule, slot: JobSlot) -> None:
         self.module, self.graph, self.slot = module, module.graph, slot
@@ -187,24 +187,24 @@ class _Cutter:
     def _cross(self, node: fx.Node, moved: Moved, current: int) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        if source.op == "get_attr":  # a parameter whose readers cut it differently: a piece hands it on
+        if source.op == "get_attr":  # a parameter whose readers cut it in different ways: a piece passes it on
             source = self._handed_on(node, source, current)
         elif source in self.routes and len(source.users) == 1 and not self._sums_before(source, moved.move):
             before, moves, learns = self.routes.pop(source)
             self.routes[node] = before, (*moves, moved.move), learns
             self.launch[node] = self.launch[source]
             return
-        elif source in self.routes:  # read by others too, or gathered again from here: a piece of its own hands it on
+        elif source in self.routes:  # read by others too, or gathered again from here: a separate piece passes it on
             source = self._handed_on(node, source, self.launch[source] + 1)
         self.routes[node] = source, (moved.move,), moved.learns
         self.launch[node] = self.at.get(source, -1)
 
     def _sums_before(self, source: fx.Node, move: Move) -> bool:
-        """Does a gather come after a sum? Only the gather is repeated where shards are kept."""
+        """Whether a gather comes after a sum. If shards are kept, only the gather is repeated."""
         return move.kind is MoveKind.GATHER and any(m.kind in (MoveKind.SCATTER, MoveKind.TOTAL) for m in self.routes[source][1])
 
     def _handed_on(self, node: fx.Node, source: fx.Node, piece: int) -> fx.Node:
-        """A view of what a move reads, made in a piece."""
+        """Returns a view of the argument of a move, made in a piece."""
         with self.graph.inserting_before(node):
             alias = self.graph.call_function(_same, (source,))
         node.args = (alias,)
@@ -214,11 +214,11 @@ class _Cutter:
     def _place(self, node: fx.Node, current: int) -> int:
         sources = node.all_input_nodes
         if node.target is operator.getitem and len(sources) == 1 and sources[0] in self.at:
-            self.at[node] = self.at[sources[0]]  # a tuple does not cross a border
+            self.at[node] = self.at[sources[0]]  # a tuple cannot be passed between pieces
             return current
         found = max([current, *(self.launch[source] + 1 for source in sources if source in self.routes)])
         found = max([found, *(self.at[source] for source in sources if source in self.at)])
-        if any(source in self.weights for source in sources):  # siblings share a piece; others get theirs, to gather ahead
+        if any(source in self.weights for source in sources):  # siblings share a piece; others get their own, to gather early
             other = next((source for source in sources if source not in self.weights), None)
             if found in self.reader and self.reader[found] is not other:
                 found += 1
@@ -236,7 +236,7 @@ def _only_products(node: fx.Node) -> bool:
 
 
 def cut(module: fx.GraphModule, wires: Wires, slot: JobSlot | None = None) -> PieceGraph:
-    """A local graph in pieces; its parameters stay those of the graph. Graphs that run as one have one slot."""
+    """Returns a local graph in pieces, with the same parameter objects. Graphs that run as one share a slot."""
     cutter = _Cutter(module, slot or JobSlot())
     output = next(node for node in module.graph.nodes if node.op == "output")
     results: list[fx.Node] = list(output.args[0])

@@ -1,8 +1,8 @@
-"""The local product as a node of autograd that can leave its weight gradient to later.
+"""The local product as an autograd function that can defer its weight gradient.
 
-Backward first gives the gradient of x, so that its collective can start. If the slot has a rest, the weight gradient is put
-there as a job over (x, gradient of y); otherwise it is computed at once. Under autocast x and W are cast as torch casts them;
-what is saved is what was given, so that a gathered x can be dropped and gathered again.
+Backward computes the gradient of x first, so that its collective can start. If the slot has a list (`rest`), the weight gradient
+is added to it as a job over (x, gradient of y). Otherwise it is computed at once. Under autocast x and W are cast as in torch.
+The tensors before the cast are saved, so that a gathered x can be dropped and gathered again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 Job = tuple[Callable[[], Tensor], Tensor]
-"""A weight gradient that is owed, and the weight that it belongs to."""
+"""A deferred weight gradient, and the weight that it belongs to."""
 
 
 @dataclass
 class JobSlot:
-    """Where backward looks for the list that takes its weight gradients."""
+    """Holds the list that takes deferred weight gradients; None if they are computed at once."""
 
     rest: list[Job] | None = None
     spend: Callable[[int], None] | None = None
-    """On an emulated device: called with the multiply-adds of every product."""
+    """Called with the multiply-adds of every product, on an emulated device."""
 
 
 def _spend(slot: JobSlot, count: int) -> None:
@@ -34,11 +34,11 @@ def _spend(slot: JobSlot, count: int) -> None:
 
 
 class _Product(Function):
-    """x @ W^T for W as (out, in), or x @ W for one stored as (in, out), in a format."""
+    """x @ W^T for W as (out, in), or x @ W for W as (in, out), computed in a given dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, slot: JobSlot, dtype: torch.dtype) -> Tensor:
-        """The product."""
+        """Returns the product."""
         ctx.save_for_backward(x, weight)
         ctx.call = weight, transposed, slot, dtype
         _spend(slot, x.numel() * weight.shape[1 if transposed else 0])
@@ -47,7 +47,7 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        """The gradient of x now, that of the weight now or later."""
+        """Returns the gradient of x, and that of the weight unless it is deferred."""
         x, saved = ctx.saved_tensors
         weight, transposed, slot, dtype = ctx.call
         used = saved.to(dtype)
@@ -62,7 +62,7 @@ class _Product(Function):
             cast = rows.to(dtype)
             return torch.mm(cast.t(), grads) if transposed else torch.mm(grads.t(), cast)
 
-        if slot.rest is None or not weight.is_leaf:  # a weight that was moved as a value takes its gradient back as one
+        if slot.rest is None or not weight.is_leaf:  # a weight that was moved like an activation gets its gradient like one
             return gx, job().to(weight.dtype), None, None, None
         slot.rest.append((job, weight))
         return gx, None, None, None, None
@@ -72,25 +72,25 @@ _product: Callable[[Tensor, Tensor, bool, JobSlot, torch.dtype], Tensor] = _Prod
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The format that products compute in here; None if it is that of their arguments."""
+    """Returns the dtype of products under autocast; None without autocast."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class SplitProduct(nn.Module):
-    """A product whose weight gradient can wait."""
+    """A product whose weight gradient can be deferred."""
 
     def __init__(self, slot: JobSlot) -> None:
         super().__init__()
         self.slot = slot
 
     def forward(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-        """The product."""
+        """Returns the product."""
         return _product(x, weight, transposed, self.slot, autocast_dtype(x.device.type) or x.dtype)
 
 
 @torch.no_grad()
 def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
-    """Add to what a tensor has as its gradient."""
+    """Adds to the gradient of a tensor."""
     if weight.grad is None:
         weight.grad = gradient.to(weight.dtype, copy=True)
     else:

@@ -1,13 +1,13 @@
 """One loop over the pieces of one or two halves of a microbatch, forward and backward.
 
     run = Weave([pieces], keep=False)
-    outputs = run.forward([inputs])              pieces in turn; a move is started after one and awaited before its reader
-    inputs' gradients = run.backward([grads])    pieces in reverse, each by autograd inside, driven by hand between them
+    outputs = run.forward([inputs])              pieces in order; a move starts after its piece and is awaited before its reader
+    inputs' gradients = run.backward([grads])    pieces in reverse order, each with its own call of autograd
 
-Backward gives the gradient of a piece's inputs first and starts their moves; the weight gradients of the piece run behind these,
-and their scatters behind the next piece. With `rest`, weight gradients are left to a later call of `finish` (the W of a split
-backward). With two halves, one's collectives run behind the other's compute (Merak's sub-pipelining); whole weights are gathered
-once for both. Kept as shards, gathered inputs are dropped after forward and gathered again.
+Backward computes the gradients of a piece's inputs first and starts their moves. These overlap with the piece's weight gradients,
+whose scatters overlap with the next piece. With `rest`, weight gradients are deferred to `finish` (the W of a split backward).
+With two halves, the collectives of one overlap with the compute of the other (Merak's sub-pipelining), and weights are gathered
+once for both. Without `keep`, gathered inputs are dropped after forward and gathered again.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _HELD = Tensor | StartedCollective
 
 
 class _Enter(Function):
-    """A border: the graph of a piece begins here and does not keep the value; the gradient is left in a box."""
+    """The input of a piece. Its autograd graph begins here and does not keep the value; the gradient is put into a box."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, box: list[Tensor]) -> Tensor:
-        """The value."""
+        """Returns the value."""
         ctx.box = box
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        """Leave the gradient."""
+        """Puts the gradient into the box."""
         ctx.box.append(g)
         return None, None, None
 
@@ -51,17 +51,17 @@ _enter: Callable[[Tensor, Tensor, list[Tensor]], Tensor] = _Enter.apply
 
 @dataclass
 class _Trail:
-    """What backward needs of a piece that has run."""
+    """The record of a piece that has run, for its backward."""
 
     boxes: list[list[Tensor] | None]
     edges: list[Any]
     dropped: list[tuple[str, Tensor, Tensor]]
-    """Values whose memory was given up: name, the tensor, and what it is made from again."""
+    """Values whose memory was freed: name, the tensor, and the source that it is gathered from again."""
 
 
 @dataclass
 class _Half:
-    """One half under way: values by name, gradients that are owed to values, trails of pieces."""
+    """The state of one half: values by name, gradients of values so far (`owed`), and the trails of its pieces."""
 
     pieces: PieceGraph
     values: dict[str, Any] = field(default_factory=dict)
@@ -69,15 +69,15 @@ class _Half:
     trails: dict[int, _Trail] = field(default_factory=dict)
     again: dict[str, StartedCollective] = field(default_factory=dict)
     learning: set[str] = field(default_factory=set)
-    """Values that a gradient comes back to."""
+    """Values that need a gradient."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """The formats of values that were cast before they moved."""
+    """The dtypes that values had before they were cast for a move."""
     moving: dict[str, Tensor] = field(default_factory=dict)
-    """What moves were started from."""
+    """The arguments of started moves."""
     at: int = 0
 
     def owe(self, name: str, gradient: Any) -> None:
-        """Add to the gradient of a value."""
+        """Adds to the gradient of a value."""
         if name in self.owed:
             gradient = _there(self.owed[name]) + _there(gradient)
         self.owed[name] = gradient
@@ -92,20 +92,20 @@ def _learns(value: Any) -> bool:
 
 
 def _handed(value: Tensor, dropped: set[int]) -> Tensor:
-    """What a piece gives, as a value: with memory of its own if it is a view of what is given up."""
+    """Returns the detached output of a piece. It is a copy if it is a view of memory that will be freed."""
     found = value.detach()
     return found.clone() if found.untyped_storage().data_ptr() in dropped else found
 
 
 Rest = list[tuple[list[Job], int, int]]
-"""What a split backward owes to its W: jobs of a piece of a half."""
+"""The deferred weight gradients of a split backward: jobs, half, piece."""
 
 Begin = Callable[[int], object]
 """Called with the number of a layer before its first piece runs."""
 
 
 class Weave:
-    """A pass over the pieces of one or two halves. `turns` says whose piece is next; without it halves take turns."""
+    """A pass over the pieces of one or two halves. `turns` is the order of their pieces; by default halves alternate."""
 
     def __init__(self, halves: Sequence[PieceGraph], *, keep: bool, turns: Sequence[int] | None = None) -> None:
         self.halves = [_Half(pieces) for pieces in halves]
@@ -119,7 +119,7 @@ class Weave:
     # forward
 
     def forward(self, given: Sequence[Mapping[str, Any]], begin: Begin | None = None) -> list[tuple[Any, ...]]:
-        """All pieces; what each half gives. Inputs are by name; those that need a gradient get one in backward."""
+        """Runs all pieces and returns the outputs of each half. Inputs are given by name."""
         self.wires.log.phase = Phase.FORWARD
         device = next((v.device.type for values in given for v in values.values() if isinstance(v, Tensor)), "cpu")
         self.dtype = self.weights.dtype = autocast_dtype(device)
@@ -136,11 +136,11 @@ class Weave:
         return results
 
     def learns(self) -> list[list[bool]]:
-        """For each half and output: whether a gradient of it goes anywhere."""
+        """Returns for each half and output whether it needs a gradient."""
         return [[name in half.learning for name in half.pieces.outputs] for half in self.halves]
 
     def _cross(self, half: _Half, borders: Sequence[Border]) -> None:
-        """Start moves."""
+        """Starts moves."""
         for border in borders:
             source = half.values[border.source]
             if self.dtype is not None and border.narrow and _learns(source):
@@ -188,16 +188,16 @@ class Weave:
         return read, boxes
 
     def _to_drop(self, half: _Half, piece: Piece) -> set[int]:
-        """The memory of gathered values that a piece reads: it is given up after the last reader."""
+        """Returns the storages of the gathered values that a piece reads. They are freed after their last reader."""
         borders = [half.pieces.borders[name] for name in piece.reads if name in half.pieces.borders and name in half.learning]
         return {half.values[each.name].untyped_storage().data_ptr() for each in borders if each.route.gathers}
 
     def _leave(self, half: _Half, at: int, trail: _Trail | None) -> None:
-        """Let go of what no later piece reads; gathered values can be gathered again."""
+        """Drops values that no later piece reads. Gathered values can be gathered again."""
         gone = [(name, half.values.pop(name), half.pieces.borders.get(name)) for name in half.pieces.releases[at]]
         sources = {name: value for name, value, _ in gone}
         here = [v if isinstance(v, Tensor) else half.moving[n] for n, v in half.values.items() if isinstance(v, _HELD)]
-        kept = {value.untyped_storage().data_ptr() for value in here}  # views hand memory on
+        kept = {value.untyped_storage().data_ptr() for value in here}  # views share storage
         for name, value, border in gone:
             if trail is None or self.keep or border is None or not border.route.gathers or name not in half.learning:
                 continue
@@ -212,9 +212,9 @@ class Weave:
     def backward(
         self, gradients: Sequence[Sequence[Tensor | None]], rest: Rest | None = None, reached: set[int] | None = None
     ) -> list[dict[str, Tensor]]:
-        """From the gradients of what each half gave to those of what it was given, by name.
+        """Takes the gradients of the outputs of each half and returns those of its inputs, by name.
 
-        Weight gradients go to `rest` if there is one. The ids of parameters that get a gradient are added to `reached`.
+        Weight gradients are added to `rest` if it is given. The ids of parameters that get a gradient are added to `reached`.
         """
         self.wires.log.phase, self.weights.reached = Phase.BACKWARD, reached
         for half, given in zip(self.halves, gradients, strict=True):
@@ -272,7 +272,7 @@ class Weave:
             rest.append((jobs, number, at))
 
     def _repay(self, half: _Half, border: Border) -> None:
-        """The gradient of a move's result becomes that of its argument."""
+        """Adds the gradient of a move's result to that of its argument."""
         if border.name in half.owed:
             gradient = half.owed.pop(border.name)
             if border.name in half.dtypes:
@@ -285,7 +285,7 @@ class Weave:
                 half.again[name] = half.pieces.borders[name].route.start(source.to(value.dtype), self.wires)
 
     def finish(self, rest: Rest, reached: set[int] | None = None) -> None:
-        """The weight gradients that a backward pass has left."""
+        """Computes the weight gradients that a backward has deferred."""
         self.wires.log.phase, self.weights.reached = Phase.BACKWARD, reached
         while rest:
             jobs, half, at = rest.pop(0)
@@ -295,5 +295,5 @@ class Weave:
 
 
 def _alternating(counts: Sequence[int]) -> list[int]:
-    """Halves in turn, piece by piece."""
+    """Returns the order in which halves alternate, piece by piece."""
     return [half for k in range(max(counts)) for half in range(len(counts)) if k < counts[half]]

@@ -1,8 +1,8 @@
-"""Whole weights of a run in pieces: gathered once for all halves, the next ones ahead, their gradients scattered behind.
+"""Gathers the weights of a run in pieces: once for all halves and one piece early. Scatters their gradients one piece later.
 
-Kept as shards, a whole weight is dropped after its last reader and gathered again for the backward pass: its storage is
-emptied and filled, so that whoever saved it for backward finds it again. In mixed precision a weight is cast before it is
-gathered, and its gradient is summed and scattered in the format of the parameter.
+If shards are kept, the storage of a gathered weight is freed after its last reader and filled again for the backward. The tensor
+object stays the same, because autograd has saved it. In mixed precision a weight is cast before it is gathered, and its gradient
+is summed and scattered in the dtype of the parameter.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from meshwright.tensor.weave.split_product import Job, add_to_grad
 from meshwright.tensor.wires.wires import StartedCollective, Wires
 
 Key = tuple[int, Route, int]
-"""A parameter, how it is gathered, and which of its gathers: halves share one, two readers far from each other do not."""
+"""A parameter, its route, and the number of the gather: halves share a gather, readers far from each other do not."""
 
 
 def drop(t: Tensor) -> None:
-    """Give up the memory of a tensor that will be filled again."""
+    """Frees the storage of a tensor that will be filled again."""
     t.untyped_storage().resize_(0)
 
 
 @torch.no_grad()
 def refill(t: Tensor, value: Tensor) -> None:
-    """Give a tensor its memory and its value again; it may be a part of its memory."""
+    """Allocates the storage of a tensor again and fills it. The tensor may be a slice of its storage."""
     last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else -1
     t.untyped_storage().resize_(int(t.storage_offset() + last + 1) * t.element_size())
     t.data.copy_(value)
@@ -40,7 +40,7 @@ class WholeWeights:
     def __init__(self, halves: Sequence[PieceGraph], wires: Wires, *, keep: bool) -> None:
         self._wires, self._keep = wires, keep
         self.dtype: torch.dtype | None = None
-        """The format that products compute in, if it is not that of their weights."""
+        """The dtype that products compute in, if it is not that of their weights."""
         self._parameters: dict[Key, nn.Parameter] = {}
         self._narrow: set[Key] = set()
         self._keys: list[list[list[Key]]] = []
@@ -63,7 +63,7 @@ class WholeWeights:
         self._sums: dict[Key, Tensor] = {}
         self._owed: list[tuple[Key, StartedCollective]] = []
         self.reached: set[int] | None = None
-        """The ids of parameters that get a gradient, if somebody wants to know."""
+        """Collects the ids of parameters that get a gradient, if it is not None."""
 
     def _start(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -74,7 +74,7 @@ class WholeWeights:
                 self._coming[key] = key[1].start(part, self._wires)
 
     def get(self, half: int, piece: int, *, back: bool = False) -> list[Tensor]:
-        """The weights of a piece; those of the next one that reads any are started."""
+        """Returns the weights of a piece, and starts to gather those of the next piece that has any."""
         keys = self._keys[half][piece]
         self._start(keys)
         for key in keys:
@@ -96,11 +96,11 @@ class WholeWeights:
         return any(self._left(key, back) for key in keys)
 
     def _left(self, key: Key, back: bool) -> bool:
-        """Will it be read again in this pass?"""
+        """Whether it will be read again in this pass."""
         return (self._inputs if back else self._forwards)[key] > 0
 
     def forwarded(self, half: int, piece: int) -> None:
-        """A piece has run; what nobody reads any more in this pass is dropped."""
+        """Called after the forward of a piece. Drops weights that are not read again in this pass."""
         for key in dict.fromkeys(self._keys[half][piece]):
             self._forwards[key] -= 1
             if not self._forwards[key] and not self._keep:
@@ -108,7 +108,7 @@ class WholeWeights:
                 self._dropped.add(key)
 
     def read_back(self, half: int, piece: int) -> None:
-        """The input gradients of a piece are there; weight gradients need no weight, so what nobody reads any more is dropped."""
+        """Called after the input gradients of a piece. Drops weights that are not read again; weight gradients need none."""
         for key in dict.fromkeys(self._keys[half][piece]):
             self._inputs[key] -= 1
             if not self._inputs[key]:
@@ -116,10 +116,10 @@ class WholeWeights:
 
     @torch.no_grad()
     def work(self, jobs: list[Job]) -> None:
-        """Compute weight gradients that are owed."""
+        """Computes deferred weight gradients."""
         for job, weight in jobs:
             gradient, key = job(), self._of.get(id(weight))
-            if key is None:  # a parameter that nothing gathers
+            if key is None:  # a parameter that is not gathered
                 self._note(weight)
                 add_to_grad(weight, gradient)
             elif key in self._sums:
@@ -129,14 +129,14 @@ class WholeWeights:
         jobs.clear()
 
     def backwarded(self, half: int, piece: int) -> None:
-        """The weight gradients of a piece are there: those that are complete are scattered, and awaited a piece later."""
+        """Called after the weight gradients of a piece. Scatters those that are complete; they are awaited one piece later."""
         new = 0
         for key in dict.fromkeys(self._keys[half][piece]):
             self._backwards[key] -= 1
             if not self._backwards[key]:
                 whole, gradient = self._whole.pop(key), self._sums.pop(key, None)
                 del self._of[id(whole)]
-                if whole.grad is not None:  # of readers that are no products
+                if whole.grad is not None:  # from readers that are not products
                     gradient = whole.grad if gradient is None else gradient + whole.grad
                 if gradient is not None:
                     self._owed.append((key, key[1].start_back(gradient, self._wires)))
@@ -145,7 +145,7 @@ class WholeWeights:
             self.settle(new)
 
     def settle(self, left: int = 0) -> None:
-        """Wait for gradients that are under way, but for the last few."""
+        """Waits for started gradients, except for the last few."""
         while len(self._owed) > left:
             key, pending = self._owed.pop(0)
             self._note(self._parameters[key])

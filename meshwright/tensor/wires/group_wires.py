@@ -1,4 +1,4 @@
-"""Wires over torch.distributed: one process group per set of axes, made eagerly and in one order on all ranks."""
+"""Wires over torch.distributed: one process group per set of axes. All ranks create them at the start, in the same order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Groups = dict[Axes, dist.ProcessGroup]
 
 
 def make_groups(grid: Grid, boxes: Sequence[Sequence[int]], rank: int) -> Groups:
-    """The groups of a global rank. `boxes` are the global ranks of every box, by coordinate; all ranks call this."""
+    """Creates the groups of a global rank. `boxes` are the global ranks of every box, by coordinate. All ranks must call this."""
     found: Groups = {}
     for box in boxes:
         for count in range(1, len(grid.axes) + 1):
@@ -36,7 +36,7 @@ def make_groups(grid: Grid, boxes: Sequence[Sequence[int]], rank: int) -> Groups
 
 
 def _group_in_order(ranks: list[int]) -> dist.ProcessGroup:
-    """Creates a group that numbers its ranks in this order: pieces are gathered and scattered by coordinate."""
+    """Creates a group that numbers its ranks in this order, because shards are gathered and scattered by coordinate."""
     if ranks == sorted(ranks):
         plain: dist.ProcessGroup = dist.new_group(ranks)
         return plain
@@ -53,7 +53,7 @@ class GroupWires(Wires):
     """One rank of a grid on process groups."""
 
     def __init__(self, grid: Grid, rank: int, groups: Groups | None = None) -> None:
-        """`groups` may be given later (`connect`): layers are made before ranks have compared what they were given."""
+        """`groups` can be set later by `connect`: layers are made before ranks have compared their inputs."""
         super().__init__(grid, rank)
         self._groups = groups or {}
 
@@ -73,7 +73,7 @@ class GroupWires(Wires):
             how = dist.ReduceOp.SUM if op is TotalKind.SUM else dist.ReduceOp.MAX
             work = dist.all_reduce(whole, op=how, group=group, async_op=True)
             return _later(work, whole, 0, t)
-        first = t.movedim(dim, 0).contiguous()  # kept until the wait: the carrier reads it
+        first = t.movedim(dim, 0).contiguous()  # kept alive until the wait: torch.distributed reads it
         if sent.kind is CollectiveKind.GATHER:
             joined = first.new_empty((ranks * first.shape[0], *first.shape[1:]))
             return _later(dist.all_gather_single(joined, first, group=group, async_op=True), joined, dim, first)

@@ -1,7 +1,7 @@
-"""Wires of one rank alone: right shapes and a full log, with this rank's own data in place of the others'.
+"""Wires of a single rank: collectives have the right shapes and a full log, and this rank's data replaces that of the others.
 
-*Dry* wires measure words and memory without a group. *Delayed* wires finish a collective alpha + beta x words seconds after
-the one before it on its channel, without using the processor: overlap is measured there. Each axis is a channel.
+*Dry* wires are for counting words and memory without a process group. *Delayed* wires are for measuring overlap: a collective
+ends alpha + beta x words seconds after the one before it on its channel, without using the CPU. Each axis is a channel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from meshwright.tensor.wires.wires import StartedCollective, TotalKind, Wires, d
 
 
 class DryWires(Wires):
-    """Nothing is sent; every other rank is taken to hold the same."""
+    """Sends nothing. Every other rank is assumed to hold the same data."""
 
     def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:
         return done(self.stand_in(sent, t, dim))
 
     def stand_in(self, sent: SentWords, t: Tensor, dim: int) -> Tensor:
-        """Returns what a collective would give if every other rank held the same."""
+        """Returns the result of a collective if every other rank held the same data."""
         if sent.kind is CollectiveKind.GATHER:
             return torch.cat([t] * self.grid.size(sent.axes), dim)
         if sent.kind is CollectiveKind.SCATTER:
@@ -34,7 +34,7 @@ class DryWires(Wires):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When a collective was on its channel, in seconds of the monotonic clock."""
+    """When a collective used its channel, in seconds of the monotonic clock."""
 
     transfer: SentWords
     start_s: float
@@ -42,7 +42,7 @@ class Interval:
 
 
 class DelayedWires(DryWires):
-    """Collectives take time on the wall clock; those of one channel follow each other."""
+    """Collectives take wall-clock time. Those of one channel run one after another."""
 
     def __init__(self, grid: Grid, rank: int, *, alpha_s: float, beta_s: float, shared_channel: bool = False) -> None:
         super().__init__(grid, rank)
@@ -50,10 +50,10 @@ class DelayedWires(DryWires):
         self._free_s: dict[Axes, float] = {}
         self.intervals: list[Interval] = []
         self.exposed_s = 0.0
-        """How long the caller has waited in all."""
+        """The total time that the caller has waited."""
 
     def seconds(self, words: float) -> float:
-        """How long a collective of so many words takes."""
+        """Returns the seconds of a collective with this many words."""
         return self._alpha_s + self._beta_s * words
 
     def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:

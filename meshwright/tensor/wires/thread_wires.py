@@ -1,7 +1,7 @@
-"""Wires between threads of one process: a whole grid runs in one test, and results are equal to the bit on all of its ranks.
+"""Wires between threads of one process, so that a test can run a whole grid. Results are equal bit for bit on all ranks.
 
-`run(grid, work)` starts one thread per rank. A letter says what it is, so that ranks that call their collectives in different
-orders fail at once, with both calls in the message; when a rank fails, those that wait for it fail too.
+`run(grid, work)` starts one thread per rank. A letter contains the name of its collective, so ranks that call collectives in
+different orders fail at once, and the message has both calls. If a rank fails, the ranks that wait for it fail too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Letter = tuple[tuple[Any, ...], Tensor]
 
 
 class LostRank(RuntimeError):
-    """Another rank has failed, so this one waits in vain."""
+    """Raised on ranks that wait for a rank that has failed."""
 
 
 class Letterbox:
-    """What the ranks of a process have sent and not yet read, by group and number."""
+    """Letters that were sent and not yet read, by group and number."""
 
     def __init__(self, timeout_s: float = 120.0) -> None:
         self._changed = threading.Condition()
@@ -37,13 +37,13 @@ class Letterbox:
         self._lost = False
 
     def put(self, key: Any, rank: int, letter: Letter) -> None:
-        """Leave a letter."""
+        """Puts a letter into the box."""
         with self._changed:
             self._letters.setdefault(key, {})[rank] = letter
             self._changed.notify_all()
 
     def get(self, key: Any, ranks: tuple[int, ...]) -> list[Letter]:
-        """The letters of all members of a group, in order, once they are there."""
+        """Waits for the letters of all members of a group and returns them in order."""
         with self._changed:
             there = self._changed.wait_for(
                 lambda: self._lost or len(self._letters.get(key, ())) == len(ranks), timeout=self._timeout_s
@@ -57,7 +57,7 @@ class Letterbox:
             return found
 
     def give_up(self) -> None:
-        """Wake everybody who waits: a rank has failed."""
+        """Wakes all waiting ranks after a rank has failed."""
         with self._changed:
             self._lost = True
             self._changed.notify_all()
@@ -91,7 +91,7 @@ class ThreadWires(Wires):
 
 
 def run(grid: Grid, work: Callable[[ThreadWires], T]) -> list[T]:
-    """What every rank of a grid returns; raises what the first failing rank raised."""
+    """Runs `work` on every rank of a grid and returns the results. Raises the error of the first rank that fails."""
     letterbox, found, failed = Letterbox(), dict[int, T](), list[BaseException]()
 
     def thread(rank: int) -> None:

@@ -1,11 +1,11 @@
-"""The collectives of one rank of a grid, by axis: gather, scatter (reduce-scatter) and total (all-reduce), started and awaited.
+"""Asynchronous collectives of one rank of a grid, by axis: gather, scatter (reduce-scatter) and total (all-reduce).
 
     wires.gather(t, "a", 0)                   blocks
-    pending = wires.start_gather(t, "a", 0)   the result is made at pending.wait()
+    pending = wires.start_gather(t, "a", 0)   returns at once; pending.wait() has the result
 
-A group of ranks has one order of collectives; all of its members start them in that order. Every transfer is logged with the
-words that a ring sends, by the phase that the caller is in. Axes of size 1 send nothing. Carriers: process groups
-(`group_wires.py`), threads of one process (`thread_wires.py`), and one rank alone, dry or delayed (`lone_wires.py`).
+All members of a group start its collectives in the same order. Every transfer is logged with the words that a ring sends, under
+the current phase of the caller. Axes of size 1 send nothing. Subclasses move the data: over process groups (`group_wires.py`),
+between threads of one process (`thread_wires.py`), or on a single rank, dry or delayed (`lone_wires.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from meshwright.costs.scheme import Axes, Grid
 
 
 class TotalKind(StrEnum):
-    """How a total is formed."""
+    """The operation of a total."""
 
     SUM = "sum"
     MAX = "max"
 
 
 class StartedCollective:
-    """A collective under way: the result is made at the first wait."""
+    """A collective that was started. The first wait makes the result."""
 
     __slots__ = ("_make", "_result")
 
@@ -40,7 +40,7 @@ class StartedCollective:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, once it is there."""
+        """Waits for the result and returns it."""
         if self._make is not None:
             self._result, self._make = self._make(), None
         assert self._result is not None
@@ -48,13 +48,13 @@ class StartedCollective:
 
 
 def done(result: Tensor) -> StartedCollective:
-    """A collective that was none."""
+    """Returns a finished collective with this result."""
     return StartedCollective(lambda: result)
 
 
 @dataclass
 class TransferLog:
-    """What a rank has sent and what was declared for it, added up by phase; the caller sets the phase."""
+    """Words that a rank has sent, and words that were declared for it, summed by phase. The caller sets the phase."""
 
     phase: Phase = Phase.FORWARD
     _words: dict[Phase, Fraction] = field(default_factory=dict)
@@ -62,29 +62,29 @@ class TransferLog:
     _declared: dict[Phase, Fraction] = field(default_factory=dict)
 
     def add(self, sent: SentWords) -> None:
-        """One more transfer."""
+        """Adds a transfer."""
         self._words[sent.phase] = self.words(sent.phase) + sent.words
         self._steps[sent.phase] = self.steps(sent.phase) + sent.steps
 
     def declare(self, words: Mapping[Phase, Fraction]) -> None:
-        """What was declared for something that runs now."""
+        """Adds transfers that were computed in advance for the layers that run now."""
         for phase, more in words.items():
             self._declared[phase] = self.declared(phase) + more
 
     def words(self, phase: Phase) -> Fraction:
-        """The words that were sent in a phase."""
+        """Returns the words that were sent in a phase."""
         return self._words.get(phase, Fraction(0))
 
     def declared(self, phase: Phase) -> Fraction:
-        """The words that were declared for a phase."""
+        """Returns the words that were declared for a phase."""
         return self._declared.get(phase, Fraction(0))
 
     def steps(self, phase: Phase) -> int:
-        """The steps of rings of a phase."""
+        """Returns the number of ring steps in a phase."""
         return self._steps.get(phase, 0)
 
     def differences(self) -> list[str]:
-        """The phases in which other words were sent than declared."""
+        """Returns the phases in which the words sent differ from those declared."""
         return [
             f"{phase}: {self.words(phase)} words sent, {self.declared(phase)} declared"
             for phase in Phase
@@ -92,28 +92,28 @@ class TransferLog:
         ]
 
     def clear(self) -> None:
-        """Forget everything but the phase."""
+        """Resets all sums. The phase stays."""
         for account in (self._words, self._steps, self._declared):
             account.clear()
 
 
 class Wires(ABC):
-    """The collectives of one rank; a carrier moves the bytes."""
+    """The collectives of one rank. Subclasses implement `_carry`, which moves the data."""
 
     def __init__(self, grid: Grid, rank: int) -> None:
         self.grid, self.rank, self.at = grid, rank, grid.at(rank)
         self.log = TransferLog()
 
     def start_gather(self, t: Tensor, axis: str, dim: int) -> StartedCollective:
-        """The parts of an axis, joined along a dimension."""
+        """Starts to join the shards of an axis along a dimension."""
         return self._start(CollectiveKind.GATHER, t, (axis,), dim, TotalKind.SUM)
 
     def start_scatter(self, t: Tensor, axis: str, dim: int) -> StartedCollective:
-        """The sum over an axis, of which each rank keeps its part along a dimension."""
+        """Starts a sum over an axis, of which each rank gets its shard along a dimension."""
         return self._start(CollectiveKind.SCATTER, t, (axis,), dim, TotalKind.SUM)
 
     def start_total(self, t: Tensor, axes: Axes, op: TotalKind = TotalKind.SUM) -> StartedCollective:
-        """The sum or the maximum over some axes, on every rank."""
+        """Starts a sum or maximum over some axes, of which every rank gets the result."""
         return self._start(CollectiveKind.TOTAL, t, self.grid.wide(axes), 0, op)
 
     def gather(self, t: Tensor, axis: str, dim: int) -> Tensor:
@@ -129,7 +129,7 @@ class Wires(ABC):
         return self.start_total(t, axes, op).wait()
 
     def part(self, t: Tensor, axis: str, dim: int) -> Tensor:
-        """This rank's part of a whole along a dimension: nothing is sent."""
+        """Returns this rank's shard of a whole tensor along a dimension. Sends nothing."""
         return t.chunk(self.grid.size((axis,)), dim)[self.at[axis]] if self.grid.size((axis,)) > 1 else t
 
     def _start(self, kind: CollectiveKind, t: Tensor, axes: Axes, dim: int, op: TotalKind) -> StartedCollective:
@@ -144,10 +144,10 @@ class Wires(ABC):
 
     @abstractmethod
     def _carry(self, sent: SentWords, t: Tensor, dim: int, op: TotalKind) -> StartedCollective:
-        """Start to move the bytes."""
+        """Starts to move the data."""
 
 
 def reduced(parts: list[Tensor], op: TotalKind) -> Tensor:
-    """Tensors of a group's ranks as one; in the order of the ranks, so that all get the same bits."""
+    """Returns the reduction of the tensors of a group, in the order of its ranks, so that all ranks get the same bits."""
     stacked = torch.stack(parts)
     return stacked.sum(0) if op is TotalKind.SUM else stacked.amax(0)
