@@ -1,6 +1,6 @@
-"""All tensor modes and boxes of so many ranks for a captured model: words, steps and memory of its settled programs.
+"""A comparison of all tensor modes and boxes for a captured model: words, steps and memory of its local programs.
 
-Everything is included: norms, loss, embeddings. What does not divide, or has no rule, is a row with its reason.
+Norms, loss and embeddings are included. A mode that the model cannot run under gets a row with the reason.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from meshwright.errors import MeshwrightError
 def captured_rows(
     model: nn.Module, flat: Flat, *, ranks: int, save: Save, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[TensorRow]:
-    """Returns one row per mode and box, the fewest words first; what cannot run last.
+    """Returns one row per mode and box: those with the fewest words first, those that cannot run last.
 
     Args:
         model: The model, on any device and on meta.
         flat: Its captured graph.
         ranks: The number of ranks of a worker.
-        save: What products keep for the backward pass.
+        save: The tensors that products keep for the backward pass.
         shapes: The shapes of the columns of a microbatch.
     """
     places, found = choose_cuts(model, flat, 1).places, []

@@ -1,4 +1,4 @@
-"""Modules from local programs: layers like those of any run, with this rank's sizes and collectives inside."""
+"""Builds modules from local programs: layers like those of any run, with the sizes of this rank and collectives inside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.tensor.wires.wires import Wires
 
 
 class LocalBuilder(GraphBuilder):
-    """A graph that grows step by step."""
+    """Builds an fx graph step by step."""
 
     def __init__(self, settled: Settled, states: States, wires: Wires, device: torch.device | None = None) -> None:
         super().__init__(settled.line, states, device)
@@ -44,18 +44,18 @@ class LocalBuilder(GraphBuilder):
         return super()._leaf(leaf)
 
     def value_of(self, name: str) -> fx.Node:
-        """The value of a step, or of a node that was given."""
+        """Returns the fx node of a step, or of an input."""
         if name in self.values:
             return self.values[name]
         self.read((Ref(name),))
         return self.made[name]
 
     def state(self, argument: Any) -> nn.Parameter | None:
-        """Return the parameter that a reference points to; None if the node reads a moved one."""
+        """Returns the parameter that a reference points to; None if the node reads a moved parameter."""
         return None if isinstance(argument, Ref) and argument.name in self.moved else super().state(argument)
 
     def run(self, step: Step) -> None:
-        """One more step."""
+        """Adds a step."""
         match step.kind:
             case StepKind.OPERATION:
                 self.values[step.name] = self._call(function_of(step.target), step)
@@ -102,7 +102,7 @@ class LocalBuilder(GraphBuilder):
 
 
 def shard_layers(settled: Settled, states: States, wires: Wires, device: torch.device | None = None) -> list[Captured]:
-    """The layers of a settled model on one rank, with one prelude for what depends on no parameter."""
+    """Returns the layers of a settled model on one rank. One prelude computes all values that depend on no parameter."""
     line, places = settled.line, list(pairwise(settled.places))
     if changes_late(line):
         raise MeshwrightError("the model changes in place what its layers have read before: it has no tensor mode yet")
@@ -118,7 +118,7 @@ def shard_layers(settled: Settled, states: States, wires: Wires, device: torch.d
 
 
 def _columns(settled: Settled, first: int, last: int) -> tuple[str, ...]:
-    """The columns that a range of operations reads itself."""
+    """Returns the columns that a range of operations reads."""
     flat = settled.line.flat
     reads = dict.fromkeys(name for node in settled.line.work[first:last] for name in node.reads)
     return tuple(name for name in reads if flat.by_name[name].kind is NodeKind.COLUMN and not settled.line.is_written(name))

@@ -1,8 +1,8 @@
-"""What a rank of a grid holds: its parts of the parameters, and what a microbatch leaves for the backward pass.
+"""Counts the memory of a rank of a grid: its parameter shards, and the tensors that a microbatch saves for the backward.
 
-The layers of the rank run once on the meta device, which computes nothing, with wires that send nothing; what autograd saves is
-counted. With `save="shards"` gathered values are dropped and gathered again: what they are gathered from counts instead.
-Attention counts as its fused kernels keep it: query, key, value, mask, result and one number per query.
+The layers of the rank run once on the meta device, with wires that send nothing, and the tensors that autograd saves are counted.
+With `save="shards"` gathered values are dropped and gathered again, so their sources are counted instead. Attention is counted
+as fused kernels save it: query, key, value, mask, result and one number per query.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ATTENTION = function_of("aten.scaled_dot_product_attention.default")
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Elements and bytes of a rank's parameters, and of what one microbatch leaves for the backward pass."""
+    """Elements and bytes of a rank's parameters, and of the tensors that one microbatch saves for the backward."""
 
     weight_words: int
     weight_bytes: int
@@ -41,7 +41,7 @@ class RankMemory:
 
 
 def rank_memory(settled: Settled, model: nn.Module) -> RankMemory:
-    """Counts what the first rank of a settled model holds; only names, shapes and dtypes of the model are read."""
+    """Counts the memory of the first rank of a settled model. Only names, shapes and dtypes of the model are read."""
     states = _local_states(settled, model)
     held = {id(p): p for p in states.parameters.values() if states.first[p] in settled.cuts}.values()
     try:
@@ -55,7 +55,7 @@ def rank_memory(settled: Settled, model: nn.Module) -> RankMemory:
 
 
 class _Sources(DryWires):
-    """Wires that send nothing, and know what every gathered value was gathered from."""
+    """Wires that send nothing and record the source of every gathered value."""
 
     def __init__(self, grid: Grid, rank: int) -> None:
         super().__init__(grid, rank)
@@ -68,7 +68,7 @@ class _Sources(DryWires):
         return done(result)
 
     def source(self, t: Tensor) -> Tensor:
-        """What a value was gathered from, or the value itself."""
+        """Returns the source of a gathered value, or the value itself."""
         while _key(t) in self.gathered:
             t = self.gathered[_key(t)][1]
         return t
@@ -79,11 +79,11 @@ def _key(t: Tensor) -> int:
 
 
 class _Attention(Function):
-    """Attention that computes nothing, and keeps what a fused kernel keeps."""
+    """Attention that computes nothing and saves the tensors that a fused kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """An empty result, with positions before heads in memory as the kernels have it."""
+        """Returns an empty result, with positions before heads in memory, as the kernels return it."""
         shape = (*query.shape[:-1], value.shape[-1])
         result = query.new_empty((shape[0], shape[2], shape[1], *shape[3:])).transpose(1, 2) if len(shape) == 4 else None
         result = query.new_empty(shape) if result is None else result
@@ -94,12 +94,12 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """There is none."""
+        """Never called: only a forward is run."""
         raise NotImplementedError
 
 
 class _FusedAttention(TorchFunctionMode):
-    """While this is on, attention is `_Attention`: the meta device would take it apart and keep its probabilities."""
+    """Replaces attention by `_Attention`. The meta device would decompose it and save its probabilities."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function, or the replacement of attention."""
@@ -121,7 +121,7 @@ def _saved(settled: Settled, states: States) -> tuple[int, int]:
 
     def keep(t: Tensor) -> Tensor:
         kept = wires.source(t) if settled.scheme.save is Save.SHARDS else t
-        found.setdefault(_key(kept), kept.detach())  # detached: the graph itself need not live on
+        found.setdefault(_key(kept), kept.detach())  # detached, so that the graph can be freed
         return t
 
     values: tuple[Tensor, ...] = ()
@@ -136,7 +136,7 @@ def _saved(settled: Settled, states: States) -> tuple[int, int]:
 
 
 def _local_states(settled: Settled, model: nn.Module) -> States:
-    """The parameters of a model as parts of a rank, without data."""
+    """Returns the parameter shards of a rank, without data."""
     states = States(model)
     twins: dict[int, nn.Parameter] = {}
     for name, parameter in states.parameters.items():

@@ -1,7 +1,7 @@
-"""Halves of a microbatch: how many rows each has, and whether a model gives the same when its rows run as halves.
+"""Halves of a microbatch: the number of rows of each, and whether a model computes the same if its rows run in two halves.
 
-A model may run as halves if every operation that depends on parameters works on each row by itself, but for one: the loss, a
-mean or a sum over rows. What depends on columns alone is made for all rows and then cut, so it needs no check.
+A model can run in halves if every operation that depends on parameters works on each row separately, except for the loss, which
+is a mean or a sum over rows. Values that depend only on columns are computed for all rows and then cut, so they need no check.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RowLoss:
 
 
 def half_rows(rows: int, scheme: Scheme, grid: Grid) -> tuple[int, int] | None:
-    """So many rows in two parts that divide by what cuts rows, the first not the smaller; None where that cannot be."""
+    """Returns the rows of two halves, each divisible by the cuts of rows, the larger half first; None if that is not possible."""
     fixed = tuple(axis for axis in scheme.residual.rows if axis not in scheme.movable)
     unit = math.lcm(grid.size(fixed), grid.size(scheme.inner.rows))
     count = rows // unit
@@ -60,7 +60,7 @@ def half_rows(rows: int, scheme: Scheme, grid: Grid) -> tuple[int, int] | None:
 
 
 def zero_where_nothing_counts(half: Settled) -> Settled:
-    """Of a half without a label that counts, the loss is 0 and not 0 / 0."""
+    """Makes the loss of a half without labels 0 instead of 0 / 0."""
     programs = []
     for program in half.programs:
         means = [step.kind is StepKind.LOCAL and step.target == "loss_of" for step in program.steps]
@@ -70,10 +70,10 @@ def zero_where_nothing_counts(half: Settled) -> Settled:
 
 
 def row_loss(whole: Settled, half: Settled) -> RowLoss:
-    """How a model reduces its rows.
+    """Returns how a model reduces its rows.
 
     Raises:
-        MeshwrightError: Halves of the rows would not give what all rows give.
+        MeshwrightError: The result of two halves would differ from that of all rows.
     """
     found, reduced = RowLoss(), set[str]()
     for node in whole.line.work:
@@ -95,7 +95,7 @@ def row_loss(whole: Settled, half: Settled) -> RowLoss:
 
 
 def whole_reads(settled: Settled, node: Node) -> list[str]:
-    """The tensors that a node reads."""
+    """Returns the tensors that a node reads."""
     return [name for name in node.reads if name in settled.sizes.shapes]
 
 
@@ -119,7 +119,7 @@ def _argument(node: Node, place: int, name: str, default: Any) -> Any:
 
 
 def _reduction(settled: Settled, node: Node) -> RowLoss | None:
-    """How a node reduces rows; None if it does not."""
+    """Returns how a node reduces rows; None if it does not."""
     name, made = operation(node).removeprefix("aten."), node.name in settled.sizes.grows
     if made or node.name not in settled.sizes.shapes or not _carrying(settled, node):
         return None
@@ -134,11 +134,11 @@ def _reduction(settled: Settled, node: Node) -> RowLoss | None:
 
 
 def _by_row(settled: Settled, node: Node) -> bool:
-    """Does each row of the result depend on its own row alone? Yes too if nothing that it reads has rows."""
+    """Whether each row of the result depends only on the same row of the inputs, or no input has rows."""
     carrying, grows, shapes = _carrying(settled, node), settled.sizes.grows, settled.sizes.shapes
     name = operation(node).removeprefix("aten.")
     if node.target == "operator.getitem":
-        return True  # of what a split gives, which was checked
+        return True  # an output of a split, which was checked
     if (node.random and name != "dropout" and name != "scaled_dot_product_attention") or node.changes:
         return False
     if name == "embedding" and _argument(node, 3, "scale_grad_by_freq", False):
@@ -148,7 +148,7 @@ def _by_row(settled: Settled, node: Node) -> bool:
     if name in _DIM:
         place, default = _DIM[name]
         dim, source = _argument(node, place, "dim", default), carrying[0]
-        same = shapes.get(node.name) == shapes[source] and name in ("slice", "narrow")  # all of it
+        same = shapes.get(node.name) == shapes[source] and name in ("slice", "narrow")  # a slice of all rows
         return same or (isinstance(dim, int) and all(dim % len(shapes[each]) != grows[each] for each in carrying))
     if name in BY_DIM:
         return _along_others(settled, node)
@@ -173,7 +173,7 @@ def _by_row(settled: Settled, node: Node) -> bool:
 
 
 def _along_others(settled: Settled, node: Node) -> bool:
-    """Does an operation along dimensions leave the one with rows alone?"""
+    """Whether an operation along dimensions does not work along the rows."""
     given, [source, *others] = bound(node), whole_reads(settled, node)
     dims = given.get("dim", given.get("dims", given.get("dimension")))
     dims = dims if isinstance(dims, list | tuple) else [dims]
@@ -183,14 +183,14 @@ def _along_others(settled: Settled, node: Node) -> bool:
 
 
 def _other_number(whole: Settled, half: Settled, node: Node) -> bool:
-    """Does it compute with a number that is another one for a half?"""
+    """Whether it computes with a number that differs for a half, such as the number of rows."""
     names = [ref.name for ref in refs((node.args, node.kwargs)) if isinstance(ref, Ref)]
     numbers = whole.sizes.numbers
     return any(name in numbers and numbers[name] != half.sizes.numbers[name] for name in names)
 
 
 def _refuse_places(whole: Settled, reduced: set[str]) -> None:
-    """Raises if a value that crosses from layer to layer, or that the model returns, has its rows elsewhere than first."""
+    """Raises if the rows of a value between layers, or of an output of the model, are not in the first dimension."""
     line, sizes = whole.line, whole.sizes
     crossing: Sequence[str] = [name for place in whole.places[1:-1] for name in line.crossings[place]]
     results: Sequence[str] = [ref.name for ref in refs(line.flat.result)]

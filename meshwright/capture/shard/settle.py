@@ -1,4 +1,6 @@
-"""From a flat graph and a mode to local programs: layouts, cuts of parameters, divisors, and a report, the same on all ranks.
+"""Settles a flat graph under a tensor mode: chooses layouts and parameter cuts, and makes local programs and a report.
+
+The result is data and is equal on all ranks.
 
 settled = settle(line, ties, scheme, grid)       one program for the whole model
 settled = settle(..., places=places)             one per layer between these places
@@ -33,14 +35,14 @@ from meshwright.errors import MeshwrightError
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """What a rank runs for a range of operations: what it takes and gives, by the names of the flat graph."""
+    """The program of a rank for a range of operations. Inputs and outputs have the names of the flat graph."""
 
     steps: tuple[Step, ...]
     given: tuple[str, ...]
     results: tuple[str, ...]
-    """The steps with the values that it gives."""
+    """The steps that compute the outputs."""
     layouts: tuple[Layout, ...]
-    """The layouts of what it gives."""
+    """The layouts of the outputs."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,13 @@ class Settled:
     """Parameters that stay whole on every rank because an operation has no rule, and that operation."""
 
     def transfers(self) -> list[SentWords]:
-        """All that a rank sends forward and backward."""
+        """Returns the transfers of a rank, forward and backward."""
         return [t for number in range(len(self.programs)) for t in self.layer_transfers(number)]
 
     def layer_transfers(self, number: int, *, weights: bool = True) -> list[SentWords]:
-        """All that a rank sends for a layer; `weights=False` leaves out what a second half of a microbatch shares.
+        """Returns the transfers of a rank for a layer. `weights=False` leaves out weights, which a second half shares.
 
-        Gradients come back only to what the first result, the loss, depends on.
+        Only values that the loss (the first result) depends on have gradients.
         """
         found, saves = list[SentWords](), self.scheme.save is Save.SHARDS
         for step in self.programs[number].steps:
@@ -78,7 +80,7 @@ class Settled:
 
     @cached_property
     def _leading(self) -> list[set[str]]:
-        """For each program the steps that lead to the loss by steps that a gradient passes."""
+        """Returns for each program the steps that the loss depends on through differentiable steps."""
         found: list[set[str]] = []
         wanted = set(self.programs[-1].results[:1])
         for number in range(len(self.programs) - 1, -1, -1):
@@ -95,11 +97,11 @@ class Settled:
         return found
 
     def sums(self) -> list[SentWords]:
-        """What a rank sends when the gradients of parameters are added up."""
+        """Returns the transfers of a rank in the reduction of parameter gradients."""
         return [found for cut in self.cuts.values() for found in self._sum(cut)]
 
     def sum_words(self) -> dict[str, Fraction]:
-        """The words of `sums` for each parameter."""
+        """Returns the words of `sums` for each parameter."""
         return {name: sum((found.words for found in self._sum(cut)), Fraction(0)) for name, cut in self.cuts.items()}
 
     def _sum(self, cut: ParameterCut) -> list[SentWords]:
@@ -119,18 +121,18 @@ def settle(
     frozen: Collection[str] = (),
     whole_outputs: bool = False,
 ) -> Settled:
-    """Settle the layouts of a model for batches of one shape.
+    """Settles the layouts of a model for batches of one shape.
 
     Args:
         line: The flat graph of the model, with its parameters known.
         ties: The first name of every parameter, by all of its names.
-        scheme: Which axes of the grid cut what.
+        scheme: Which axes of the grid cut which dimensions.
         grid: The ranks of the box.
         sizes: The sizes for one batch; those of the example if not given.
         places: Where layers begin and end; one layer if not given.
         replicate: Modules that run whole on every rank.
         frozen: Parameters that need no gradient, by their first names.
-        whole_outputs: Join what the model returns, so that every rank has all of it.
+        whole_outputs: Gather the outputs of the model, so that every rank has all of them.
 
     Raises:
         MeshwrightError: A size does not divide, or an operation has no rule.
@@ -185,7 +187,7 @@ def _refuse_written_buffers(line: Line) -> None:
 
 
 def _walked(task: Task, places: Sequence[int], *, whole_outputs: bool) -> Settled:
-    """One program for each range between places."""
+    """Returns one program for each range between places."""
     line, layouts, found, programs = task.line, dict[str, Layout](), Findings(), list[LocalProgram]()
     for first, last in pairwise(places):
         walk = ShardWalk(task, layouts)
@@ -214,7 +216,7 @@ def _program(line: Line, walk: ShardWalk, first: int, last: int, *, whole_output
 
 
 def _needed(steps: Sequence[Step], results: Sequence[str]) -> tuple[Step, ...]:
-    """Steps that a result depends on."""
+    """Returns the steps that a result depends on."""
     wanted, found = set(results), []
     for step in reversed(steps):
         native = step.node if step.kind is StepKind.NATIVE else None
@@ -225,13 +227,13 @@ def _needed(steps: Sequence[Step], results: Sequence[str]) -> tuple[Step, ...]:
 
 
 def _read_by(step: Step) -> set[str]:
-    """The steps, and by another name the nodes with several results, that a step reads."""
+    """Returns the steps that a step reads, and the nodes with several results, which have other names."""
     tuples = {f"tuple {name}" for name in step.node.reads} if step.node is not None else set()
     return {local.name for local in locals_in((step.args, step.kwargs))} | tuples
 
 
 def _fitting(scheme: Scheme, grid: Grid, rows: int) -> Scheme:
-    """The scheme for so many rows: where they do not divide, an axis of the residual stream cuts the sequence."""
+    """Returns the scheme for this many rows. If they do not divide, axes of the residual stream cut the sequence instead."""
     if rows % grid.size(scheme.residual.rows) and scheme.movable:
         scheme = scheme.along_sequence()
     for spread in (scheme.residual, scheme.inner):
@@ -256,7 +258,7 @@ def _light(
     places: tuple[int, ...],
     replicate: Sequence[str],
 ) -> frozenset[str]:
-    """Values that depend on parameters and on what is free alone, and that stay inside one layer."""
+    """Returns the values that depend only on parameters and free values and that stay inside one layer."""
     crossing = {name for place in places[1:-1] for name in line.crossings[place]}
     found: set[str] = set()
     for node in line.work:

@@ -1,4 +1,4 @@
-"""What a tensor mode does to a model: every product with its role and cut, what has copies and why, every extra move, words."""
+"""A report on a model under a tensor mode: role and cut of every product, replicated parameters and why, extra moves, words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.costs.declared import Phase
 
 
 def shard_data(settled: Settled, memory: RankMemory | None = None) -> dict[str, Any]:
-    """Returns all of it as JSON values."""
+    """Returns the report as JSON values."""
     transfers = [*settled.transfers(), *settled.sums()]
     grid, kept = settled.grid, {} if memory is None else {name: getattr(memory, name) for name in memory.__slots__}
     return {
@@ -44,7 +44,7 @@ def shard_data(settled: Settled, memory: RankMemory | None = None) -> dict[str, 
 
 
 def shard_report(settled: Settled, memory: RankMemory | None = None) -> list[str]:
-    """Returns lines for people."""
+    """Returns the report as lines of text."""
     data = shard_data(settled, memory)
     lines = [f"{settled.grid}, save={data['save']}"]
     width = max((len(product["module"]) for product in data["products"]), default=0)
@@ -65,7 +65,7 @@ def shard_report(settled: Settled, memory: RankMemory | None = None) -> list[str
 
 
 def _reason(settled: Settled, name: str) -> str:
-    """Why a parameter has copies: the operation that reads it, and what the grid does not cut there."""
+    """Returns why a parameter is replicated: the operation that reads it, and the axes that do not cut it there."""
     cut = axes_of(bare(settled.cuts[name].layout, settled.grid))
     if name in settled.replicated:
         return f"{settled.replicated[name]} runs whole on every rank"
@@ -76,7 +76,7 @@ def _reason(settled: Settled, name: str) -> str:
 
 
 def _readers(settled: Settled, name: str) -> Iterator[Step]:
-    """The steps that read a parameter; those that only move it are passed over."""
+    """Returns the steps that read a parameter, without those that only move it."""
     for program in settled.programs:
         held = {step.name for step in program.steps if step.kind is StepKind.PARAMETER and step.target == name}
         for step in program.steps:

@@ -1,13 +1,13 @@
-"""From a captured model to what a rank runs under a tensor mode: settled once as data, opened as modules on every rank.
+"""Shards a captured model under a tensor mode: settles it once as data, then opens it as modules on every rank.
 
     tensor = TensorCut.of("box", TensorRequest(box=(2, 2, 1)))
     plan = shard_plan(model, flat, tensor)                        once, the same on all ranks, no weights needed
-    plan.settled.cuts["lm_head.weight"]                           how a parameter is stored, and what is added up
+    plan.settled.cuts["lm_head.weight"]                           how a parameter is cut, and the axes of its partial gradient
     layers = open_plan(model, plan, wires)                        modules of this rank, called like captured layers
-    cut_parameters(...)                                           its parts of the parameters
+    cut_parameters(...)                                           its parameter shards
 
-A batch of another shape is settled again (`resized`); parameters are cut the same for all shapes, which is checked. With
-`overlap` a plan also has its two halves, if its rows can be halved.
+A batch of another shape is settled again (`resized`). Parameters must be cut in the same way for all shapes, which is checked.
+With `overlap` a plan also contains its two halves, if its rows can be halved.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class TensorCut:
     replicate: tuple[str, ...] = ()
     """Modules whose parameters stay whole."""
     overlap: bool = False
-    """Microbatches run as two halves of their rows, where they can be halved."""
+    """Whether microbatches run in two halves of their rows, if they can be halved."""
 
     @classmethod
     def of(cls, name: str, asked: TensorRequest, *, save: Save = Save.SHARDS, replicate: Sequence[str] = ()) -> TensorCut:
-        """A mode (`line`, `grid`, `tesseract` or `box`) on so many ranks."""
+        """Returns a mode (`line`, `grid`, `tesseract` or `box`) with the requested sizes."""
         grid = mode(name).grid(asked)
         return cls(grid, mode(name).scheme(grid, save=save), tuple(replicate))
 
@@ -69,14 +69,14 @@ class ShardPlan:
     tensor: TensorCut
     settled: Settled
     whole_outputs: bool = False
-    """Every rank gets all of what the model returns."""
+    """Whether every rank gets the whole outputs of the model."""
     halves: tuple[Settled, ...] = field(default=())
-    """The same for each half of a microbatch, if it runs as two."""
+    """The settled halves of a microbatch, if it runs in two halves."""
     loss: RowLoss = field(default_factory=RowLoss)
-    """How the losses of halves become that of their microbatch."""
+    """How the losses of halves are combined."""
 
     def resized(self, model: nn.Module, shapes: Shapes, flat: Flat | None = None, places: Sequence[int] = ()) -> ShardPlan:
-        """The same for a batch of other shapes, or on another graph of the model that is cut at the same modules."""
+        """Returns the plan for a batch of other shapes, or for another graph of the model with the same cuts."""
         places = tuple(places) or self.settled.places
         flat = flat or self.settled.line.flat
         found = shard_plan(model, flat, self.tensor, shapes, places=places, whole_outputs=self.whole_outputs)
@@ -93,7 +93,7 @@ class ShardPlan:
         return {node.target: self.settled.sizes.shapes[node.name] for node in nodes}
 
     def words(self, layer: int) -> dict[Phase, Fraction]:
-        """What a layer is declared to send. Halves share whole weights."""
+        """Returns the transfers that are declared for a layer. Halves share gathered weights."""
         found = [t for k, half in enumerate(self.halves or (self.settled,)) for t in half.layer_transfers(layer, weights=not k)]
         return {phase: sum((t.words for t in found if t.phase is phase), Fraction(0)) for phase in Phase}
 
@@ -107,7 +107,7 @@ def shard_plan(
     places: Sequence[int] | None = None,
     whole_outputs: bool = False,
 ) -> ShardPlan:
-    """Settle a captured model under a mode.
+    """Settles a captured model under a mode.
 
     Args:
         model: The model, on any device and on meta; only names, ties and `requires_grad` are read.
@@ -115,10 +115,10 @@ def shard_plan(
         tensor: The mode.
         shapes: The shapes of the columns of a batch; those of the example if not given.
         places: Where layers begin and end; one layer if not given.
-        whole_outputs: Join what the model returns, so that every rank has all of it.
+        whole_outputs: Gather the outputs of the model, so that every rank has all of them.
 
     Raises:
-        MeshwrightError: A size does not divide, an operation has no rule, or rows are mixed that halves would separate.
+        MeshwrightError: A size does not divide, an operation has no rule, or halves of the rows would give another result.
     """
     states, line = States(model), line_of(model, flat)
     ties = {name: states.first[parameter] for name, parameter in states.parameters.items()}
@@ -154,7 +154,7 @@ def shard_plan(
 def open_plan(
     model: nn.Module, plan: ShardPlan, wires: Wires, *, starts: Sequence[int] | None = None, device: torch.device | None = None
 ) -> list[WovenLayer]:
-    """The layers of this rank. `starts` are the first layers of stages; the layers of a stage share what depends on columns."""
+    """Returns the layers of this rank. `starts` are the first layers of stages; a stage computes values of columns once."""
     states, settled = States(model), plan.settled
     starts = starts or (0, len(settled.programs))
     parts: list[list[LayerPart]] = [[] for _ in settled.programs]
@@ -165,7 +165,7 @@ def open_plan(
         for first, last in pairwise(starts):
             stage = replace(of, places=of.places[first : last + 1], programs=of.programs[first:last])
             for number, layer in zip(range(first, last), shard_layers(stage, states, wires, device), strict=True):
-                if parts[number]:  # halves share what is made from columns alone, for all rows
+                if parts[number]:  # halves share the values that are computed from columns for all rows
                     layer.prelude = parts[number][0].layer.prelude
                 parts[number].append(_part(of, number, layer, cut(layer.body, wires, slot), window))
     found = [WovenLayer(own, save=settled.scheme.save, words=plan.words(k)) for k, own in enumerate(parts)]
@@ -184,13 +184,13 @@ def _part(of: Settled, number: int, layer: Captured, pieces: PieceGraph, window:
 
 
 def open_split(model: nn.Module, plan: ShardPlan, cuts: ChosenCuts, wires: Wires, device: torch.device | None = None) -> Split:
-    """The layers of this rank, in stages."""
+    """Returns the layers of this rank, in stages."""
     states, flat = States(model), plan.settled.line.flat
     layers = open_plan(model, plan, wires, starts=cuts.starts, device=device)
     return Split(tuple(layers), states.first, weigher(plan.settled.line, states, device), flat, cuts)
 
 
 def counted_here(cut: ParameterCut, wires: Wires) -> bool:
-    """True on one rank of those that hold equal parts of a parameter: it counts the part in a norm."""
+    """Whether this rank counts a shard in a norm: exactly one of the ranks with equal shards does."""
     axes = axes_of(cut.layout)
     return all(at == 0 for axis, at in wires.at.items() if axis not in axes)

@@ -1,7 +1,7 @@
-"""Casts to float32 made casts to float64, complex ones too: in float64 a model's own casts would hide how exact a run is.
+"""Replaces casts to float32 by casts to float64, and complex64 by complex128, so that float64 runs are exact.
 
-Hugging Face models cast to float32 inside (norms, rotary tables, the loss), also where all weights are float64. `widened` changes
-a captured graph, `wide_casts` the operations of a plain model while it runs.
+Hugging Face models cast to float32 (in norms, rotary tables, the loss) even if all weights are float64. `widened` changes a
+captured graph, `wide_casts` the operations of a plain model while it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMES = {"float32": "float64", "complex64": "complex128"}
 
 
 def widened(flat: Flat) -> Flat:
-    """The same graph with float64 for float32, and complex128 for complex64."""
+    """Returns the graph with float64 for float32, and complex128 for complex64."""
     return replace(flat, nodes=tuple(_node(node) for node in flat.nodes))
 
 
@@ -37,10 +37,10 @@ def _wide(leaf: Any) -> Any:
 
 
 class wide_casts(TorchFunctionMode):
-    """While it is entered, casts to float32 are casts to float64."""
+    """A context in which casts to float32 become casts to float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation of torch."""
+        """Runs an operation with wide dtypes."""
         if function is Tensor.float:
             function = Tensor.double
         return function(*mapped(tuple(args), _wide), **mapped(dict(kwargs or {}), _wide))

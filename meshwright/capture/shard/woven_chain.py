@@ -1,16 +1,16 @@
-"""Layers in pieces that follow each other, run as one: one node of autograd, one loop over all pieces of one or two halves.
+"""Runs consecutive layers in pieces as one: one autograd node, one loop over all pieces of one or two halves.
 
     chain = WovenLayer.chained(layers)
     outputs = chain(values, columns, seeds=seeds, draw=generator.manual_seed)
 
-The border of a layer is no place to wait: the first weight of the next layer is gathered ahead, the last weight gradient is
-scattered behind, and with two halves the last collective of one runs behind the other's compute.
+No collective has to end at the border of a layer: the first weight of the next layer is gathered early, the last weight
+gradient is scattered late, and with two halves the last collective of one overlaps with the compute of the other.
 
-With halves a chain takes and gives values of the whole microbatch: on a rank, the rows of the first half, then those of the
-second. Both ends of an edge between stages see it so, and batch columns come whole.
+With halves a chain still takes and returns values of the whole microbatch: the rows of the first half, then those of the second.
+Both ends of a message between stages use this order. Batch columns have all rows.
 
-A backward pass looks into the slot of its first layer: weight gradients are left in `rest` as one job if there is a list (the W
-of a split backward), and the ids of parameters that get a gradient without autograd are added to `reached`.
+A backward reads the slot of its first layer. If the slot has a list `rest` (the W of a split backward), weight gradients are
+added to it as one job. The ids of parameters that get a gradient without autograd are added to `reached`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LateJob = tuple[Callable[[], Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 @dataclass
 class BackwardSlot:
-    """What a backward pass is asked for: to leave its weight gradients to later, to say which parameters it reaches."""
+    """Requests to a backward: to defer its weight gradients (`rest`), and to record the parameters that it reaches."""
 
     rest: list[LateJob] | None = None
     reached: set[int] | None = None
@@ -46,18 +46,18 @@ class BackwardSlot:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What every half takes by name, and the names of what came from other layers."""
+    """The inputs of every half by name, and the names of those that come from other layers."""
 
     values: list[dict[str, Any]]
     names: list[list[str]]
 
 
 class _Run(Function):
-    """A pass over pieces as one node."""
+    """A pass over pieces as one autograd function."""
 
     @staticmethod
     def forward(ctx: Any, weave: Weave, given: _Given, call: _Call, *values: Tensor) -> Any:
-        """The outputs of all halves, one after another."""
+        """Returns the outputs of all halves in order."""
         with torch.enable_grad():
             results = weave.forward(given.values, call.begin)
         ctx.call = weave, given.names, call, [len(each) for each in results]
@@ -69,7 +69,7 @@ class _Run(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients of the given values."""
+        """Returns the gradients of the inputs."""
         weave, names, call, counts = ctx.call
         parts, at = [], 0
         for count in counts:
@@ -98,7 +98,7 @@ _run: Callable[..., tuple[Tensor, ...]] = _Run.apply
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a pass needs besides its values."""
+    """The arguments of a pass besides its values."""
 
     slot: BackwardSlot
     words: Mapping[Phase, Fraction]
@@ -124,13 +124,13 @@ class WovenChain:
         seeds: Sequence[int] | None = None,
         draw: Callable[[int], object] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run all layers.
+        """Runs all layers.
 
         Args:
-            values: What the first layer is given by the one before it.
+            values: The outputs of the layer before the first one.
             columns: The columns of the batch, by name.
-            again: Where layers that run one after another share what they make from columns alone.
-            seeds: The seed of the random stream of every layer; torch's stream goes on if not given.
+            again: A cache for values that are computed from columns alone, shared by consecutive layers.
+            seeds: The seed of the random stream of every layer. By default torch's stream continues.
             draw: Seeds torch's stream.
         """
         again = {} if again is None else again
@@ -151,7 +151,7 @@ class WovenChain:
         return halves[0] if len(halves) == 1 else self._joined(halves, columns)
 
     def _given(self, half: int, values: Sequence[Tensor], columns: Mapping[str, Tensor], again: dict[int, Any]) -> dict[str, Any]:
-        """What the graph of a half takes, by name."""
+        """Returns the inputs of the graph of a half, by name."""
         found: dict[str, Any] = dict(zip(self.graphs[half].inputs, values, strict=False))
         for number, layer in enumerate(self.layers):
             own = layer.parts[half].given(columns, again)
@@ -182,7 +182,7 @@ class WovenChain:
     def _streams(
         self, seeds: Sequence[int] | None, draw: Callable[[int], object] | None, device: torch.device
     ) -> Iterator[Begin | None]:
-        """The random numbers of a pass: each half draws for all rows, from its own copy of each layer's stream."""
+        """The random streams of a pass. Each half draws for all rows, from its own copy of each layer's stream."""
         if len(self.graphs) == 1:
             yield None if seeds is None or draw is None else lambda layer: draw(seeds[layer])
             return
@@ -200,7 +200,7 @@ class WovenChain:
             made.append(stream)
         yield None
         if seeds is None:
-            torch.set_rng_state(made[0].get_state())  # the stream goes on after all rows
+            torch.set_rng_state(made[0].get_state())  # the stream continues after the draws for all rows
 
 
 def _device(values: Sequence[Tensor], columns: Mapping[str, Tensor]) -> torch.device:

@@ -1,7 +1,7 @@
-"""Sharded layers that run in pieces: called like any captured layer, with collectives started and awaited.
+"""Sharded layers that run in pieces between asynchronous collectives. They are called like any captured layer.
 
-A layer has one part per half of a microbatch; without `overlap` there is one part, for all rows. Layers that follow each other
-run as one chain (`woven_chain.py`), so that collectives also overlap compute across the borders of layers.
+A layer has one part per half of a microbatch. Without `overlap` it has one part, for all rows. Consecutive layers run as one
+chain (`woven_chain.py`), so that collectives overlap with compute across the borders of layers too.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from meshwright.tensor.global_dropout import GlobalDropout, RowWindow
 from meshwright.tensor.weave.pieces import PieceGraph
 
 CountLabels = Callable[[Mapping[str, Tensor]], float]
-"""What the loss of some rows counts, from their columns."""
+"""Returns the number of items that the loss of some rows counts, from their columns."""
 
 
 @dataclass
 class LayerPart:
-    """A layer for the rows of one half, or for all rows: its graph, its pieces, and which rows."""
+    """A layer for the rows of one half, or for all rows: its graph, its pieces, and its rows."""
 
     layer: Captured
     pieces: PieceGraph
     window: RowWindow
     local_rows: tuple[int, ...] = field(default=())
-    """For every given value, how many of its local rows are this half's."""
+    """For every input, the number of its local rows that belong to this half."""
     free_rows: Mapping[str, int] = field(default_factory=dict)
-    """The dimension with rows of what is made from columns alone, where there is one."""
+    """The dimension with rows of values that are computed from columns alone, if they have rows."""
 
     def given(self, columns: Mapping[str, Tensor], again: dict[int, Any]) -> dict[str, Any]:
-        """What the graph takes besides the values of the layer before, by name, from the columns of all rows.
+        """Returns the inputs of the graph besides the outputs of the layer before it, by name, from the columns of all rows.
 
-        Layers of a stage share what is made `again`.
+        `again` is a cache that the layers of a stage share.
         """
         layer = self.layer
         found = {name: self._rows(columns[name], 0) for name in layer.direct}
@@ -53,7 +53,7 @@ class LayerPart:
         return dict(zip(self.pieces.inputs[len(self.pieces.inputs) - len(own) :], own, strict=True))
 
     def _rows(self, value: Tensor, dim: int) -> Tensor:
-        """This half's rows of a value; they may be merged with what is behind them."""
+        """Returns this half's rows of a value. The rows may be merged with the dimensions after them."""
         window = self.window
         if window.rows == window.total:
             return value
@@ -61,24 +61,24 @@ class LayerPart:
         return value.narrow(dim, window.start * each, window.rows * each)
 
     def drops(self) -> list[GlobalDropout]:
-        """Its dropouts."""
+        """The dropout modules of the graph."""
         found = [module for piece in self.pieces.pieces for module in piece.body.modules()]
         return [module for module in found if isinstance(module, GlobalDropout)]
 
 
 @dataclass(frozen=True)
 class HalfLosses:
-    """How the loss of a microbatch is put together from those of its halves."""
+    """How the losses of two halves become the loss of their microbatch."""
 
     count: CountLabels | None = None
-    """What a mean counts; None: rows."""
+    """Counts the items of a mean; None counts rows."""
     columns: tuple[str, ...] = ()
     """The columns that `count` reads."""
     adds: bool = False
-    """The loss is a sum."""
+    """Whether the loss is a sum."""
 
     def joined(self, losses: Sequence[Tensor], columns: Sequence[Mapping[str, Tensor]], rows: Sequence[int]) -> Tensor:
-        """The loss of all rows."""
+        """Returns the loss of all rows."""
         if self.adds:
             return torch.stack(list(losses)).sum()
         counts = [float(each) for each in rows] if self.count is None else [self.count(each) for each in columns]
@@ -91,7 +91,7 @@ class WovenLayer(Captured):
     """A sharded layer in pieces, of a whole microbatch or of its two halves."""
 
     def __init__(self, parts: Sequence[LayerPart], *, save: Save, words: Mapping[Phase, Fraction]) -> None:
-        """`words` are those that it is declared to send."""
+        """`words` are the transfers that are declared for the layer."""
         first = parts[0].layer
         super().__init__(first.body, first.direct, first.original, inplace=False)
         if first.prelude is not None:
@@ -104,16 +104,16 @@ class WovenLayer(Captured):
                 self.add_module(f"piece_{number}_{k}", piece.body)
 
     def take_losses(self, losses: HalfLosses) -> None:
-        """Say how the losses of halves are put together, in the last layer of a model."""
+        """Sets how the losses of halves are combined, in the last layer of a model."""
         self.losses = losses
         self.batch_columns = tuple(dict.fromkeys((*self.batch_columns, *losses.columns)))
 
     @staticmethod
     def chained(layers: Sequence[WovenLayer]) -> WovenChain:
-        """Layers that follow each other, as one."""
+        """Returns consecutive layers as one chain."""
         return WovenChain(layers)
 
     def forward(self, *values: Tensor, made_again: dict[int, Any] | None = None, **columns: Tensor) -> tuple[Tensor, ...]:
-        """Run the pieces."""
+        """Runs the pieces."""
         self._alone = self._alone or WovenChain([self])
         return self._alone(values, columns, again=made_again)

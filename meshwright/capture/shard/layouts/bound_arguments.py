@@ -11,7 +11,7 @@ from meshwright.torch_internals import schema_arguments
 
 
 def bound(node: Node) -> dict[str, Any]:
-    """All arguments of an operation of torch by name, defaults included; empty for what has no schema."""
+    """Returns all arguments of a torch operation by name, including defaults; empty if it has no schema."""
     schema = _schema(node)
     if schema is None:
         return {}
@@ -20,7 +20,7 @@ def bound(node: Node) -> dict[str, Any]:
 
 
 def positional(node: Node) -> Node:
-    """The same call with everything by position that can be."""
+    """Returns the same call with as many positional arguments as possible."""
     schema = _schema(node) if node.kwargs else None
     if schema is None:
         return node

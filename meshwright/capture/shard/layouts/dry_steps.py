@@ -1,7 +1,7 @@
-"""A local program on tensors without data: every step must give the shape that its layout says.
+"""Runs a local program on tensors without data, to check that every step returns the shape of its layout.
 
-A step that does not would fail in the middle of a run. It is found here, before anything is sent, and the operation
-that it stands for runs on whole values instead.
+A step with another shape would fail in the middle of a run. It is found here, before anything is sent, and its operation runs on
+whole values instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DryRun:
         self.values: dict[str, Any] = {}
 
     def failing(self, steps: Sequence[Step]) -> tuple[Step, str] | None:
-        """The first step whose shape is not the one of its layout, and what is wrong."""
+        """Returns the first step whose shape differs from its layout, and what is wrong."""
         with torch.no_grad():
             for step in steps:
                 try:
@@ -71,7 +71,7 @@ class DryRun:
             return torch.device("meta")
         if not isinstance(leaf, Local):
             return leaf
-        if leaf.name not in self.values:  # given by another layer, or free
+        if leaf.name not in self.values:  # an output of another layer, or a free value
             name, shapes = leaf.name, self.task.sizes.shapes
             shape = local_shape(self.layouts[name], self.task.grid) if name in self.layouts else shapes[name]
             self.values[name] = self._empty(name, shape)

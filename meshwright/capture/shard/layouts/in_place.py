@@ -1,4 +1,4 @@
-"""Operations that work in place: a local program has new tensors instead, unless the old value is read again."""
+"""In-place operations: a local program makes new tensors instead, unless the old value is read again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from meshwright.capture.trace.graph import Flat, Node
 
 
 def read_again(flat: Flat, node: Node) -> bool:
-    """Is memory that an operation writes into read later by another name than that of its result?"""
+    """Whether the memory that an operation writes into is read later under another name than that of its result."""
     after = False
     for other in flat.nodes:
         if after:
@@ -19,7 +19,7 @@ def read_again(flat: Flat, node: Node) -> bool:
 
 
 def _follows(flat: Flat, name: str, source: str) -> bool:
-    """Is a value made from another?"""
+    """Whether a value is computed from another."""
     todo, seen = [name], set[str]()
     while todo:
         at = todo.pop()

@@ -1,8 +1,8 @@
-"""Layouts: for every dimension of a tensor its factors (size, axes), the outermost first.
+"""Layouts: the factors (size, axes) of every dimension of a tensor, the outermost first.
 
-A factor that some axes cut is in n equal blocks, of which a rank holds one. Views regroup factors: a merged dimension of rows
-and positions is ((8, (w,)), (12, ())), fused QKV is ((3, ()), (768, (a,))). Sizes are those of one batch, so that every
-regrouping is exact. A padded factor is larger than what it holds: `real` says how much of it counts.
+A factor that some axes cut consists of n equal blocks, of which a rank holds one. Views regroup factors: a merged dimension of
+rows and positions is ((8, (w,)), (12, ())), fused QKV is ((3, ()), (768, (a,))). Sizes are those of one batch, so that every
+regrouping is exact. A factor may be padded: `real` is its size without padding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Factor:
 
     @property
     def length(self) -> int:
-        """How much of it counts."""
+        """The size without padding."""
         return self.size if self.real is None else self.real
 
 
@@ -33,7 +33,7 @@ Layout = tuple[Dim, ...]
 
 
 class CannotRegroup(Exception):
-    """A view takes a cut dimension apart elsewhere than at its cut."""
+    """Raised if a view splits a cut dimension at a place other than the border of a block."""
 
     def __init__(self, size: int, axes: Axes) -> None:
         super().__init__(size, axes)
@@ -41,32 +41,32 @@ class CannotRegroup(Exception):
 
 
 def whole(shape: Iterable[int]) -> Layout:
-    """Nothing is cut."""
+    """Returns a layout without cuts."""
     return tuple((Factor(size),) for size in shape)
 
 
 def axes_of(layout: Iterable[Dim]) -> frozenset[str]:
-    """The axes that cut something."""
+    """Returns the axes that cut a dimension."""
     return frozenset(axis for dim in layout for factor in dim for axis in factor.axes)
 
 
 def length(dim: Dim) -> int:
-    """The size of a dimension as the model knows it."""
+    """Returns the size of a dimension in the whole tensor, without padding."""
     return math.prod(factor.length for factor in dim)
 
 
 def local(dim: Dim, grid: Grid) -> int:
-    """The size of a dimension on a rank."""
+    """Returns the size of a dimension on a rank."""
     return math.prod(factor.size // grid.size(factor.axes) for factor in dim)
 
 
 def local_shape(layout: Layout, grid: Grid) -> tuple[int, ...]:
-    """The shape on a rank."""
+    """Returns the shape on a rank."""
     return tuple(local(dim, grid) for dim in layout)
 
 
 def joined(dim: Iterable[Factor]) -> Dim:
-    """The same dimension with as few factors as possible: an uncut factor joins the one before it."""
+    """Returns the same dimension with as few factors as possible: an uncut factor joins the one before it."""
     found: list[Factor] = []
     for factor in dim:
         if factor.size == 1 and not factor.axes:
@@ -79,12 +79,12 @@ def joined(dim: Iterable[Factor]) -> Dim:
 
 
 def bare(layout: Layout, grid: Grid) -> Layout:
-    """A layout without axes of one rank: equal where tensors lie alike."""
+    """Returns a layout without axes of size 1, so that equal distributions compare equal."""
     return tuple(joined(Factor(f.size, tuple(a for a in f.axes if grid.size((a,)) > 1), f.real) for f in dim) for dim in layout)
 
 
 def split_factor(factor: Factor, take: int, grid: Grid) -> tuple[Factor, Factor]:
-    """A factor as two, the outer one of this size; its cut must fall between blocks."""
+    """Splits a factor in two, the outer one with this size. The split must be between blocks."""
     if factor.size % take or factor.real is not None:
         raise CannotRegroup(take, factor.axes)
     outer: list[str] = []
@@ -100,9 +100,9 @@ def split_factor(factor: Factor, take: int, grid: Grid) -> tuple[Factor, Factor]
 
 
 def regrouped(layout: Layout, shape: Sequence[int], grid: Grid) -> Layout:
-    """The layout of a view with this shape."""
+    """Returns the layout of a view with this shape."""
     if 0 in shape:
-        return whole(shape)  # nothing is in it
+        return whole(shape)  # an empty tensor
     todo = [factor for factor in joined(factor for dim in layout for factor in dim) if factor.size != 1 or factor.axes]
     found: list[Dim] = []
     for size in shape:
@@ -125,13 +125,13 @@ def regrouped(layout: Layout, shape: Sequence[int], grid: Grid) -> Layout:
             todo.insert(0, second)
             have = size
         found.append(joined(dim))
-    if left := [factor for factor in todo if factor.size > 1]:  # padding of a dimension that goes
+    if left := [factor for factor in todo if factor.size > 1]:  # padding of a dimension that is removed
         raise CannotRegroup(left[0].size, left[0].axes)
     return tuple(found)
 
 
 def refined(dim: Dim, marks: set[int], grid: Grid) -> Dim:
-    """The factors of a dimension taken apart where the product of those behind is one of these."""
+    """Splits the factors of a dimension where the product of the factors after the split is one of these numbers."""
     found: list[Factor] = []
     behind = math.prod(factor.size for factor in dim)
     for factor in dim:
@@ -147,7 +147,7 @@ def refined(dim: Dim, marks: set[int], grid: Grid) -> Dim:
 
 
 def marks(dim: Dim) -> set[int]:
-    """The products of the factors behind each factor."""
+    """Returns for each factor the product of the factors after it."""
     found, behind = set[int](), 1
     for factor in reversed(dim):
         found.add(behind)
@@ -156,7 +156,7 @@ def marks(dim: Dim) -> set[int]:
 
 
 def text(layout: Layout) -> str:
-    """A layout for people: [8:w>a, 12, 32:b]."""
+    """Returns a layout as text: [8:w>a, 12, 32:b]."""
     dims = []
     for dim in layout:
         dims.append("*".join(f"{f.length}:{'>'.join(f.axes)}" if f.axes else str(f.length) for f in dim))

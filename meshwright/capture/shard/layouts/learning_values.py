@@ -1,4 +1,4 @@
-"""Which values of a flat graph a gradient comes back to."""
+"""Finds the values of a flat graph that need a gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.capture.trace.graph import Node, NodeKind
 
 
 def learning_values(line: Line, trained: Collection[str]) -> frozenset[str]:
-    """Values that a gradient comes back to: they depend on a parameter that needs one."""
+    """Returns the values that depend, differentiably, on a parameter that needs a gradient."""
     found: set[str] = set()
     for node in line.flat.nodes:
         if node.kind is NodeKind.STATE and node.target in trained:
@@ -21,7 +21,7 @@ def learning_values(line: Line, trained: Collection[str]) -> frozenset[str]:
 
 
 def _stops(node: Node) -> bool:
-    """Does no gradient pass through an operation?"""
+    """Whether an operation is not differentiable."""
     if operation(node) == "higher_order.wrap_with_set_grad_enabled":
         return node.args[0] is False
     return operation(node) in _STOPS

@@ -1,4 +1,4 @@
-"""Parts of whole tensors by layout: this rank's part, and the whole from all parts."""
+"""Shards of whole tensors by layout: takes a rank's shard, and joins all shards. Shards are called parts here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.costs.scheme import Grid
 
 
 def _blocks(layout: Layout, grid: Grid, rank: int) -> Iterator[tuple[int, int, int]]:
-    """For each factor its place, and where the block of a rank begins and how long it is."""
+    """Returns for each factor its position, and the offset and length of a rank's block."""
     at = grid.at(rank)
     for place, factor in enumerate(factor for dim in layout for factor in dim):
         index = 0
@@ -25,7 +25,7 @@ def _blocks(layout: Layout, grid: Grid, rank: int) -> Iterator[tuple[int, int, i
 
 
 def part_of(tensor: Tensor, layout: Layout, grid: Grid, rank: int) -> Tensor:
-    """A rank's part of a whole tensor; a padded dimension is filled up with zeros."""
+    """Returns a rank's part of a whole tensor. Padding is filled with zeros."""
     for at, dim in enumerate(layout):
         if (missing := sum(f.size for f in dim if f.real is not None) - sum(f.real for f in dim if f.real is not None)) > 0:
             shape = (*tensor.shape[:at], missing, *tensor.shape[at + 1 :])
@@ -37,7 +37,7 @@ def part_of(tensor: Tensor, layout: Layout, grid: Grid, rank: int) -> Tensor:
 
 
 def whole_of(parts: Sequence[Tensor], layout: Layout, grid: Grid) -> Tensor:
-    """The whole tensor from the parts of all ranks, in order."""
+    """Returns the whole tensor from the parts of all ranks, in order."""
     view = parts[0].new_empty([factor.size for dim in layout for factor in dim])
     sizes = [factor.size // grid.size(factor.axes) for dim in layout for factor in dim]
     for rank, part in enumerate(parts):
@@ -60,7 +60,7 @@ def _product(sizes: Iterator[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredCut:
-    """How a parameter, and everything that has its shape, is cut over the ranks of a box."""
+    """How a parameter, and tensors of its shape such as optimizer state, are cut over the ranks of a box."""
 
     layout: Layout
     grid: Grid
@@ -85,6 +85,6 @@ class StoredCut:
 
 
 def cut_parameters(parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, ParameterCut], grid: Grid, rank: int) -> None:
-    """Let every parameter be this rank's part of it: the objects stay, ties and optimizers too."""
+    """Replaces every parameter by this rank's part, in place, so that ties and optimizers stay valid."""
     for name, cut in cuts.items():
         parameters[name].data = part_of(parameters[name].detach(), cut.layout, grid, rank).clone()

@@ -14,7 +14,7 @@ class NoRuleError(MeshwrightError):
 
 
 class MisfitError(MeshwrightError):
-    """A step would have another shape than its layout says."""
+    """The shape of a step would differ from its layout."""
 
     def __init__(self, node: str, why: str) -> None:
         super().__init__(f"the rule for {node} does not fit: {why}")
@@ -22,7 +22,7 @@ class MisfitError(MeshwrightError):
 
 
 class SharedParameterError(MeshwrightError):
-    """A parameter is read in two layouts, or by work that is cut differently."""
+    """A parameter is read in two layouts, or by operations that are cut in different ways."""
 
     def __init__(self, parameter: str) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class SharedParameterError(MeshwrightError):
 
 
 def indivisible(what: str, size: int, axes: Iterable[str], grid: Grid) -> MeshwrightError:
-    """The error for a size that does not divide: what it is, by what it must divide, and the nearest size that does."""
+    """Returns the error for a size that does not divide, with the divisor and the nearest size that divides."""
     axes = grid.wide(axes)
     parts = grid.size(axes)
     nearest = max(1, (size + parts // 2) // parts) * parts
@@ -45,7 +45,7 @@ def indivisible(what: str, size: int, axes: Iterable[str], grid: Grid) -> Meshwr
 
 
 def no_rule(node: Node, why: str = "") -> NoRuleError:
-    """The error for an operation that has no rule, by its name and its module."""
+    """Returns the error for an operation without a rule, with its name and its module."""
     return NoRuleError(
         f"no rule of a tensor mode for {node.target} in {node.path or 'the model'}{': ' + why if why else ''}",
         fix=f"replicate=[{node.path!r}]: it then runs whole on every rank",

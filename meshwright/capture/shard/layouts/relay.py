@@ -1,4 +1,4 @@
-"""From one layout to another: which axes are gathered, scattered, summed, taken as parts or copied in, and where."""
+"""Finds the moves from one layout to another: which axes are gathered, scattered, summed, cut or copied, and in which order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshwright.errors import MeshwrightError
 from meshwright.tensor.moves import Move, MoveKind
 
 Relaid = list[tuple[str, Move | None, tuple[Any, ...]]]
-"""Moves in order; without a move, an operation of torch and its arguments behind the tensor."""
+"""Moves in order. An entry without a move is a torch operation with its arguments after the tensor."""
 
 
 class _Relay:
-    """A layout on its way, factor by factor."""
+    """A layout that is changed move by move."""
 
     def __init__(self, have: Layout, want: Layout, grid: Grid) -> None:
         self.grid = grid
@@ -30,7 +30,7 @@ class _Relay:
         self.found: Relaid = []
 
     def _aligned(self, at: int, have: Dim, want: Dim) -> tuple[Dim, Dim]:
-        """Both with the same factors where that is possible; else what is there is gathered whole and cut anew."""
+        """Gives both layouts the same factors. If that is not possible, the value is gathered and cut again."""
         if have == want:
             return have, want
         if have[0].real is not None and want[0].real is None and len(have) == 1:
@@ -60,7 +60,7 @@ class _Relay:
         return tuple(f.size // self.grid.size(f.axes) for dim in dims for f in dim)
 
     def change(self, kind: MoveKind, dim: int, factor: int, axis: str, sums: bool = False) -> None:
-        """One axis leaves a factor, or comes to it as its innermost."""
+        """Removes an axis from a factor, or adds it as the innermost."""
         before = [list(d) for d in self.now]
         old = self.now[dim][factor]
         axes = old.axes[:-1] if kind is MoveKind.GATHER else (*old.axes, axis)
@@ -73,7 +73,7 @@ class _Relay:
         self.found.append((str(kind), move, ()))
 
     def gathers(self, missing: frozenset[str]) -> None:
-        """All axes that are not where they should be leave."""
+        """Gathers all axes that are in the wrong place."""
         coming = axes_of(tuple(tuple(d) for d in self.goal))
         for at, (now, goal) in enumerate(zip(self.now, self.goal, strict=True)):
             alike = [f.size for f in now] == [f.size for f in goal]
@@ -85,7 +85,7 @@ class _Relay:
                 self.now[at] = [Factor(f.size, (), f.real) for f in goal]
 
     def arrivals(self, parts: frozenset[str]) -> frozenset[str]:
-        """All axes that should be somewhere come, scattered where the value is a part of a sum; returns the parts left."""
+        """Adds all missing axes: by a scatter if the value is a partial sum over the axis. Returns the remaining partial axes."""
         left = set(parts)
         steps = [
             (at, k, axis)
@@ -110,10 +110,10 @@ def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
 def relaid(
     have: Layout, want: Layout, grid: Grid, *, missing: frozenset[str] = frozenset(), parts: Iterable[str] = (), name: str = ""
 ) -> Relaid:
-    """The moves from one layout to another.
+    """Returns the moves from one layout to another.
 
-    Over the axes `missing` the reader's work is cut though the value is whole: its gradient is a part. Over `parts` the value is
-    a part of a sum.
+    Over the axes `missing` the reader's work is cut but the value is whole, so its gradient is a partial sum. Over `parts` the
+    value itself is a partial sum.
     """
     relay = _Relay(have, want, grid)
     gathered = axes_of(bare(have, grid)) - axes_of(bare(want, grid))
@@ -127,7 +127,7 @@ def relaid(
         relay.found.append(("total", Move(MoveKind.TOTAL, grid.wide(left), shape, shape), ()))
     for dim, real in relay.crops.items():
         relay.found.append(("aten.narrow.default", None, (dim, 0, real)))
-        relay.found.append(("aten.clone.default", None, ()))  # what it is a part of can be dropped
+        relay.found.append(("aten.clone.default", None, ()))  # so that the whole tensor can be dropped
         shape = (*shape[:dim], real, *shape[dim + 1 :])
     if copied := missing - gathered:
         relay.found.append(("copy", Move(MoveKind.COPY, grid.wide(copied), shape, shape), ()))

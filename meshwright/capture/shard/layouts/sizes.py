@@ -1,7 +1,7 @@
-"""The sizes of a flat graph for one batch: the shape of every tensor, the value of every number, and where its rows are.
+"""The sizes of a flat graph for one batch: the shape of every tensor, the value of every number, and the dimension with rows.
 
-A flat graph has the sizes of its example. Other batches are worked out on tensors without data, and so is which dimension of a
-value has the rows of the batch: it is the one that grows when there are more rows.
+A flat graph has the sizes of its example. Sizes of other batches are computed on tensors without data. So is the dimension that
+has the rows of the batch: it is the dimension that grows with the number of rows.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of tensors and values of numbers by the names of nodes; `grows` has the dimension with rows, where there is one."""
+    """Shapes of tensors and values of numbers by the names of nodes; `grows` has the dimension with rows, if any."""
 
     shapes: dict[str, Shape]
     numbers: dict[str, Any]
     grows: dict[str, int]
     rows: int
     unknown: dict[str, str] = field(default_factory=dict)
-    """Values whose sizes depend on what is in a batch, and why."""
+    """Values whose sizes depend on the data of a batch, and why."""
 
 
 def example_sizes(flat: Flat) -> Sizes:
-    """The sizes of the batch that the graph was captured with."""
+    """Returns the sizes of the batch that the graph was captured with."""
     shapes = {node.target: node.size.shape for node in flat.nodes if node.kind is NodeKind.COLUMN and node.size is not None}
     return sizes_for(flat, shapes)
 
 
 def sizes_for(flat: Flat, columns: Mapping[str, Shape]) -> Sizes:
-    """The sizes for a batch with columns of these shapes."""
+    """Returns the sizes for a batch with columns of these shapes."""
     first, numbers, unknown = _run(flat, columns)
     rows = next(iter(columns.values()))[0]
     more, _, _ = _run(flat, {name: (2 * shape[0], *shape[1:]) for name, shape in columns.items()})
@@ -55,13 +55,13 @@ def _grown(shape: Shape, more: Shape) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Unknown:
-    """Stands for a value whose size depends on what is in a batch."""
+    """A placeholder for a value whose size depends on the data of a batch."""
 
     why: str
 
 
 def _run(flat: Flat, columns: Mapping[str, Shape]) -> tuple[dict[str, Shape], dict[str, Any], dict[str, str]]:
-    """All nodes of a graph that its result depends on, on tensors without data."""
+    """Runs the nodes that the result of a graph depends on, on tensors without data."""
     values: dict[str, Any] = {}
     alive = Line(flat, frozenset()).alive()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def _called(node: Node, args: Any, kwargs: Any) -> Any:
 
 
 def _region(flat: Flat, given: Any) -> Any:
-    """A piece of graph under a switch: its columns are its arguments, in order."""
+    """Returns the subgraph of a switch as a graph. Its columns are its arguments, in order."""
     values: dict[str, Any] = {}
     inputs = iter(given)
     for node in flat.nodes:

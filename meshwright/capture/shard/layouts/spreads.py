@@ -1,4 +1,4 @@
-"""Spreads and padding as layouts of values."""
+"""Converts spreads and padding to layouts of values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.costs.scheme import Axes, Spread
 
 
 def spread_layout(walk: ShardWalk, name: str, spread: Spread, last: Dim) -> Layout:
-    """A value whose rows, sequence and features are cut as a spread says; the last dimension is given."""
+    """Returns the layout of a value whose rows, sequence and features are cut as in a spread; the last dimension is given."""
     shape, grows = walk.shape(name), walk.sizes.grows.get(name)
     found: list[Dim] = [*whole(shape[:-1]), last]
     if grows is None or grows >= len(shape) - 1:
@@ -25,19 +25,19 @@ def spread_layout(walk: ShardWalk, name: str, spread: Spread, last: Dim) -> Layo
 
 
 def present(layout: Layout, spread: Spread) -> Spread:
-    """A spread without the axes that a layout had no place for."""
+    """Returns a spread without the axes that a layout does not have."""
     there = axes_of(layout)
     rows, sequence = (tuple(axis for axis in axes if axis in there) for axes in (spread.rows, spread.sequence))
     return Spread(rows, sequence, spread.features)
 
 
 def padded(walk: ShardWalk, size: int, axes: Axes) -> Factor:
-    """A factor that is filled up to a size that divides."""
+    """Returns a factor that is padded to a size that divides."""
     parts = walk.grid.size(axes)
     full = -(-size // parts) * parts
     return Factor(full, axes, size if full != size else None)
 
 
 def only(dim: Dim, axes: Axes) -> Dim:
-    """A dimension that only some of its axes cut."""
+    """Returns a dimension that only these of its axes cut."""
     return tuple(Factor(f.size, tuple(axis for axis in f.axes if axis in axes), f.real) for f in dim)

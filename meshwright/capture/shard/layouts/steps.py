@@ -1,4 +1,4 @@
-"""A local program: what one rank runs in place of the operations of a flat graph, as data, the same for all ranks of a grid."""
+"""A local program as data: the steps that a rank runs instead of the operations of a flat graph. It is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.tensor.moves import Move
 
 
 class StepKind(Enum):
-    """What a step is."""
+    """The kinds of steps."""
 
     OPERATION = "operation"  # an operation of torch, by the name that the flat graph has for it
     LOCAL = "local"  # a function of `tensor/local_ops.py`
@@ -25,14 +25,14 @@ class StepKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The value of another step, where it stands among arguments."""
+    """A reference to the value of another step, among the arguments of a step."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Where the block of a rank begins: its place along some axes, times the size of a block."""
+    """The offset of a rank's block: its position along some axes times the size of a block."""
 
     axes: Axes
     block: int
@@ -40,7 +40,7 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step. `shape` is that of a rank's part, None for what is no tensor; `learns` says that a gradient comes back."""
+    """One step. `shape` is that of a rank's part, None if it is not a tensor. `learns`: it needs a gradient."""
 
     name: str
     kind: StepKind
@@ -54,12 +54,12 @@ class Step:
     node: Node | None = None
     layout: Layout | None = None
     weight: bool = False
-    """Does it move a weight? It then depends on no activation and can be started ahead."""
+    """Whether it moves a weight. Then it depends on no activation and can start early."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """How a parameter is stored, and the axes over which its gradient is a part until gradients are added up."""
+    """How a parameter is stored, and the axes over which its gradient is a partial sum until gradients are reduced."""
 
     layout: Layout
     unsummed: frozenset[str]

@@ -1,13 +1,13 @@
-"""One pass over the operations of a flat graph: what is whole becomes local, and moves stand where layouts change.
+"""One pass over the operations of a flat graph: replaces them by local operations, with moves where layouts change.
 
-Values have layouts. Columns and values that depend on no parameter are whole and without a gradient: they are sliced where
-they are read. Values that depend on parameters and such values alone (position embeddings, relative biases) are *light*: they
-are made where they are read, in the layout that is wanted there, so that their parameters are cut instead. All else has the
-layout that its rule gave it, and is moved where a reader wants another.
+Every value has a layout. Columns and values that depend on no parameter (*free* values) are whole and have no gradient; readers
+take slices of them. Values that depend only on parameters and free values (position embeddings, relative biases) are *light*:
+they are computed where they are read, in the layout of the reader, so that their parameters are cut. All other values have the
+layout that their rule gave them, and are moved if a reader needs another.
 
-The gradient of what is whole over an axis is whole, on every rank the same. Work that is cut over an axis gives parts: a reader
-says over which axes its work is cut, and what it reads whole over one of them is copied in, with a sum on the way back. Only
-parameters keep parts, until gradients are added up.
+If a value is whole over an axis, its gradient is whole too, and equal on all ranks. Work that is cut over an axis makes partial
+gradients. So a reader declares the axes that cut its work, and a value that is whole over one of them is read through a `copy`
+move, whose adjoint is a sum. Only parameters keep partial gradients, until gradients are reduced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ShardWalk:
-    """A pass over some nodes; layouts of what they take from others are given."""
+    """A pass over some nodes. The layouts of their inputs are given."""
 
     def __init__(self, task: Task, layouts: dict[str, Layout]) -> None:
         self.task, self.layouts = task, layouts
@@ -50,44 +50,44 @@ class ShardWalk:
     # what is known of a value
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a value."""
+        """Returns the whole shape of a value."""
         return self.sizes.shapes[name]
 
     def is_parameter(self, name: str) -> bool:
-        """Is it a parameter?"""
+        """Whether it is a parameter."""
         node = self.flat.by_name[name]
         return node.kind is NodeKind.STATE and node.target in self.line.parameters
 
     def parameter(self, name: str) -> str:
-        """The first name of a parameter."""
+        """Returns the first name of a parameter."""
         return self.task.ties[self.flat.by_name[name].target]
 
     def is_free(self, name: str) -> bool:
-        """Does it depend on no parameter?"""
+        """Whether it depends on no parameter."""
         return name in self.line.free
 
     def is_soft(self, name: str) -> bool:
-        """Is it made in whatever layout it is wanted? Parameters, and buffers that change, are too."""
+        """Whether it can be made in any layout: light values, parameters, and buffers that change."""
         return self.is_free(name) or name in self.task.light or self.flat.by_name[name].kind is NodeKind.STATE
 
     def layout(self, name: str) -> Layout:
-        """The layout that a value has."""
+        """Returns the layout of a value."""
         return whole(self.shape(name)) if self.is_soft(name) else self.layouts[name]
 
     def learns(self, name: str) -> bool:
-        """Does a gradient come back to it?"""
+        """Whether it needs a gradient."""
         return name in self.task.learning
 
     def wide(self, axes: Iterable[str]) -> frozenset[str]:
-        """Those of some axes that cut at all."""
+        """Returns the axes with more than one rank."""
         return frozenset(self.grid.wide(axes))
 
     def tensors(self, tree: Any) -> list[str]:
-        """The tensors among arguments."""
+        """Returns the tensors among arguments."""
         return [ref.name for ref in refs(tree) if ref.name in self.sizes.shapes]
 
     def plain(self, tree: Any) -> Any:
-        """Arguments without tensors: numbers as they are for this batch."""
+        """Returns arguments that contain no tensors, with numbers of this batch."""
         return mapped(tree, lambda leaf: self.sizes.numbers[leaf.name] if isinstance(leaf, Ref) else leaf)
 
     # steps
@@ -103,7 +103,7 @@ class ShardWalk:
         learns: bool = True,
         **more: Any,
     ) -> str:
-        """One more step; returns its name."""
+        """Adds a step and returns its name."""
         base = self._node.name if self._node is not None else "given"
         name = f"{base}__{len(self.program)}"
         shape = more.pop("shape", local_shape(layout, self.grid) if layout is not None else None)
@@ -115,24 +115,24 @@ class ShardWalk:
         return name
 
     def call(self, target: str, args: Any, layout: Layout, kwargs: Mapping[str, Any] | None = None) -> Made:
-        """An operation of torch on local tensors."""
+        """Adds a torch operation on local tensors."""
         learns = any(self.program_learns(arg.name) for arg in locals_in((args, kwargs or {})))
         return Made(self.step(StepKind.OPERATION, target, args, kwargs, layout=layout, learns=learns), layout)
 
     def local(self, target: str, args: Any, layout: Layout) -> Made:
-        """A function of our own on local tensors."""
+        """Adds a function of `tensor/local_ops.py` on local tensors."""
         learns = any(self.program_learns(arg.name) for arg in locals_in(args))
         return Made(self.step(StepKind.LOCAL, target, args, layout=layout, learns=learns), layout)
 
     def program_learns(self, step: str) -> bool:
-        """Does a gradient come back to a step, or to a value that was given?"""
+        """Whether a step or an input needs a gradient."""
         made = self._steps.get(step)
         return made.learns if made is not None else self.learns(step)
 
     # reading
 
     def read(self, name: str, want: Layout | None = None, work: Iterable[str] = (), *, planned: bool = False) -> Local:
-        """A value in a layout, for work that is cut over these axes. What moves it is reported unless the scheme plans it."""
+        """Returns a value in a layout, for work that is cut over these axes. Moves are reported unless the scheme plans them."""
         want = self.layout(name) if want is None else want
         missing = self.wide(work) - axes_of(want) if self.learns(name) else frozenset[str]()
         key = (name, bare(want, self.grid), missing)
@@ -144,7 +144,7 @@ class ShardWalk:
         return Local(self._again[key])
 
     def _report(self, steps: list[Step]) -> None:
-        """Note changes of layout that are no part of the scheme."""
+        """Reports changes of layout that the scheme does not plan."""
         kinds = [str(step.move.kind) for step in steps if step.move is not None and step.move.kind is not MoveKind.COPY]
         if kinds and self._node is not None:
             self.found.extra.append(ExtraMove(self._node.path, self._node.target, ", ".join(kinds)))
@@ -170,10 +170,10 @@ class ShardWalk:
         path: str = "",
         weight: bool = False,
     ) -> str:
-        """A step's value in another layout; `parts` are axes over which it is still a part of a sum."""
+        """Returns the value of a step in another layout. `parts` are the axes over which it is still a partial sum."""
         learns = self.program_learns(source)
         if any(_repads(h, w) for h, w in zip(bare(have, self.grid), bare(want, self.grid), strict=True)):
-            plain = whole(length(dim) for dim in have)  # padding goes before anything is cut anew
+            plain = whole(length(dim) for dim in have)  # padding is removed before new cuts
             source = self.moved(source, have, plain, missing=set(missing) - axes_of(want), parts=parts, path=path, weight=weight)
             have, parts = plain, ()
             missing = set(missing) & axes_of(want)
@@ -188,7 +188,7 @@ class ShardWalk:
         return source
 
     def own(self, name: str, layout: Layout, unsummed: Iterable[str]) -> None:
-        """A parameter is stored in a layout, and its gradient is a part over some axes."""
+        """Stores a parameter in a layout. Its gradient is a partial sum over some axes."""
         first = self.parameter(name)
         if first in self.task.shared:
             if first not in self.found.cuts:
@@ -202,12 +202,12 @@ class ShardWalk:
             raise SharedParameterError(first)
 
     def shared(self, name: str, want: Layout, missing: Iterable[str]) -> str:
-        """A parameter with several kinds of readers: moved to each of them, its gradient added up on the way back."""
+        """Reads a parameter whose readers need different layouts: it is moved to each, and the adjoints sum its gradient."""
         have = self.found.cuts[self.parameter(name)].layout
         return self.moved(self.stored(name), have, want, missing=missing, path=self.parameter(name))
 
     def stored(self, name: str) -> str:
-        """This rank's part of a parameter."""
+        """Returns this rank's part of a parameter."""
         first = self.parameter(name)
         if ("parameter", first) not in self._again:
             layout = self.found.cuts[first].layout
@@ -215,7 +215,7 @@ class ShardWalk:
         return self._again["parameter", first]
 
     def divisible(self, layout: Layout, what: str) -> None:
-        """Refuses a layout whose sizes do not divide."""
+        """Raises if the sizes of a layout do not divide."""
         for dim in layout:
             for factor in dim:
                 if factor.size % self.grid.size(factor.axes):
@@ -224,7 +224,7 @@ class ShardWalk:
     # nodes
 
     def node(self, node: Node) -> None:
-        """One more operation of the graph."""
+        """Adds an operation of the flat graph."""
         self._node = node = positional(node)
         if node.name in self.sizes.unknown:
             raise MeshwrightError(
@@ -241,7 +241,7 @@ class ShardWalk:
 
     def _made(self, node: Node) -> Made | None:
         replicated = any(node.path == part or node.path.startswith(f"{part}.") for part in self.task.replicate)
-        if replicated or node.changes:  # what changes a buffer (statistics and counters of norms) writes into the buffer itself
+        if replicated or node.changes:  # operations on statistics and counters of norms write into the buffer itself
             return self.native(node)
         made, problem = self._ruled(node)
         if made is not None or node.name in self.pieces:
@@ -254,7 +254,7 @@ class ShardWalk:
         return self.native(node)
 
     def _ruled(self, node: Node) -> tuple[Made | None, NoRuleError | None]:
-        """What the rule of an operation makes of it, or why it does not."""
+        """Returns the result of the rule of an operation, or why the rule does not apply."""
         if node.name in self.task.misfits:
             return None, no_rule(node, self.task.misfits[node.name])
         known, rule = len(self.found.extra), self.task.rules.get(operation(node))
@@ -270,7 +270,7 @@ class ShardWalk:
         return None, problem
 
     def native(self, node: Node) -> Made | None:
-        """A node as it is, on whole values, the same on every rank: what is cut is gathered, as an extra move."""
+        """Runs a node on whole values, equally on every rank. Inputs that are cut are gathered, as extra moves."""
         names = self.tensors((node.args, node.kwargs))
         given = {name: self.read(name, whole(self.shape(name))) for name in names}
         if node.writes and not node.changes:
@@ -292,7 +292,7 @@ class ShardWalk:
 
 
 def _repads(have: Dim, want: Dim) -> bool:
-    """Is a padded dimension wanted cut with other padding?"""
+    """Whether a padded dimension is needed with other padding."""
     if have == want or not axes_of((want,)):
         return False
     sizes = [[(factor.size, factor.real) for factor in dim] for dim in (have, want)]

@@ -1,4 +1,4 @@
-"""What a walk over a flat graph works on and finds: the task that all walks over a model share, and lines of the report."""
+"""The input and output of a walk over a flat graph: the task that all walks over a model share, and their findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Push = Callable[["ShardWalk", Node, Layout, frozenset[str]], str]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a rule has made of a node: the step with its value, and its layout."""
+    """The result of a rule: the step that computes the value, and its layout."""
 
     step: str
     layout: Layout
@@ -30,7 +30,7 @@ class Made:
 
 @dataclass
 class Findings:
-    """What is found out about a model on the way."""
+    """The findings of the walks over a model."""
 
     cuts: dict[str, ParameterCut] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Task:
-    """What all walks over a model share."""
+    """The input that all walks over a model share."""
 
     line: Line
     sizes: Sizes
@@ -54,25 +54,25 @@ class Task:
     light: frozenset[str]
     users: Mapping[str, tuple[Node, ...]]
     learning: frozenset[str]
-    """Values that a gradient comes back to."""
+    """Values that need a gradient."""
     values: frozenset[str]
-    """Values that depend on what is in a batch, not only on its shape."""
+    """Values that depend on the data of a batch, not only on its shape."""
     whole: frozenset[str] = frozenset()
-    """Operations that may read whole parameters on every rank though what else they read is cut."""
+    """Operations that may read whole parameters on every rank although their other inputs are cut."""
     misfits: Mapping[str, str] = field(default_factory=dict)
-    """Operations that their rule does not fit, and why: they run on whole values."""
+    """Operations whose rule does not apply, and why. They run on whole values."""
     shared: frozenset[str] = frozenset()
-    """Parameters with readers that cut their work differently, by their first names."""
+    """Parameters whose readers are cut in different ways, by their first names."""
 
 
 def operation(node: Node) -> str:
-    """The name of an operation without its overload, and without the underscore of one that works in place."""
+    """Returns the name of an operation without its overload, and without the underscore of an in-place operation."""
     parts = node.target.split(".")
     return ".".join(parts[:2]).rstrip("_") if not parts[1].startswith("__") else ".".join(parts[:2])
 
 
 def locals_in(tree: Any) -> list[Local]:
-    """The values of steps among arguments."""
+    """Returns the steps among arguments."""
     found: list[Local] = []
     mapped(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Local) else None)
     return found

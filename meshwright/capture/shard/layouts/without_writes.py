@@ -1,7 +1,7 @@
-"""Writes into a part of a tensor as new tensors: `x[..., :4] = y` becomes x' = slice_scatter(x, y), and later readers read x'.
+"""Replaces writes into a tensor by new tensors: `x[..., :4] = y` becomes x' = slice_scatter(x, y), and later readers read x'.
 
-A local program has no memory that several values share, so that a write must be a value of its own. A graph in which another
-view of the same memory is read after a write stays as it is; the rule of the writing operation then refuses it.
+Values of a local program do not share memory, so the result of a write must be a new value. If another view of the same memory
+is read after a write, the graph is not changed, and the rule of the writing operation refuses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.capture.shard.layouts.walk_task import operation
 from meshwright.capture.trace.graph import Flat, Node, NodeKind, Ref, mapped, refs
 
 Back = Callable[[Node, str, str], tuple[str, tuple[Any, ...]]]
-"""From a view, the name of its source and that of its new value: the operation that gives the new source."""
+"""Returns the operation that computes the new source from a view, the name of its source and that of its new value."""
 
 
 def _scattered(kind: str) -> Back:
@@ -50,7 +50,7 @@ _WRITES = tuple(
 
 
 class _Writes:
-    """A graph on its way: nodes so far, and the newest value of every name."""
+    """The state of the replacement: nodes so far, and the newest value of every name."""
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
@@ -60,7 +60,7 @@ class _Writes:
         self.free_memory = max((m for node in flat.nodes for m in node.memory), default=0) + 1
 
     def chain(self, node: Node) -> list[Node] | None:
-        """The views between a written value and the tensor whose memory it is, the innermost first; that tensor is last."""
+        """Returns the views from a written value to the tensor that owns the memory, which is last."""
         found, at = list[Node](), self.flat.by_name[node.args[0].name]
         while at.kind is NodeKind.CALL and operation(at) in _BACK and not at.kwargs and at.target != "aten.view.dtype":
             found.append(at)
@@ -68,7 +68,7 @@ class _Writes:
         return [*found, at] if set(at.memory) >= set(node.writes) and at.kind is NodeKind.CALL else None
 
     def write(self, node: Node) -> bool:
-        """Replace one write; False if it cannot be."""
+        """Replaces one write. Returns False if that is not possible."""
         parts = node.target.split(".")
         target = ".".join((parts[0], parts[1].rstrip("_"), *parts[2:]))
         chain = self.chain(node) if parts[1].endswith("_") and operation(node) in _WRITES and not node.kwargs else None
@@ -87,7 +87,7 @@ class _Writes:
         return True
 
     def plain(self, node: Node) -> None:
-        """A node that writes nothing."""
+        """Adds a node that writes nothing."""
         self.nodes.append(replace(node, args=self.read(node.args), kwargs=self.read(node.kwargs)))
 
     def _add(self, node: Node, like: str) -> None:
@@ -97,11 +97,11 @@ class _Writes:
             self.like[node.name] = like
 
     def read(self, tree: Any) -> Any:
-        """Arguments with the newest values."""
+        """Returns arguments with the newest values."""
         return mapped(tree, lambda leaf: Ref(self.newest.get(leaf.name, leaf.name)) if isinstance(leaf, Ref) else leaf)
 
     def _stale(self, node: Node, chain: set[str]) -> bool:
-        """Is another view of the memory, made before, read after a write?"""
+        """Whether an older view of the same memory is read after a write."""
         after, before = False, set[str]()
         for other in self.flat.nodes:
             if after and any(name in before for name in other.reads):
@@ -114,7 +114,7 @@ class _Writes:
 
 
 def _replaced(line: Line, kept: set[int]) -> tuple[_Writes, set[int]]:
-    """A graph without writes, but for those into some storages; and the storages of a write that cannot be replaced."""
+    """Returns a graph without writes, except into some storages, and the storages of a write that cannot be replaced."""
     work = {node.name for node in line.work}
     graph = _Writes(line.flat)
     for node in line.flat.nodes:
@@ -126,9 +126,9 @@ def _replaced(line: Line, kept: set[int]) -> tuple[_Writes, set[int]]:
 
 
 def without_writes(line: Line, sizes: Sizes, places: Sequence[int]) -> tuple[Line, Sizes, tuple[int, ...]]:
-    """The same model without writes into values that depend on parameters, where they can be replaced; and its places.
+    """Returns the model without writes into values that depend on parameters, if they can be replaced, and its places.
 
-    Memory with a write that cannot be replaced keeps all of its writes.
+    If one write into a tensor cannot be replaced, all writes into it stay.
     """
     kept, (graph, problem) = set[int](), _replaced(line, set())
     while problem:

@@ -1,1 +1,1 @@
-"""How operations run on parts: one file per kind of operation."""
+"""How operations run on shards: one file per kind of operation."""

@@ -1,4 +1,4 @@
-"""Where features come from and where they lead: the product behind a value, and what reads a value to the end."""
+"""Where features come from and where they go: the product that made a value, and the operations that follow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations along some dimensions, which must be whole; all others stay cut as they are."""
+"""Operations along some dimensions (softmax, sort, cumsum), which must be whole. All other dimensions stay cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that work element by element: the operand that is cut most says how, all others follow it."""
+"""Elementwise operations: the result has the layout of the operand with the most cuts, and all others follow it."""
 
 from __future__ import annotations
 

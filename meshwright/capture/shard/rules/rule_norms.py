@@ -1,4 +1,4 @@
-"""Norms, means and sums: what is cut along the dimension in question is added up by a move."""
+"""Norms, means and sums: if the reduced dimension is cut, a move adds up the partial sums."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _arguments(walk: ShardWalk, node: Node) -> tuple[str, str | None, str | None
 
 
 def norm(walk: ShardWalk, node: Node) -> Made | None:
-    """LayerNorm and RMSNorm over the features. ParameterCut features: sums over their axes, centred before they are squared."""
+    """LayerNorm and RMSNorm over the features. If features are cut, sums go over their axes, and values are centred first."""
     source, weight, bias, eps = _arguments(walk, node)
     layout, width = walk.layout(source), walk.shape(source)[-1]
     if list(walk.plain(node.args[1])) != [width] or _padded(layout) or node.kwargs:

@@ -1,4 +1,4 @@
-"""Products with a weight: whoever reads the residual spread expands, whoever reads the inner one contracts."""
+"""Products with a weight: a product that reads the residual spread expands, one that reads the inner spread contracts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten
 TRANSPOSES = ("aten.t", "aten.transpose", "aten.permute", "aten.numpy_T", "aten.T", "aten.mT")
 LOSSES = ("aten.cross_entropy_loss",)
 _NARROW = 4
-"""A weight is narrow if it has at most one output for so many inputs."""
+"""A weight is narrow if it has at most one output per this many inputs."""
 
 
 @dataclass(frozen=True, slots=True)

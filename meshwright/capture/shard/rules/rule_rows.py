@@ -1,6 +1,6 @@
-"""Operations whose rows do not see each other: rows stay cut as they are, all other dimensions are whole.
+"""Operations that work on each row separately: rows stay cut, all other dimensions are whole.
 
-Their parameters are whole on every rank; over the axes that cut the rows a gradient is a part until gradients are added up.
+Their parameters are whole on every rank. Over the axes that cut rows, a gradient is a partial sum until gradients are reduced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rule of every operation, by its name: how it runs on parts, and how a light value is made in a layout that is wanted."""
+"""The rule of every operation, by name: how it runs on shards, and how a light value is made in a given layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups in tables, and convolutions: a table of tokens is cut by its rows, a table of positions by its features."""
+"""Embedding lookups and convolutions: a table of tokens is cut by its rows, a table of positions by its features."""
 
 from __future__ import annotations
 
