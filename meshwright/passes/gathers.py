@@ -1,8 +1,8 @@
-"""Adds the gathers of units whose holders divide them among them.
+"""ZeRO: adds the actions that gather the parameters of divided units. `runtime/parameters/shares.py` runs them.
 
 zero-1, zero-2   after each update: parameters stay whole between steps
-zero-3           before each use, one action ahead, so that the gather runs behind the action before it. An entry that uses the
-                 same unit as the entry before it shares its gather. Whole parameters end with their last reader.
+zero-3           before each use, one action ahead, so that the gather overlaps with the action before it. An entry that uses
+                 the same unit as the entry before it shares its gather. Whole parameters are freed after their last reader.
 """
 
 from __future__ import annotations

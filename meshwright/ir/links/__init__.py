@@ -1,1 +1,1 @@
-"""Links, devices and hosts, and the times of collectives over them: the parts of a cluster."""
+"""Links, devices and hosts, and the times of collectives over them: the building blocks of a cluster."""

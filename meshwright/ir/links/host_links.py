@@ -1,4 +1,4 @@
-"""Links between devices of hosts, found from the hosts and not from all pairs of devices."""
+"""Links between devices, computed from their hosts without a loop over all pairs of devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FREE = Link()
 
 
 def crossing(one: Host, other: Host, spine: Link | None) -> Link:
-    """Returns the link between devices of two hosts. The slower card decides, and the link between racks if they differ."""
+    """Returns the link between devices of two hosts. It is the slower card, or the link between racks if that is slower."""
     found = one.card.slower(other.card)
     return found if spine is None or one.rack == other.rack else found.slower(spine)
 

@@ -60,5 +60,5 @@ class Link:
         return Link(max(self.latency_s, other.latency_s), min(self.bytes_per_s, other.bytes_per_s))
 
     def divided(self, flows: int) -> Link:
-        """Returns what one of several equal flows gets of this link."""
+        """Returns the share of this link that one of several equal flows gets."""
         return self if flows <= 1 else Link(self.latency_s, self.bytes_per_s / flows)

@@ -85,5 +85,5 @@ class Host:
         return device * self.cards // self.devices if self.cards else device
 
     def flow(self, devices: int) -> Link:
-        """Returns what one of so many flows to other hosts gets, each of another device, if the busiest card carries it."""
+        """Returns the share that one of several flows to other hosts gets on the busiest card, each flow from another device."""
         return self.card.divided(-(-devices // self.cards)) if self.cards else self.card

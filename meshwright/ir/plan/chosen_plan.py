@@ -1,4 +1,4 @@
-"""What a planner returns: stages on devices, how long a step takes, how good that is, and what else was tried."""
+"""`Plan`, the result of a planner: stages on devices, predicted step time and memory, a lower bound, and other plans it tried."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Rejected:
         plan: The plan in words.
         step_s: Its predicted time of a step; infinite if it was not simulated.
         reason: Why it was not chosen.
-        row: The numbers of a table: degrees, schedule, rates, peak.
+        row: The columns of its table row: degrees, schedule, rates, peak.
     """
 
     plan: str
@@ -99,13 +99,13 @@ class Plan:
         microbatches: Microbatches of one step.
         step_s: The predicted time of a step, with the rows that really cross between stages.
         lower_bound_s: No order of these stages is faster; from a search: no plan that was enumerated is faster.
-        peak_bytes: The most that a device of each worker holds.
+        peak_bytes: The peak memory of a device, for each worker.
         paper_step_s: The time by the planner's own published cost model, if that differs.
         alternatives: What else was tried.
         planning_s: How long planning took.
         parallel: The plan as keywords of `Parallel`, with the rank layout.
-        memory: For each worker what its peak consists of.
-        causes: What the time of a step consists of, in seconds.
+        memory: The peak of each worker by class.
+        causes: The time of a step by cause, in seconds.
         counts: How many plans were enumerated, bounded, rejected, simulated and proved.
         row: Degrees, rates and peak of the plan, as a row of a table.
         notes: What was assumed.

@@ -1,4 +1,4 @@
-"""What a user asks for: degrees, a schedule and its options. The API, plan files and CLI flags share this one type."""
+"""`Parallel`, what a user asks for: degrees, a schedule and its options. The API, plan files and CLI flags share this type."""
 
 from __future__ import annotations
 

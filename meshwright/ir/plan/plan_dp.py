@@ -1,4 +1,4 @@
-"""How the data-parallel copies of a plan share parameters, gradients and optimizer state, and what follows from it."""
+"""The `dp_mode` of a plan: how data-parallel copies share parameters, gradients and optimizer state. Parsed and checked here."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.ir.input_limits import shown
 from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
 
 ZERO_3_STAGES = 4
-"""Into how many stages zero-3 cuts a model, unless the option `chunks` says otherwise."""
+"""The number of stages that zero-3 cuts a model into, if the option `chunks` is not given."""
 
 
 class DpMode(StrEnum):
-    """What a data-parallel copy holds, and when copies exchange it."""
+    """What a data-parallel copy holds, and what copies exchange."""
 
     REPLICATED = "replicated"  # everything whole on every copy
     ZERO_1 = "zero-1"  # optimizer state in slices
@@ -46,7 +46,7 @@ class DpMode(StrEnum):
         return self in (DpMode.CYCLIC_MP, DpMode.CYCLIC_PP)
 
     def workers(self, dp: int, stages: int | None = None) -> int:
-        """Returns the workers of a cyclic schedule for so many copies. Some forms have workers for each stage, else dp stages."""
+        """Returns the number of workers of a cyclic schedule. In some forms it depends on the stages, otherwise on `dp`."""
         count = stages if stages is not None and self.has_stage_workers else dp
         return count * (count + 1) // 2 if self is DpMode.CYCLIC_MP else count
 
@@ -59,7 +59,7 @@ def parse_dp_mode(name: object) -> DpMode:
 
 
 def refuse_beside_cyclic(mode: DpMode, given: dict[str, Any]) -> None:
-    """Raises if a plan says something that a cyclic mode decides itself."""
+    """Raises if a plan sets a field that a cyclic mode determines."""
     dp, what = given["dp"], f'dp_mode="{mode}"'
     if given["order"] is not None or not isinstance(given["schedule"], UnsaidName):
         raise MeshwrightError(f"schedule={shown(given['schedule'])} and {what} cannot be combined", fix="leave out the schedule")

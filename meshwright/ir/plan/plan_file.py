@@ -34,7 +34,7 @@ KEYS = frozenset({"schema", "parallel", "order"})
 PLANNED_KEYS = KEYS | {"kind", "stages", "predicted", "made_for"}
 WHAT = "a plan file"
 AUTO = "auto"
-"""As `parallel=`: the plan is chosen at the start of a run."""
+"""The value of `parallel=` that chooses a plan at the start of a run."""
 
 _log = logging.getLogger(__name__)
 

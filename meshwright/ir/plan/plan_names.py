@@ -1,4 +1,4 @@
-"""Defaults that a user did not set, told apart from equal values that a user did set."""
+"""Marks default values of a plan, so that a value that the user set can be told apart from an equal default."""
 
 from __future__ import annotations
 

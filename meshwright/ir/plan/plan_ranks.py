@@ -1,7 +1,7 @@
-"""The `ranks` of a plan: which process runs which place, if that is not simply process 0 for place 0, and so on.
+"""The `ranks` of a plan: the process that runs each place. By default process i runs place i.
 
-A place is worker w of data-parallel copy j at tensor coordinate c; places are counted coordinate first, then worker, then copy.
-Ranks that no place names are idle.
+A place is worker w of data-parallel copy j at tensor coordinate c. Places are numbered with the coordinate fastest, then the
+worker, then the copy. Ranks without a place are idle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensor-parallel fields of a plan: types, and values that follow from each other. Modes themselves are in `costs/`."""
+"""The tensor-parallel fields of a plan: checks their types and fills in values that follow from others. Modes are in `costs/`."""
 
 from __future__ import annotations
 

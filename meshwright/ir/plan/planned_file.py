@@ -1,4 +1,4 @@
-"""The file of a chosen plan, `plan.json`: what to run, what was predicted for it, and from which inputs.
+"""The file of a chosen plan, `plan.json`: what to run, its prediction, and the inputs of the planner.
 
     {"schema": 2, "kind": "plan",
      "parallel": {"pp": 2, "schedule": "listed", "microbatches": 8, "ranks": [3, 1]},
@@ -7,8 +7,8 @@
      "predicted": {"step_s": 0.31, "lower_bound_s": 0.3, "peak_bytes": [2.1e9, 1.9e9]},
      "made_for": {"profile": {"digest": "...", "rows": [1, 2]}, "cluster": {"digest": "..."}, "batch": 64, "precision": "bf16"}}
 
-`order` is the schedule itself, if its lists depend on costs: what was planned is what runs. Everything that takes a plan file
-takes this one too, and reads `parallel` and `order` of it.
+`order` is the schedule itself, if its lists depend on costs, so that exactly the planned schedule runs. Any code that reads a
+plan file reads this one too, and uses its `parallel` and `order`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIGITS = 16
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """The content of a plan file. `stages`, `predicted` and `made_for` are empty in a file that only says what to run."""
+    """The content of a plan file. `stages`, `predicted` and `made_for` are empty if no planner made it."""
 
     parallel: Parallel
     stages: tuple[Mapping[str, Any], ...] = ()
@@ -61,7 +61,7 @@ def plan_file_json(
     Args:
         parallel: What to run. Its `order` is kept.
         stages: For each stage `layers` (first and last), `devices`, `width` and `recompute`.
-        predicted: What was predicted: `step_s`, `lower_bound_s`, `peak_bytes`, and whatever else JSON has.
+        predicted: The prediction: `step_s`, `lower_bound_s`, `peak_bytes`, and any other JSON values.
         made_for: The inputs: `profile` and `cluster` with their digests (`digest_of`), `batch`, `precision`.
 
     Returns:
@@ -98,7 +98,7 @@ def planned_file(path: str | Path) -> PlannedFile:
         path: A JSON file that `plan_file_json` or `plan_to_json` wrote.
 
     Returns:
-        The plan, and what was predicted for which inputs.
+        The plan, its prediction, and the inputs of the planner.
 
     Raises:
         MeshwrightError: The file cannot be read as a plan.
@@ -141,7 +141,7 @@ def cluster_digest(cluster: Cluster) -> str:
 
 
 def changed_inputs(made_for: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns in words which inputs are not those that a plan was made for. Inputs that only one side names are left out."""
+    """Describes the inputs that differ from those that a plan was made for. Inputs that only one side has are left out."""
     found = []
     for name in sorted(set(made_for) & set(now)):
         before, after = (side[name].get("digest") if isinstance(side[name], Mapping) else side[name] for side in (made_for, now))

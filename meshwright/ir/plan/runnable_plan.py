@@ -1,4 +1,4 @@
-"""A plan of a planner as something to run: its cuts, widths and devices as a `Parallel`."""
+"""Converts the `Plan` of a planner to a `Parallel` that runs: its cuts, widths and devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.ir.schedule import Schedule
 
 
 def runnable(plan: Plan, *, schedule: str = "listed", order: Schedule | None = None, costs: Sequence[StageCost] = ()) -> Parallel:
-    """Return what a chosen plan runs as.
+    """Convert a planner's plan to a `Parallel` that can run.
 
     Stages begin at the plan's layers, and worker w runs on the plan's device for it. If the plan has its own keywords of
     `Parallel`, these are used, and the cuts are added to them.
@@ -21,7 +21,7 @@ def runnable(plan: Plan, *, schedule: str = "listed", order: Schedule | None = N
     Args:
         plan: The plan.
         schedule: The schedule that it was priced with, if the plan does not say so itself.
-        order: The lists that it was priced with; they are trained as they are.
+        order: The schedule that it was priced with. It runs unchanged.
         costs: The costs that shaped the order.
 
     Returns:

@@ -1,6 +1,6 @@
-"""What one device achieves: FLOP/s of a matmul by precision, bytes per second of a copy, time of a small call, memory.
+"""Measures one device: FLOP/s of a matmul by precision, bytes per second of a copy, time of a small call, memory.
 
-Every rank measures at the same time, because ranks of one host share its memory and its power when they train, too.
+All ranks measure at the same time, because the ranks of a host share its memory and power in training too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LONG_S = 0.05
-"""How long a timed repetition takes at least, unless the largest size is reached."""
+"""The shortest time of a timed repetition, unless the largest size is reached."""
 REPETITIONS = 5
 SMALLEST, LARGEST = 256, 8192
 """Sides of the matrices that are multiplied."""
@@ -47,7 +47,7 @@ def _memory(device: torch.device, sharers: int) -> float:
 
 
 def timed(device: torch.device, work: Callable[[], object]) -> float:
-    """Returns the shortest time of some repetitions: other processes only ever add to it."""
+    """Returns the shortest time of some repetitions, because other processes can only make it longer."""
     found = []
     for _ in range(REPETITIONS):
         start = perf_counter()
@@ -59,7 +59,7 @@ def timed(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the FLOP/s of the largest matmul that was worth its time; None if the device cannot multiply this type."""
+    """Returns the FLOP/s of the largest matmul that does not take too long; None if the device cannot multiply this dtype."""
     side = SMALLEST
     while True:
         try:
@@ -80,7 +80,7 @@ def _bytes_per_s(device: torch.device) -> float:
 
 
 def _launch_s(device: torch.device) -> float:
-    """Returns the time of a call that computes nearly nothing: a small linear layer with its gradient."""
+    """Returns the time of a call with almost no compute: a small linear layer and its gradient."""
     layer = torch.nn.Linear(8, 8).to(device)
     rows = torch.ones(1, 8, device=device, requires_grad=True)
     return timed(device, lambda: layer(rows).sum().backward())

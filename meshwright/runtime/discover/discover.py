@@ -1,9 +1,9 @@
 """Measure this machine, or the cluster of a torchrun job, and describe it as a `Cluster`.
 
 1. Every rank measures its device, all at the same time.
-2. Pairs of ranks measure their link, one pair after the other. With more than ALL_PAIRS ranks one pair inside each host and one
-   for each two hosts is measured, and holds for the others.
-3. Rank 0 describes it: hosts with one link inside and one card each if that explains all pairs, else matrices.
+2. Pairs of ranks measure their link, one pair after another. With more than ALL_PAIRS ranks, only one pair inside each host and
+   one per pair of hosts is measured and used for the others.
+3. Rank 0 describes the result: as hosts, with one link inside and one card each, if that explains all pairs; else as matrices.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from meshwright.runtime.launch.workers import Workers, attach
 from meshwright.runtime.transport.choose import host_identity, open_transport
 
 ALL_PAIRS = 16
-"""Up to so many ranks every pair is measured."""
+"""The largest number of ranks for which every pair is measured."""
 TOLERANCE = 0.1
-"""Hosts describe a cluster if no pair differs more than this from what they say."""
+"""A cluster is described by hosts if no pair differs from them by more than this share."""
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """What was found, and its file."""
+    """The measured cluster, and its file."""
 
     cluster: Cluster
     text: str
 
 
 def discover(*, workers: int | None = None, ready: Callable[[], None] = lambda: None) -> Discovery | None:
-    """Measures this machine with local workers, or the job that torchrun has started; None on other ranks than the first.
+    """Measures this machine with local workers, or the job that torchrun has started. Returns None on ranks other than 0.
 
-    `ready` is called first, on rank 0 only. What it raises, all ranks raise.
+    `ready` is called first, on rank 0 only. If it raises, all ranks raise.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         if workers is not None:
@@ -66,7 +66,7 @@ def discover(*, workers: int | None = None, ready: Callable[[], None] = lambda: 
 
 
 def _first_rank(ready: Callable[[], None]) -> None:
-    """Calls a function on rank 0, and raises its refusal on all ranks."""
+    """Calls a function on rank 0. If it raises a MeshwrightError, all ranks raise it."""
     refused: list[str | None] | None = None
     if dist.get_rank() == 0:
         try:
@@ -83,7 +83,7 @@ def measure_local() -> Discovery | None:
 
 
 def measure_ranks(device: torch.device) -> Discovery | None:
-    """Measures a process group. All ranks call this together; the result is on the first."""
+    """Measures a process group. All ranks must call this; rank 0 gets the result."""
     homes: list[str] = all_gather_json(host_identity() or f"rank {dist.get_rank()}")
     _refuse_scattered(homes)
     sharers = homes.count(homes[dist.get_rank()])
@@ -102,7 +102,7 @@ def measure_ranks(device: torch.device) -> Discovery | None:
 
 
 def _refuse_scattered(homes: Sequence[str]) -> None:
-    """Raises on all ranks if the ranks of a host do not follow each other."""
+    """Raises on all ranks if the ranks of a host are not consecutive."""
     runs = [home for place, home in enumerate(homes) if place == 0 or homes[place - 1] != home]
     if len(runs) > len(set(runs)):
         raise MeshwrightError(
@@ -112,7 +112,7 @@ def _refuse_scattered(homes: Sequence[str]) -> None:
 
 
 def chosen_pairs(homes: Sequence[str]) -> list[tuple[int, int]]:
-    """Returns the pairs to measure: all, or one inside each host and one for each two hosts, in both directions."""
+    """Returns the pairs to measure: all, or one inside each host and one per pair of hosts, in both directions."""
     ranks = range(len(homes))
     if len(homes) <= ALL_PAIRS:
         return list(permutations(ranks, 2))
@@ -122,7 +122,7 @@ def chosen_pairs(homes: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def alike(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the measurements with those of one kind replaced by their medians: equal devices are not told apart by noise."""
+    """Returns the measurements, with devices of the same kind replaced by their median, so that noise does not separate them."""
     groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for one in found:
         groups.setdefault((one["kind"], one["memory_bytes"]), []).append(one)
@@ -137,12 +137,12 @@ def _typical(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float:
-    """Returns three digits: more were not measured."""
+    """Returns a number rounded to three digits, the precision of the measurement."""
     return float(f"{value:.3g}")
 
 
 def described(homes: Sequence[str], kinds: Sequence[Device], measured: Sequence[MeasuredPair]) -> Cluster:
-    """Returns hosts if one link inside and one card each explain all pairs, else matrices."""
+    """Returns a cluster of hosts if one link inside and one card each explain all pairs, else one with matrices."""
     names = list(dict.fromkeys(homes))
     home = [names.index(one) for one in homes]
     hosts = [_host(number, home, measured) for number in range(len(names))]
@@ -160,7 +160,7 @@ def described(homes: Sequence[str], kinds: Sequence[Device], measured: Sequence[
 
 
 def _host(number: int, home: Sequence[int], measured: Sequence[MeasuredPair]) -> Host:
-    """Returns a host with the medians of its pairs inside, and of its fastest pairs to others: the slower card decides."""
+    """Returns a host. Its inner link is the median of its pairs, its card the median of its fastest pairs to other hosts."""
     inside = [pair for pair in measured if home[pair.source] == home[pair.target] == number]
     outside = [pair for pair in measured if (home[pair.source] == number) != (home[pair.target] == number)]
     fastest = max((pair.bytes_per_s for pair in outside), default=0.0)

@@ -1,12 +1,12 @@
-"""Latency and bandwidth from one rank to another, over the transport that a run would use.
+"""Measures latency and bandwidth from one rank to another, over the transport that a run would use.
 
-Ranks are measured one pair after the other, while all others wait, so that no link is divided. A round trip of a small message
-gives the latency. Then messages grow and get more until they take long enough, and the receiver answers when it has them all:
+Pairs are measured one after another while all other ranks wait, so that no link is shared. A round trip of a small message gives
+the latency. Then messages grow in size and number until they take long enough, and the receiver answers after the last:
 
     source:  small ->  <- small     large -> large ->           <- small
 
-The bandwidth is the bytes over the time beyond the small round trip. The first messages of a size are not counted: they open
-buffers.
+The bandwidth is the bytes divided by the time beyond that of the small round trip. The first messages of a size are not counted,
+because buffers are allocated for them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from meshwright.ir.action import Kind
 from meshwright.runtime.transport.base import Channel, Transport
 
 ROUNDS = 9
-"""Round trips of small messages; the shortest counts, others are disturbed."""
+"""The number of round trips of small messages. The shortest counts."""
 FIRST, LARGEST = 1 << 18, 1 << 22
 """Bytes of the first and of the largest message."""
 MOST = 4096
-"""The most messages of one repetition."""
+"""The largest number of messages in one repetition."""
 LONG_S = 0.15
-"""Messages that take this long together are enough."""
+"""Messages grow until they take this long together."""
 REPEATS = 3
 KIND = Kind.ACT
 
 
 class MeasuredPair(NamedTuple):
-    """What was measured from one rank to another."""
+    """The latency and bandwidth from one rank to another."""
 
     source: int
     target: int
@@ -49,7 +49,7 @@ def channels(pairs: list[tuple[int, int]]) -> list[Channel]:
 
 
 def measure_pair(transport: Transport, rank: int, source: int, target: int, device: torch.device) -> MeasuredPair | None:
-    """Measures one pair. The two ranks call this together; the result is on the source, None on the other."""
+    """Measures one pair. Both ranks must call this; the source gets the result, the target None."""
     there, back = Channel(source, target, KIND), Channel(target, source, KIND)
     word = torch.zeros(1, dtype=torch.float64, device=device)
     if rank == target:
@@ -91,7 +91,7 @@ def _announce(transport: Transport, there: Channel, back: Channel, next_: tuple[
 
 
 def _answer(transport: Transport, there: Channel, back: Channel, word: torch.Tensor, device: torch.device) -> None:
-    """The receiver's part: small messages, then what is announced, until a size of 0."""
+    """Runs on the receiver: answers small messages, then announced messages, until a size of 0."""
 
     def answer(*buffers: torch.Tensor, count: int = 1) -> None:
         first = transport.receive(there, buffers[0])
@@ -117,7 +117,7 @@ def _answer(transport: Transport, there: Channel, back: Channel, word: torch.Ten
 
 
 def measure_pairs(transport: Transport, pairs: list[tuple[int, int]], device: torch.device) -> list[MeasuredPair]:
-    """Returns what this rank measured as a source. All ranks call this together; the pairs follow each other."""
+    """Returns the measurements of this rank as a source. All ranks must call this; pairs run one after another."""
     rank, found = dist.get_rank(), []
     for source, target in pairs:
         if rank in (source, target):

@@ -1,4 +1,4 @@
-"""Parameters of a unit that another worker owns. On this rank they have memory only while an action uses them.
+"""Parameters of a unit that another worker owns (cyclic ZeRO). On this rank they have memory only while an action uses them.
 
 A message brings them as flat tensors, one for each dtype. `open` copies these into the storage that the leaves of a version view,
 and `close` frees that storage. The graph of a forward holds views of it, so the backward fills the same storage again.

@@ -1,4 +1,4 @@
-"""The parameters of a rank during a run: the versions that an action reads, where its gradients go, sync, norm and update."""
+"""The parameters of a rank during a run: versions that actions read, gradients, reduction, norm, clipping and update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ Options = Callable[[torch.optim.Optimizer, int], None]
 
 @dataclass(frozen=True)
 class Rules:
-    """What an update does besides the optimizer step. With a flush, both rules apply to all gradients of the step."""
+    """Gradient clipping, and whether a step with a gradient that is not finite is skipped.
+
+    With a flush, both use the norm of all gradients of the step. Without a flush, each unit is clipped separately.
+    """
 
     clip: float | None = None
     skip_nonfinite: bool = False
@@ -36,11 +39,11 @@ class Rules:
             raise MeshwrightError(f"gradients must be clipped to a norm above 0, got {self.clip!r}", fix="clip=1.0, or clip=None")
 
     def of_each(self, units: int) -> Rules:
-        """Returns the rules of one of so many units that are clipped alone: together they have at most the norm `clip`."""
+        """Returns the rules of a unit if units are clipped separately: all units together then have at most the norm `clip`."""
         return self if self.clip is None else replace(self, clip=self.clip / units**0.5)
 
     def scale(self, norm: float) -> float:
-        """Returns the factor for gradients with this norm. A NaN norm makes all gradients NaN, as in torch."""
+        """Returns the factor that clips gradients with this norm. A NaN norm makes all gradients NaN, as in torch."""
         found = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
         return 1.0 if found > 1.0 else found
 

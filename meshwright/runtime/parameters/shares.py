@@ -1,4 +1,4 @@
-"""How the holders of a unit divide it among them: flat storage, one slice per holder, and pieces of parameters for the optimizer.
+"""ZeRO: how the holders of a unit divide it among them. Flat storage, one slice per holder, and pieces for the optimizer.
 
     flat        [ p0 ........ | p1 .. | p2 ............... | pad ]      one for each dtype; parameters are views of it
     slices      [ holder 0      | holder 1      | holder 2       ]      equal sizes

@@ -1,4 +1,4 @@
-"""The gradients of a unit whose holders divide it among them: each holder gets the sum of its slices.
+"""ZeRO gradients: each holder of a divided unit gets the sum of its own slices.
 
     whole gradients   [ g0 ........ | g1 .. | g2 ............... | pad ]   in the layout of the parameters (`shares.py`)
     slices            [ sum of this holder's slice ]                       what its optimizer reads

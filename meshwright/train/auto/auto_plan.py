@@ -35,12 +35,12 @@ from meshwright.train.profiling.profile_model import profile_model
 from meshwright.train.setup.where import launched
 
 SECONDS = 10.0
-"""How long a search may take."""
+"""The time limit of a search in seconds."""
 
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """What a plan is chosen for."""
+    """The model, batch and options that a plan is chosen for."""
 
     model: nn.Module
     """The model; on `meta` it needs no memory."""

@@ -1,4 +1,4 @@
-"""What a profile is asked for: rows, precision, optimizer, and whether the device is the one of this machine."""
+"""The arguments of a profile: rows, precision, optimizer, and whether the device is that of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.runtime.stage.precision import Precision
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What a profile is asked for."""
+    """The checked arguments of a profile."""
 
     rows: tuple[int, ...]
     precision: Precision

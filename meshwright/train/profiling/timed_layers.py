@@ -29,7 +29,7 @@ from meshwright.runtime.stage.stage import Record, Stage, leaves
 
 LONG_ENOUGH_S = 0.05
 MOST = 10
-"""A layer that is done before this time is repeated up to so many times as often as asked for."""
+"""A layer that takes less than `LONG_ENOUGH_S` is repeated up to `MOST` times as often as asked for."""
 SCALE = 0.02
 """The size of the random weights: about that of new models."""
 
@@ -42,7 +42,7 @@ class TimedLayer:
 
     @property
     def best(self) -> HalfTimes:
-        """The shortest times: other processes only ever add to them."""
+        """The shortest times, because other processes can only make them longer."""
         return HalfTimes(*(min(getattr(run, name) for run in self.runs) for name in ("forward_s", "input_s", "weight_s")))
 
     @property
