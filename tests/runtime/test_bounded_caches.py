@@ -19,8 +19,8 @@ from meshwright.runtime.stage import graphs_by_size
 from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.graphs_by_size import Graphs
 from meshwright.runtime.stage.layers import Layers
-from meshwright.runtime.transport import edges
-from meshwright.runtime.transport.edges import Incoming, Outgoing
+from meshwright.runtime.transport import send_receive
+from meshwright.runtime.transport.send_receive import Incoming, Outgoing
 from meshwright.train.setup.build_schedule import lists_for
 from meshwright.train.verify.verify import momentum
 from tests.conftest import Pool
@@ -35,12 +35,12 @@ FORMS, CONTRACTS = 5, 3
 @contextmanager
 def room_for(forms: int, contracts: int) -> Iterator[None]:
     """Less is kept in here."""
-    before = executor.FORMS, edges.CONTRACTS
-    executor.FORMS, edges.CONTRACTS = forms, contracts
+    before = executor.FORMS, send_receive.CONTRACTS
+    executor.FORMS, send_receive.CONTRACTS = forms, contracts
     try:
         yield
     finally:
-        executor.FORMS, edges.CONTRACTS = before
+        executor.FORMS, send_receive.CONTRACTS = before
 
 
 def ends() -> int:

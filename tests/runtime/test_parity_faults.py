@@ -17,7 +17,7 @@ from meshwright.runtime.parameters import unit as units
 from meshwright.runtime.parameters.parameters import Parameters
 from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.stage import Bundle, Stage
-from meshwright.runtime.transport.edges import Outgoing
+from meshwright.runtime.transport.send_receive import Outgoing
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.verify.certificate import certify
 from meshwright.train.verify.rank_differences import RankTrace

@@ -13,7 +13,7 @@ from meshwright import MeshwrightError
 from meshwright.ir.action import COMPUTE, Kind, Op
 from meshwright.runtime.executor.executor import Executor, Walk
 from meshwright.runtime.launch.workers import Workers
-from meshwright.runtime.transport.edges import Pending
+from meshwright.runtime.transport.send_receive import Pending
 from tests.conftest import Pool
 from tests.support.delayed_rule import Delayed, labelled
 from tests.support.thin import slow

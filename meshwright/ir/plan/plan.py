@@ -12,10 +12,10 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import shown
 from meshwright.ir.plan.plan_dp import ZERO_3_STAGES, DpMode, parse_dp_mode, refuse_beside_cyclic
 from meshwright.ir.plan.plan_fields import checked_options, checked_recompute, checked_stages, checked_width
-from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
 from meshwright.ir.plan.plan_order import Follows, followed, order_of, refers
 from meshwright.ir.plan.plan_ranks import checked_ranks, refuse_count
 from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS, checked_tensor
+from meshwright.ir.plan.unset_values import Unset, UnsetName
 from meshwright.ir.profile import StageCost, costs_from
 from meshwright.ir.reader import LARGEST
 from meshwright.ir.schedule import Schedule
@@ -83,9 +83,9 @@ class Parallel:
         8
     """
 
-    pp: int = Unsaid(1)
+    pp: int = Unset(1)
     dp: int = 1
-    schedule: str = UnsaidName("onef1b")
+    schedule: str = UnsetName("onef1b")
     microbatches: int = 0
     options: Mapping[str, object] = field(default_factory=dict)
     sync: str = "eager"
@@ -98,8 +98,8 @@ class Parallel:
     """The schedule itself, if it is not built by name; `pp` and other fields are taken from it."""
     costs: tuple[StageCost, ...] = ()
     """Measured cost of each stage; builders and lowering use it to choose the order."""
-    tp: int = Unsaid(1)
-    tensor: str = UnsaidName("line")
+    tp: int = Unset(1)
+    tensor: str = UnsetName("line")
     box: tuple[int, ...] = ()
     depth: int = 1
     sequence: bool = False
@@ -128,21 +128,21 @@ class Parallel:
         mode = parse_dp_mode(self.dp_mode)
         if mode.is_cyclic:
             refuse_beside_cyclic(mode, {f.name: getattr(self, f.name) for f in fields(self)})
-            self._set(pp=1, schedule=UnsaidName("cyclic"), microbatches=self.dp)
-        elif mode is DpMode.ZERO_3 and isinstance(self.schedule, UnsaidName) and self.order is None and self.pp == 1:
-            self._set(pp=1, schedule=UnsaidName("interleaved"), microbatches=int(self.microbatches) or 1)
+            self._set(pp=1, schedule=UnsetName("cyclic"), microbatches=self.dp)
+        elif mode is DpMode.ZERO_3 and isinstance(self.schedule, UnsetName) and self.order is None and self.pp == 1:
+            self._set(pp=1, schedule=UnsetName("interleaved"), microbatches=int(self.microbatches) or 1)
             self._set(options={"chunks": ZERO_3_STAGES, **self.options})
         elif self.order is not None:
             self._follow(self.order)
         elif refers(self.schedule):
-            self._set(microbatches=self.microbatches or Unsaid(self.pp))
+            self._set(microbatches=self.microbatches or Unset(self.pp))
         else:
             self._set(pp=int(self.pp), schedule=str(self.schedule), microbatches=int(self.microbatches) or int(self.pp))
-        if self.width and len(self.width) != self.pp and not isinstance(self.pp, Unsaid):
+        if self.width and len(self.width) != self.pp and not isinstance(self.pp, Unset):
             raise MeshwrightError(f"width has {len(self.width)} stages, pp is {self.pp}", fix=f"pp={len(self.width)}")
         self._set(**vars(checked_tensor({name: getattr(self, name) for name in TENSOR_FIELDS}, self.width)))
         self._set(ranks=checked_ranks(self.ranks))
-        if not isinstance(self.pp, Unsaid):
+        if not isinstance(self.pp, Unset):
             refuse_count(self.ranks, self.processes, self.degrees)
 
     def _take_own(self) -> None:
@@ -159,10 +159,10 @@ class Parallel:
     def _follow(self, order: Schedule) -> None:
         """Takes counts from the order; values that the user gave must agree with it."""
         given = Follows(
-            pp=None if isinstance(self.pp, Unsaid) else self.pp,
-            microbatches=None if isinstance(self.microbatches, Unsaid) else self.microbatches or None,
+            pp=None if isinstance(self.pp, Unset) else self.pp,
+            microbatches=None if isinstance(self.microbatches, Unset) else self.microbatches or None,
             width=self.width,
-            schedule=None if isinstance(self.schedule, UnsaidName) else self.schedule,
+            schedule=None if isinstance(self.schedule, UnsetName) else self.schedule,
             options=self.options or None,
         )
         found = followed(order, given)
@@ -176,7 +176,7 @@ class Parallel:
     def given(self) -> dict[str, Any]:
         """Returns all fields by name, without counts and names that the user did not set."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if not isinstance(value, Unsaid | UnsaidName)}
+        return {name: value for name, value in values.items() if not isinstance(value, Unset | UnsetName)}
 
     @classmethod
     def of(cls, given: Parallel | Mapping[str, Any]) -> Parallel:

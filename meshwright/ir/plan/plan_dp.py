@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import shown
-from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
+from meshwright.ir.plan.unset_values import Unset, UnsetName
 
 ZERO_3_STAGES = 4
 """The number of stages that zero-3 cuts a model into, if the option `chunks` is not given."""
@@ -61,9 +61,9 @@ def parse_dp_mode(name: object) -> DpMode:
 def refuse_beside_cyclic(mode: DpMode, given: dict[str, Any]) -> None:
     """Raises if a plan sets a field that a cyclic mode determines."""
     dp, what = given["dp"], f'dp_mode="{mode}"'
-    if given["order"] is not None or not isinstance(given["schedule"], UnsaidName):
+    if given["order"] is not None or not isinstance(given["schedule"], UnsetName):
         raise MeshwrightError(f"schedule={shown(given['schedule'])} and {what} cannot be combined", fix="leave out the schedule")
-    if not isinstance(given["pp"], Unsaid) and given["pp"] != 1:
+    if not isinstance(given["pp"], Unset) and given["pp"] != 1:
         raise MeshwrightError(f"pp={given['pp']} and {what} cannot be combined: copies run all stages", fix="pp=1")
     if "form" in given["options"]:
         raise MeshwrightError(

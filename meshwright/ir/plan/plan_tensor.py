@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import shown
-from meshwright.ir.plan.plan_names import Unsaid, UnsaidName
+from meshwright.ir.plan.unset_values import Unset, UnsetName
 from meshwright.ir.reader import LARGEST
 
 TENSOR_FIELDS = ("tp", "tensor", "box", "depth", "sequence", "save", "overlap", "replicate")
@@ -42,9 +42,9 @@ def checked_tensor(given: Mapping[str, Any], width: tuple[int, ...]) -> CheckedT
     if given["save"] not in SAVES:
         raise MeshwrightError(f"save must be one of {', '.join(SAVES)}, got {shown(given['save'])}", fix='save="shards"')
     box, mode = _box(given["box"]), str(given["tensor"])
-    if box and isinstance(given["tensor"], UnsaidName):
+    if box and isinstance(given["tensor"], UnsetName):
         mode = "box"
-    tp = prod(box) if box and isinstance(given["tp"], Unsaid) else int(given["tp"])
+    tp = prod(box) if box and isinstance(given["tp"], Unset) else int(given["tp"])
     if box and mode != "box":
         raise MeshwrightError(f'box {box} is the shape of tensor="box", not of tensor={mode!r}', fix='tensor="box"')
     if box and tp != prod(box):
@@ -73,7 +73,7 @@ def _refuse_one_rank(given: Mapping[str, Any], tp: int, mode: str, box: tuple[in
         )
     used = {"sequence": given["sequence"], "overlap": given["overlap"], "replicate": bool(given["replicate"])}
     used["save"] = given["save"] != SAVES[0]
-    if isinstance(given["tp"], Unsaid) and not box and (names := [name for name, on in used.items() if on]):
+    if isinstance(given["tp"], Unset) and not box and (names := [name for name, on in used.items() if on]):
         shown_as = ", ".join(f"{name}={given[name]!r}" for name in names)
         raise MeshwrightError(
             f"{shown_as} belongs to ranks that share tensors, but the plan has no tp",

@@ -8,7 +8,7 @@ from meshwright.ir.action import COMPUTE, Cell, Op, Transfer, Value, walk
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.program import Instruction, Program
-from meshwright.runtime.transport.edges import Bare
+from meshwright.runtime.transport.send_receive import Bare
 
 WORD = 8
 """Bytes of a number in a message."""

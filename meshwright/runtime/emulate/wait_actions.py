@@ -28,7 +28,7 @@ from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.stage import Bundle
 from meshwright.runtime.tracing.clock import Clock, Timing
 from meshwright.runtime.tracing.trace import Trace
-from meshwright.runtime.transport.edges import Incoming, Outgoing, Pending
+from meshwright.runtime.transport.send_receive import Incoming, Outgoing, Pending
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 """Process groups by their members."""

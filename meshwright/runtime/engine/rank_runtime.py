@@ -20,7 +20,7 @@ from meshwright.runtime.tracing.counted_run import RankCounts
 from meshwright.runtime.tracing.trace import Trace
 from meshwright.runtime.transport.base import Transport
 from meshwright.runtime.transport.choose import open_transport
-from meshwright.runtime.transport.edges import Edges
+from meshwright.runtime.transport.send_receive import Edges
 from meshwright.tensor.wires.group_wires import Groups, GroupWires, make_groups
 from meshwright.tensor.wires.wires import Wires
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from meshwright.runtime.program import Instruction
 from meshwright.runtime.stage.stage import Bundle
-from meshwright.runtime.transport.edges import Incoming, Outgoing, Pending
+from meshwright.runtime.transport.send_receive import Incoming, Outgoing, Pending
 
 
 class Store:

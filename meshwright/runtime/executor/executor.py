@@ -21,7 +21,7 @@ from meshwright.runtime.recent import Recent
 from meshwright.runtime.tracing.clock import now
 from meshwright.runtime.tracing.trace import Trace
 from meshwright.runtime.transport.base import Channel
-from meshwright.runtime.transport.edges import Edges, Incoming, Outgoing
+from meshwright.runtime.transport.send_receive import Edges, Incoming, Outgoing
 from meshwright.runtime.watchdog.status import current
 
 WINDOW_BYTES = 1 << 16

@@ -19,7 +19,7 @@ from meshwright.runtime.parameters.shares import flat_plans
 from meshwright.runtime.parameters.unit import Unit
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.stage import Bundle
-from meshwright.runtime.transport.edges import Bare, Outgoing
+from meshwright.runtime.transport.send_receive import Bare, Outgoing
 
 
 class ParameterTours:

@@ -22,7 +22,7 @@ from meshwright.runtime.stage.graphs_by_size import Graphs
 from meshwright.runtime.stage.objective import Tally
 from meshwright.runtime.stage.reached_parameters import Leaves, Reached, everything
 from meshwright.runtime.stage.stage import Bundle, Record, Stage, leaves, own_leaves
-from meshwright.runtime.transport.edges import Bare, Incoming, Outgoing, Pending
+from meshwright.runtime.transport.send_receive import Bare, Incoming, Outgoing, Pending
 
 
 class TrainActions:

@@ -15,8 +15,8 @@ from typing import Any
 from meshwright import schedules
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.plan.plan_names import Unsaid
 from meshwright.ir.plan.plan_order import refers
+from meshwright.ir.plan.unset_values import Unset
 from meshwright.ir.schedule import Schedule
 from meshwright.passes.check import prove
 from meshwright.passes.lower import named
@@ -54,10 +54,10 @@ def _resolved(parallel: Parallel, accumulation: int) -> Parallel:
         return _with_order(parallel, schedules.read(Path(name)), parallel.options)
     takes = schedules.parameters(name)
     sizes = {"workers": int(parallel.pp), "microbatches": int(parallel.microbatches)}
-    if isinstance(parallel.microbatches, Unsaid):
+    if isinstance(parallel.microbatches, Unset):
         sizes["microbatches"] = accumulation * ceil(parallel.pp / accumulation)
     for key, count in (("workers", parallel.pp), ("microbatches", parallel.microbatches)):
-        if isinstance(count, Unsaid) and key in takes and takes[key].default is not inspect.Parameter.empty:
+        if isinstance(count, Unset) and key in takes and takes[key].default is not inspect.Parameter.empty:
             sizes[key] = takes[key].default
     values: dict[str, Any] = schedules.converted(name, parallel.options)
     workers, microbatches = sizes["workers"], sizes["microbatches"]

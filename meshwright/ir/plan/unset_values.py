@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-class Unsaid(int):
+class Unset(int):
     """A default count that the user did not set; the plan's own schedule may replace it."""
 
 
-class UnsaidName(str):
+class UnsetName(str):
     """A default name that the user did not set."""
