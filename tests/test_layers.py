@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -37,7 +38,15 @@ LOADED_ON_DEMAND = {
     *(ROOT / "simulate").glob("quick_*.py"),
     *(path for path in (ROOT / "planners").rglob("*.py") if path.name not in ("__init__.py", "_limits.py")),
 }
-"""Pure files that need numpy: only who asks for them loads it."""
+"""Pure files that need numpy: only callers that use them load it."""
+NAMED_BY_USERS = {"cli", "schedules", "planners", "presets"}
+"""Folders in which a file is a verb, a schedule, a planner or a preset."""
+FOLDERS = sorted({path.parent for path in FILES} - {ROOT, *(ROOT / name for name in NAMED_BY_USERS)})
+MOST_FILES = 15
+"""The most files of a folder, besides its `__init__.py` and its subfolders."""
+LONGEST_BODY = 60
+LONG_BODIES = {"simulate/quick_kernels.py order", "planners/_search/pricing.py _price_grid"}
+"""Functions that may be longer: loops that numba compiles as one, and a search that reads as one."""
 
 
 def layer(path: Path) -> str:
@@ -108,6 +117,38 @@ def test_files_are_short_and_say_what_they_are(path: Path) -> None:
     tree = ast.parse(text)
     assert len(text.splitlines()) <= limit
     assert ast.get_docstring(tree), "a file opens with its idea"
+
+
+def body_lines(function: ast.FunctionDef) -> int:
+    """The lines of a function without its signature and its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_functions_are_short() -> None:
+    found = {
+        f"{path.relative_to(ROOT)} {node.name}": lines
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and (lines := body_lines(node)) > LONGEST_BODY
+    }
+    assert set(found) <= LONG_BODIES, f"longer than {LONGEST_BODY} lines: {found}"
+
+
+def folder_entries(folder: Path) -> set[str]:
+    """The files of a folder without ending, and its subfolders with a slash."""
+    files = {path.stem for path in folder.glob("*.py") if path.name != "__init__.py"}
+    return files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_folders_are_small_and_list_their_files(folder: Path) -> None:
+    """But for those where a file is a name that users type: they grow, and `meshwright` lists them."""
+    entries = folder_entries(folder)
+    assert len({name for name in entries if not name.endswith("/")}) <= MOST_FILES
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    listed = set(re.findall(r"^ *(\S+)  +\S", text, re.MULTILINE))
+    assert listed == entries, f"{folder.name}/__init__.py: not listed {entries - listed}, not there {listed - entries}"
 
 
 def test_nothing_pure_imports_torch_numpy_or_numba() -> None:

@@ -1,5 +1,13 @@
 """Turns an ordinary model into pipeline stages: traces it, finds where it can be cut, and loads weights where they are needed.
 
+    model_graph    `capture`: a model as a chain of layers with costs, as plain data
+    split          cuts a captured model into stages of modules
+    trace/         model -> flat graph of operations, with torch.export
+    cut/           flat graph -> layers, their costs, cut points, stage modules
+    shard/         flat graph -> what one rank runs under a tensor mode
+    check/         captured layers against the model, before training starts
+    weights/       models without weights, and weights for chosen parameters
+
 The package itself can be called: `meshwright.capture(model, example_batch)` returns the `ModelGraph` of the model.
 """
 

@@ -1,1 +1,17 @@
-"""What things cost, without torch: one file per tensor mode, and what every mode sends, declared from its scheme."""
+"""Costs without torch: tensor modes (one file each), stages of a plan, times and memory.
+
+modes             finds a tensor mode by name: what a new mode must have
+line              1-D (Megatron-LM)
+grid              2-D (Optimus)
+tesseract         2.5-D (Tesseract)
+box               3-D
+scheme            the vocabulary of modes: grid, spread, scheme
+product_plan      how a product runs under any scheme
+declared          words that a scheme sends and keeps
+tensor_rows       compares all modes for one layer
+planned           the grid and scheme of a plan
+overlap_time      times of pieces that overlap with collectives
+stages            costs of the stages of a plan
+roofline          time of a layer on another device
+memory_classes    memory of a plan, by class
+"""

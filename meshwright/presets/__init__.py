@@ -1,1 +1,1 @@
-"""Files that come with the package: model configurations and clusters by name."""
+"""Presets by name. A new one is a TOML file in `models/` or `clusters/`; its file name is the name that users type."""

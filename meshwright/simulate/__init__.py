@@ -1,4 +1,17 @@
-"""(Schedule, costs, cluster) -> Timeline: a plain engine, and a compiled fast path that must give the same result."""
+"""(Schedule, costs, cluster) -> Timeline: a plain engine, and a compiled fast path that must give the same result.
+
+simulator           the entry: lowers, sweeps, returns a timeline
+event_graph         a schedule as events in a fixed order
+compiled            the same with numba, for many costs
+memory              what each worker holds over time
+lower_bound         the shortest possible makespan
+recompute_budget    the least recompute under a memory budget
+quick_sweep         times without lowering, for searches
+quick_program       its input as arrays
+quick_kernels       its loops
+quick_wires         its messages
+quick_memory        its memory
+"""
 
 from __future__ import annotations
 

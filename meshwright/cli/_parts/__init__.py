@@ -1,1 +1,13 @@
-"""What several verbs share: flags, inputs, outputs."""
+"""Code that several verbs share, and parts of large verbs.
+
+flag_groups          flags that several verbs share
+mode_flags           flags of tensor modes
+inputs               sizes, options, costs and schedules from flags and files
+outputs              files and terminal output
+running              progress and summary of a run
+emulation            `simulate --emulate`
+planned_schedule     `simulate plan.json`
+profile_costs        `compare --profile`
+tensor_comparison    `compare --tensor`
+sharded_model        `inspect` with tensor flags
+"""

@@ -1,1 +1,16 @@
-"""The parts of the search over plans."""
+"""The parts of the planner `search`.
+
+problem                layers, devices and links as arrays
+families               schedules that a search tries
+candidates             enumerates plans with bounds
+group_bounds           bounds for groups of plans
+wide_plans             plans whose stages have different widths
+threshold_partition    stages of any width under a limit
+even_cuts              even cuts
+grid_layout            workers to devices
+device_links           links as arrays
+tensor_costs           time of tensor-parallel collectives
+pricing                costs, links and memory of a candidate, to simulate it
+pool                   plans that were simulated
+chosen                 the answer: the best plan, its reasons and rivals
+"""

@@ -1,1 +1,6 @@
-"""Measure a machine or a cluster: what its devices compute, and what their links carry."""
+"""Measures the devices and links of a machine or a cluster.
+
+discover        the measurement of a cluster
+device_speed    one device
+link_speed      one link
+"""

@@ -1,1 +1,7 @@
-"""The collectives of one rank of a grid, over process groups, threads, or alone."""
+"""The collectives of one rank of a grid, over process groups, threads, or alone.
+
+wires           the interface, and the log of transfers
+group_wires     over torch.distributed
+thread_wires    between threads, for tests
+lone_wires      on a single rank, dry or delayed
+"""

@@ -1,1 +1,4 @@
-"""`parallel="auto"`: the plan of a run is chosen at its start, and its prediction is compared with the run."""
+"""`parallel="auto"`: the plan of a run is chosen at its start, and its prediction is compared with the run.
+
+auto_plan    measures, profiles and searches
+"""

@@ -1,1 +1,5 @@
-"""The loss of a Trainer: how Hugging Face counts labels, and whether microbatches add up to the loss of a batch."""
+"""The loss of a Trainer: how Hugging Face counts labels, and whether microbatches add up to the loss of a batch.
+
+loss_functions     labels that count, and the user's loss functions
+loss_additivity    whether microbatch losses add up
+"""

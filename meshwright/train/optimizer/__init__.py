@@ -1,1 +1,8 @@
-"""Optimizers and learning-rate schedules for a model that is split over ranks."""
+"""Optimizers and learning-rate schedules for a model that is split over ranks.
+
+make_optimizer        from the arguments of Hugging Face
+shared_rates          many optimizers with one set of learning rates
+used_optimizer        what an optimizer of the user would lose
+coupled_parameters    whether an optimizer couples parameters
+optimizer_facts       options and counters as JSON
+"""

@@ -1,1 +1,6 @@
-"""What the layers of a model cost: measured here, or estimated for another device."""
+"""Costs of the layers of a model: measured on this machine, or estimated for another device.
+
+profile_model      `profile_model`
+profile_request    its arguments
+timed_layers       times layers one by one
+"""
