@@ -57,7 +57,7 @@ class Split:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What the last layer returns: the loss first, then the scores if the model returns any."""
+        """The outputs of the last layer: the loss first, then the scores if the model returns any."""
         return self.flat.outputs
 
 

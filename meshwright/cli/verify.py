@@ -147,7 +147,7 @@ def _print(certificate: Certificate, path: Path | None) -> None:
 
 
 def _model(model: str, batch: str | None, length: int | None, parallel: Parallel) -> tuple[Maker, Maker]:
-    """What makes the model, and what makes its batches: two rows for each microbatch, or one for each member of a team.
+    """Returns the functions that make the model and its batches: two rows per microbatch, or one per member of a team.
 
     Under a tensor mode they are what the mode divides; twice that with halves.
     """

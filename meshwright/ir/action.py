@@ -29,7 +29,7 @@ NONE = -1
 
 
 class Op(StrEnum):
-    """What a worker can do. The letter is the one in the text form.
+    """The operations of a worker. The letter is that of the text form.
 
     `F` forward, `B` backward, `I` the half of a backward that gives the gradient of the input, `W` the half that gives
     the gradient of the weights, `R` recompute, `G` gather parameters, `S` sync gradients, `N` the global norm, `U` update.
@@ -142,7 +142,7 @@ class Cell(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What actions read and write: an activation, a gradient, a parameter version and so on.
+    """A value that actions read and write: an activation, a gradient, a parameter version and so on.
 
     Args:
         kind: What it is, such as `act`, `grad` or `param`.

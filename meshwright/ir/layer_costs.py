@@ -1,4 +1,4 @@
-"""What each layer of a model costs: the input of a planner. `ir/profile.py` has the costs of stages, which a plan makes of it.
+"""`Profile`: the cost of each layer of a model, the input of a planner. `ir/profile.py` has the costs of the stages of a plan.
 
 A profile may know the times of a layer for several numbers of rows; bytes are for one row. A published profile without rows has
 one time for each layer, and bytes of a whole microbatch.
@@ -35,7 +35,7 @@ class ProfileSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs.
+    """The cost of one layer.
 
     Args:
         name: The layer.
@@ -103,7 +103,7 @@ class ChainCost:
         return replace(self, forward_s=other.forward_s, input_s=other.input_s, weight_s=other.weight_s)
 
     def divided(self, width: int) -> ChainCost:
-        """Returns these layers with their times divided among so many devices."""
+        """Returns these layers with their times divided among this many devices."""
         times = {name: tuple(x / width for x in getattr(self, name)) for name in ("forward_s", "input_s", "weight_s")}
         return replace(self, **times)
 
@@ -161,7 +161,7 @@ class Profile:
                 )
 
     def at(self, rows: int | None = None) -> ChainCost:
-        """Returns the costs of a microbatch of so many rows. Times between two known numbers of rows are interpolated."""
+        """Returns the costs of a microbatch of this many rows. Times between two known numbers of rows are interpolated."""
         if not self.rows:
             rows = None
         elif rows is None or rows < 1:

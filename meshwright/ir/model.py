@@ -117,7 +117,7 @@ class Cuts:
 
     @property
     def digest(self) -> str:
-        """A short hash; equal for equal cuts, whatever is said about them."""
+        """A short hash that depends only on the cuts, not on their descriptions."""
         parts = [replace(part, why="") for part in self.parts]
         return sha256(repr((self.starts, parts)).encode()).hexdigest()[:16]
 

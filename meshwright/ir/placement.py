@@ -51,7 +51,7 @@ class Placement:
 
     Args:
         teams: `teams[replica][stage]` is the tuple of teams that serve the stage; a team is a tuple of workers.
-        rows: How many rows a microbatch has; 0 stands for a number that every team can divide.
+        rows: How many rows a microbatch has; 0 means any number that every team can divide.
 
     Examples:
         >>> from meshwright import Placement

@@ -1,4 +1,4 @@
-"""The cost of a stage: one record per stage, with seconds and bytes for one microbatch."""
+"""`StageCost`: seconds and bytes of a stage for one microbatch. `ir/layer_costs.py` has the costs of layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage costs for one microbatch: seconds and bytes.
+    """The cost of one stage for one microbatch: seconds and bytes.
 
     Args:
         forward_s: Seconds of a forward.

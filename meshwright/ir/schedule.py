@@ -31,7 +31,7 @@ Lists = tuple[tuple[Entry, ...], ...]
 
 
 class Recompute(NamedTuple):
-    """How a stage gets back what its forward did not keep.
+    """How a stage recomputes the activations that its forward did not keep.
 
     Args:
         share: The share of its layers that is recomputed, from 0 to 1.
@@ -49,7 +49,7 @@ class Recompute(NamedTuple):
 
 
 class Sharding(StrEnum):
-    """What the holders of a unit, over all data-parallel copies, divide among them (the stages of ZeRO)."""
+    """The state that the holders of a unit divide among them, over all data-parallel copies (the stages of ZeRO)."""
 
     NONE = "none"
     STATE = "zero-1"  # optimizer state
@@ -71,7 +71,7 @@ class ChannelOrder(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where stages live, and what every worker does in which order. There are no times in it.
+    """A placement of stages and one ordered list of actions per worker, without times.
 
     It is a prologue, a period that repeats, and a drain. A schedule with a flush is all period. `meshwright.schedules.build`
     makes one by name.

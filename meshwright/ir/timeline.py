@@ -23,7 +23,7 @@ SCHEMA = 1
 
 
 class Lane(StrEnum):
-    """What a span occupies on its worker: compute, send, receive or a collective.
+    """The resource of a worker that a span occupies: compute, send, receive or collective.
 
     Examples:
         >>> from meshwright import Lane
@@ -63,7 +63,7 @@ class Span(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What a worker holds from `time_s` on: bytes, and activations (1 = one worker's activations of one microbatch)."""
+    """The memory of a worker from `time_s` on: bytes, and activations (1 = one worker's activations of one microbatch)."""
 
     time_s: float
     bytes: float

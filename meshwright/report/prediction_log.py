@@ -15,7 +15,7 @@ from statistics import median
 from meshwright.ir.plan.planned_file import PlannedFile, plan_file_json
 
 KEPT = 20
-"""So many of the last runs of a device count."""
+"""The number of latest runs of a device that count."""
 
 
 def log_file() -> Path:

@@ -40,7 +40,7 @@ class Mesh:
 
     @classmethod
     def of(cls, parallel: Parallel, rank: int, workers: int) -> Mesh:
-        """Returns the mesh of a plan whose schedule has so many workers, on one rank of its process group."""
+        """Returns the mesh of a plan on one rank of its process group. `workers` is the number of workers of its schedule."""
         return cls(workers, parallel.copies, rank, parallel.tp, parallel.ranks)
 
     @property

@@ -80,7 +80,7 @@ def builder(name: str) -> Callable[..., Schedule]:
 
 
 def summary(name: str) -> str:
-    """What a schedule is, in one line.
+    """Describe a schedule in one line.
 
     Args:
         name: The schedule.

@@ -1,4 +1,4 @@
-"""What every worker holds over time: computed from the lifetimes of its values and the times of its entries."""
+"""The memory of every worker over time, from the lifetimes of its values and the times of its entries."""
 
 from __future__ import annotations
 

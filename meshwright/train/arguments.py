@@ -130,7 +130,7 @@ class TrainingArguments(transformers.TrainingArguments):
         return plan_for(wanted, device=self.per_device_train_batch_size, accumulation=self.gradient_accumulation_steps)
 
     def take_plan(self, planned: PlannedFile, batch: int) -> None:
-        """Sets the plan that `auto` has chosen for a batch of so many rows, which its data-parallel copies share equally."""
+        """Sets the plan that `auto` has chosen for a batch of this many rows, which its data-parallel copies share equally."""
         copies = planned.parallel.dp
         if batch % copies:
             raise MeshwrightError(f"{batch} rows of a step cannot be shared equally by {copies} data-parallel copies")

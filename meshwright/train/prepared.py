@@ -117,7 +117,7 @@ class PreparedRun:
         return self.schedule.first > 0
 
     def segment(self, rounds: int) -> Schedule:
-        """Returns the proved schedule of a segment of so many steps, at most as many as `schedule` has."""
+        """Returns the proved schedule of a segment of this many steps, at most as many as `schedule` has."""
         if rounds == self.schedule.steps:
             return self.schedule
         plan, ties, first = self.parallel, self.schedule.ties, self.schedule.first

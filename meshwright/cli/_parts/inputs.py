@@ -1,4 +1,4 @@
-"""What the verbs share: sizes, options and costs from flags, and schedules by name or file."""
+"""Reads the inputs of verbs: sizes, options and costs from flags, and schedules by name or file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"
 MISFIT = "rows of costs do not divide"
 """Error text for a cost file whose number of rows does not match the stages of a schedule."""
 MODEL_FORMS = "A preset, mlp, gpt, a TOML, a config.json, package.module:function"
-"""What MODEL can be; `train/models/model_names.py` resolves it for every verb."""
+"""The forms of MODEL; `train/models/model_names.py` resolves it for every verb."""
 ENDLESS_STEPS = 4
 """Default number of steps for a schedule without a flush: enough to see more than its fill."""
 

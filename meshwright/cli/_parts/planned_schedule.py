@@ -22,7 +22,7 @@ from meshwright.train.setup.settled_plan import settled
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a plan file asks to simulate: the lists that training runs, with costs and links of the plan's workers."""
+    """The simulation that a plan file describes: the lists that training runs, with costs and links of the plan's workers."""
 
     file: PlannedFile
     schedule: Schedule

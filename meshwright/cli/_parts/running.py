@@ -1,4 +1,4 @@
-"""What a user sees of a run: phases and logs while it runs, and a summary at the end."""
+"""Terminal output of a run: phases and logs while it runs, and a summary at the end."""
 
 from __future__ import annotations
 

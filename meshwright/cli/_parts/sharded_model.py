@@ -1,4 +1,4 @@
-"""What a tensor mode does to a named model: the part of `inspect` that its tensor flags ask for."""
+"""`inspect` with tensor flags: the shards and collectives of a named model under a tensor mode."""
 
 from __future__ import annotations
 

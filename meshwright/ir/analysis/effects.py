@@ -40,18 +40,18 @@ ACTIVATIONS = frozenset({Kind.SAVED, Kind.KEPT, Kind.REST})
 
 
 class Effects(NamedTuple):
-    """What an entry needs before it starts and what exists when it ends."""
+    """The values that an entry needs before it starts, and those that exist when it ends."""
 
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
 
 
 def effects(schedule: Schedule, worker: int, entry: Entry) -> Effects:
-    """What one entry of a schedule reads and writes. This is the dependency rule.
+    """Return the values that an entry of a schedule reads and writes. This is the dependency rule.
 
     Args:
-        schedule: The schedule that the entry stands in.
-        worker: The worker whose list it stands in.
+        schedule: The schedule that contains the entry.
+        worker: The worker whose list contains it.
         entry: An action, a cell or a transfer.
 
     Returns:

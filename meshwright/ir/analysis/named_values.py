@@ -39,7 +39,7 @@ def shard(unit: int, version: int, worker: int) -> Value:
 
 
 def opt(unit: int, version: int, worker: int) -> Value:
-    """The state of the optimizer of a unit after so many updates."""
+    """The state of the optimizer of a unit after this many updates."""
     return Value(Kind.OPT, unit, NONE, 0, version, NONE, worker)
 
 

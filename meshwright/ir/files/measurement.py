@@ -28,7 +28,7 @@ _KEYS = frozenset(["schema", "kind", "steps", "schedule", "costs", "timeline"])
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a run has measured. `meshwright.measure` makes one.
+    """The result of a measured run. `meshwright.measure` returns one.
 
     Attributes:
         schedule: The lowered schedule that ran.

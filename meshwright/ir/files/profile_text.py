@@ -4,7 +4,7 @@
         node1 -- node2
 
 A line per operation with milliseconds and bytes of one microbatch, then a line per edge. Operations are put in an order in which
-every edge points forward (the order of the file where it allows that). A cut carries each tensor that an operation behind it
+every edge points forward (the order of the file where it allows that). A cut carries each tensor that an operation after it
 reads once, forward and back.
 """
 

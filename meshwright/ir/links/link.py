@@ -25,7 +25,7 @@ class Duplex(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message between two workers costs.
+    """The latency and bandwidth between two workers.
 
     A message takes `latency_s + bytes / bytes_per_s`. It occupies the link for the second term only.
 

@@ -41,7 +41,7 @@ class PlanStage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What one device holds at its peak, in bytes by class. The classes add up to the peak.
+    """The peak memory of one device, in bytes by class. The classes add up to the peak.
 
     Args:
         parameters: Parameters, of all versions that are alive.

@@ -53,7 +53,7 @@ class Parallel:
         dp_mode: What the copies hold and exchange: `replicated`, `zero-1`, `zero-2`, `zero-3`, `cyclic`, `cyclic-zero`,
             `cyclic-mp` or `cyclic-pp`.
         schedule: A name, a `Schedule`, a schedule file, or `package.module:function`.
-        microbatches: Microbatches of one step; 0 stands for as many as workers.
+        microbatches: Microbatches of one step; 0 means as many as workers.
         options: Options of the schedule, such as `{"mode": "halving"}`.
         sync: When gradients are added up: `lazy`, `eager`, `eager-opt` or `ring`.
         recompute: `none`, `inline`, `early`, a share for each stage, or a budget in bytes such as `"2GB"`.

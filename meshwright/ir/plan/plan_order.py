@@ -17,7 +17,7 @@ SUFFIXES = (".json", ".csv")
 
 @dataclass(frozen=True)
 class Follows:
-    """What a plan says besides its order; None where it says nothing."""
+    """The fields of a plan besides its order; None for fields that are not set."""
 
     pp: int | None
     microbatches: int | None

@@ -106,7 +106,7 @@ class Engine:
         return self.runtime.executor(program, actions, self._trace, self._counts)
 
     def _choose(self, rounds: int) -> None:
-        """Makes the lists of so many rounds those of the next walk. They are built when they are first needed."""
+        """Sets the number of rounds of the next walk. Their lists are built when they are first needed."""
         if rounds not in self._walkers:
             assert self._shorter is not None, f"{self.schedule.name} has {self.schedule.steps} rounds, not {rounds}"
             shorter = self._shorter(rounds)

@@ -1,4 +1,4 @@
-"""What a rank needs to run a schedule: its mesh position, its process groups, its transport and the list that it walks.
+"""`RankRuntime`: the mesh position, process groups, transport and program of a rank.
 
 Training, evaluation and emulation differ in their schedules and in what an action does. Everything else is set up here, once.
 """

@@ -1,4 +1,4 @@
-"""What an engine refuses before the first collective, on all ranks alike."""
+"""Checks of an engine before the first collective. They give the same result on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine runs a schedule."""
+"""`Settings`: optimizer, loss, clipping, precision, device and other options of an engine."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ class Settings:
     precision: Precision = field(default_factory=Precision)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     pieces: Pieces | None = None
-    """Is told which parameter each piece belongs to, if holders of a unit divide it among them."""
+    """Called with each piece and its parameter, if the holders of a unit divide it among them."""

@@ -67,7 +67,7 @@ class Workers:
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | Sequence[int] | None = None) -> list[Any]:
         """Calls `function(*args)` on workers, each inside the process group. Raises the first error.
 
-        `ranks` are these workers, or so many of the first; the others stay idle. The results are in ascending order of workers.
+        `ranks` are these workers, or a number of workers; others stay idle. The results are in ascending order of workers.
         """
         count = self.count if ranks is None else ranks
         members = tuple(range(count)) if isinstance(count, int) else tuple(sorted(count))

@@ -31,7 +31,7 @@ Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSchedul
 """Creates a learning-rate scheduler for an optimizer."""
 
 Pieces = Callable[[nn.Parameter, nn.Parameter], None]
-"""Is told that the first parameter, which an optimizer will get, is a piece of the second."""
+"""Called with a piece, which the optimizer gets, and the parameter that it is a piece of."""
 
 
 class Unit:

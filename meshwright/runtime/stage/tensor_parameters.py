@@ -18,7 +18,7 @@ from meshwright.tensor.wires.wires import Wires
 
 
 class CutRule(Protocol):
-    """How a parameter is cut over the ranks of a box. What has its shape is cut in the same way."""
+    """How a parameter is cut over the ranks of a box. Tensors of the same shape (optimizer state) are cut in the same way."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,8 +6,8 @@
     counts.messages[Kind.SUM], counts.collectives
 
 A message is counted when it is handed to the transport. A collective is counted when a function of `torch.distributed` is called
-between the start and the end of a walk, whoever calls it. The first rank of its group counts it, so that the sum over all ranks
-is the number of collectives. The sum of two processes through shared memory stands for an all-reduce and is counted as one.
+between the start and the end of a walk, by any caller. The first rank of its group counts it, so that the sum over all ranks
+is the number of collectives. The sum of two processes through shared memory replaces an all-reduce and is counted as one.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def assemble(heard: Sequence[Sequence[Span]], schedule: Schedule, *, start_s: fl
 
 
 def _placed(entry: Entry, schedule: Schedule, mesh: Mesh, rounds: int) -> Entry:
-    """Returns an entry with its microbatch, round and peer numbered over the whole run, after so many earlier rounds."""
+    """Returns an entry with its microbatch, round and peer numbered over the whole run, after this many earlier rounds."""
     if isinstance(entry, Transfer):
         entry = entry._replace(peer=mesh.seat_of(entry.peer))
     return entry.shifted(rounds * schedule.microbatches, rounds) if rounds else entry

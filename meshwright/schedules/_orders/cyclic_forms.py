@@ -23,7 +23,7 @@ Version = Callable[[int, int], int]
 
 
 def placement_of(form: str, workers: int, microbatches: int, chunks: int | None) -> Placement:
-    """Returns where the stages of a form are. Raises if it cannot have so many workers, microbatches or stages."""
+    """Returns where the stages of a form are. Raises if the number of workers, microbatches or stages is not possible."""
     stages = workers if form == "pp" else (isqrt(8 * workers + 1) - 1) // 2
     needed = stages if form == "pp" else stages * (stages + 1) // 2
     if needed != workers:

@@ -160,7 +160,7 @@ def late(engine: Engine) -> dict[int, Unit]:
 
 
 def put_previous(engine: Engine, found: Mapping[str, Tensor]) -> None:
-    """Set the parameters of one step ago, by name. Those that were not saved are set to the current ones, which is said once."""
+    """Set the parameters of one step ago, by name. Those that were not saved are set to the current ones, and logged once."""
     missing = 0
     for unit in late(engine).values():
         assert unit.versions is not None

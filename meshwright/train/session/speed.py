@@ -61,7 +61,7 @@ class Speed:
         return monotonic() - self._begun
 
     def add(self, rows: int, tokens: int, seconds: float) -> float:
-        """Adds a step that took so many seconds, and returns the number of its operations."""
+        """Adds a step that took this many seconds, and returns the number of its operations."""
         self.steps.append(seconds)
         self.rows += rows
         self.tokens += tokens

@@ -1,4 +1,4 @@
-"""What a schedule with delayed gradients changes for the user: usable step sizes and clipping. Said once, on rank 0.
+"""Notes for users of schedules with delayed gradients: usable step sizes and clipping. Logged once, on rank 0.
 
 On a quadratic with momentum beta, training is stable for step sizes up to 2 (1 + beta) / curvature, and up to
 (1 - beta) / (share x curvature) if a share of the gradients is one step late (docs/cyclic.md). The ratio of both is the factor.

@@ -64,7 +64,7 @@ class ShardedGraph:
 
     train: ShardPlan
     evaluation: ShardPlan
-    """The same with whole outputs and without halves."""
+    """The same plan with whole outputs and without halves."""
 
     @property
     def grid(self) -> Grid:

@@ -39,7 +39,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         passed: Whether all errors are within the tolerance and nothing is missing.

@@ -1,4 +1,4 @@
-"""What a rank should have found, from what one process found: whole tensors, or the parts of its tensor coordinate."""
+"""Converts the results of one process to those that a rank must have: whole tensors, or shards of its tensor coordinate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.train.verify.serial_reference import SerialTrace
 
 @dataclass(frozen=True)
 class Expected:
-    """What one process found, as a rank should have found it: whole, or the part of its tensor coordinate."""
+    """Returns the result of one process as a rank must have it: whole, or the shard of its tensor coordinate."""
 
     reference: SerialTrace
     mesh: Mesh

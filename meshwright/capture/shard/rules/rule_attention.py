@@ -54,7 +54,7 @@ def matmul(walk: ShardWalk, node: Node) -> Made | None:
 
 
 def _given(node: Node) -> dict[str, Any]:
-    """The arguments behind q, k and v by name."""
+    """Returns the arguments after q, k and v by name."""
     names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     return dict(zip(names, node.args[3:], strict=False)) | dict(node.kwargs)
 
