@@ -93,12 +93,19 @@ def even_costs(
     Returns:
         One cost for each stage.
 
+    Raises:
+        MeshwrightError: There is no stage or no worker, the ratio is that of nothing, or a time is negative.
+
     Examples:
         >>> from meshwright import even_costs
         >>> costs = even_costs(stages=8, workers=4)
         >>> len(costs), costs[0].forward_s, costs[0].backward_s
         (8, 0.5, 1.0)
     """
+    if stages < 1 or workers < 1:
+        raise MeshwrightError(f"costs need at least 1 stage and 1 worker, got {stages} and {workers}", fix="stages=4, workers=4")
+    if min(split) < 0 or not sum(split) > 0:
+        raise MeshwrightError(f"the halves of a backward cannot have the ratio {split}", fix="split=(1, 1)")
     share = workers / stages
     whole = StageCost(
         forward_s=forward_s,

@@ -156,6 +156,21 @@ def test_a_budget_is_a_number() -> None:
         stage_aware(ONEF1B, even_costs(stages=4, workers=4), budget_bytes=float("nan"))
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"stages": 0, "workers": 4}, "at least 1 stage and 1 worker, got 0 and 4"),
+        ({"stages": 4, "workers": 0}, "at least 1 stage and 1 worker, got 4 and 0"),
+        ({"stages": 4, "workers": 4, "split": (0, 0)}, "ratio"),
+        ({"stages": 4, "workers": 4, "split": (2, -1)}, "ratio"),
+        ({"stages": 4, "workers": 4, "forward_s": -1.0}, "forward_s"),
+    ],
+)
+def test_even_costs_refuses_sizes_and_ratios_of_nothing(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(MeshwrightError, match=reason):
+        even_costs(**given)
+
+
 @pytest.mark.parametrize("text", ["[0F0|0F1]", "[0F1|0I0]", "[0B0|0F1]"])
 def test_csv_refuses_cells_that_it_could_not_read_back(text: str) -> None:
     cell = parse(text)
