@@ -64,8 +64,8 @@ def plan(
         split_rows: `even`, `uneven` (the default) or `ignore` (the default for profiles without rows).
         memory_free: Ignore the memory of the devices.
         schedule: Only this schedule.
-        pp: Only pipelines of so many workers.
-        dp: Only so many data-parallel copies.
+        pp: Only pipelines with this number of workers.
+        dp: Only plans with this number of data-parallel copies.
         tensor: Whether ranks may share the tensors of a layer.
         seconds: End the search after this time, with the best plan so far.
         explain: Find out, too, when another plan would be better (`Plan.flips`).
