@@ -1,7 +1,7 @@
 """Devices and the links between them: how much memory a device has, how long a message or a reduction takes.
 
 Three forms, from simple to arbitrary: one link for all pairs, hosts (with shared cards and racks), and matrices. `links` replaces
-single pairs of any of them. Questions about many devices are answered from the hosts, not from all pairs of devices.
+single pairs of any of them. Links among many devices are computed from the hosts, not from all pairs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Cluster:
     """Devices and links: one link for every pair, hosts or matrices, and other links for the pairs that differ.
 
     Args:
-        link: The link of every pair that nothing else names.
-        links: Other links by (source, target). A pair that is given in one direction holds for both.
+        link: The link of every pair that has no other link.
+        links: Other links by (source, target). A pair that is given in one direction is used for both.
         duplex: Whether the two directions of a link share it.
         devices: The devices, if they are known.
         hosts: The hosts, in the order of their devices. Devices of one host use its link `inside`, others the slower card.
@@ -138,7 +138,7 @@ class Cluster:
         return found
 
     def _host_rates(self) -> list[list[float]]:
-        """Every device of a host has the same row of rates, but for itself."""
+        """Returns the matrix of rates from the hosts: all devices of a host have equal rows, except on the diagonal."""
         rows: dict[int, list[float]] = {}
         for host in dict.fromkeys(self.host_of):
             here = self.hosts[host]
@@ -169,7 +169,7 @@ class Cluster:
         return found
 
     def _slowest_rows(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
-        """The same over matrices, with one pass over the columns of each row."""
+        """Returns the slowest link from the matrices, with one pass over the columns of each row."""
         latency, rate = 0.0, float("inf")
         here, there = (
             [self.order[r] for r in group] if self.order else list(group)
@@ -185,13 +185,13 @@ class Cluster:
         return Link(latency, rate)
 
     def all_reduce_s(self, ranks: Sequence[int], size: float) -> float:
-        """Returns how long these devices need to add up a buffer, as a scatter of sums and a gather."""
+        """Returns the seconds of an all-reduce of a buffer on these devices: a reduce-scatter and a gather."""
         return self.scatter_s(ranks, size) + self.gather_s(ranks, size)
 
     def gather_s(self, ranks: Sequence[int], size: float) -> float:
-        """Returns how long these devices need to gather a buffer of `size` bytes of which each has an equal part.
+        """Returns the seconds that these devices need to gather a buffer of `size` bytes, of which each has an equal part.
 
-        The best of a ring, of doubling and of hosts first counts, see `ir/links/collectives.py`. The slowest link decides.
+        It is the time of the fastest algorithm in `ir/links/collectives.py`. The slowest link decides.
         """
         count = len(ranks)
         if count < 2 or size <= 0:
@@ -230,7 +230,7 @@ class Cluster:
         return inside, between
 
     def scatter_s(self, ranks: Sequence[int], size: float) -> float:
-        """Returns how long these devices need to add up a buffer so that each has the sum of an equal part."""
+        """Returns the seconds of a reduce-scatter of a buffer on these devices."""
         return self.gather_s(ranks, size)
 
     def shared(self, pairs: Iterable[tuple[int, int]]) -> Cluster:

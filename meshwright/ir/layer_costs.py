@@ -42,11 +42,11 @@ class LayerCost:
         forward_s: Seconds of a forward, one number for each of `Profile.rows`.
         input_s: Seconds of the half of a backward that the previous layer waits for.
         weight_s: Seconds of the other half.
-        output_bytes: What crosses a cut after this layer, for one row: all tensors that later layers read.
-        saved_bytes: What a forward keeps for the backward, for one row.
-        fixed_bytes: What a forward keeps besides, whatever its rows: masks, and copies of weights in mixed precision.
-        parameter_bytes: The parameters.
-        transient_bytes: What a forward or backward needs at its peak beyond what it keeps, for one row.
+        output_bytes: Bytes that cross a cut after this layer, for one row: all tensors that later layers read.
+        saved_bytes: Bytes that a forward saves for the backward, for one row.
+        fixed_bytes: Saved bytes that do not depend on the rows: masks, and copies of weights in mixed precision.
+        parameter_bytes: Bytes of the parameters.
+        transient_bytes: Temporary bytes at the peak of a forward or backward, beyond the saved ones, for one row.
         flops: Operations of a forward, for one row.
         ties: Names of parameters that other layers use too. A stage that has several of these layers holds them once.
 
@@ -116,13 +116,13 @@ class Profile:
         layers: The layers, in order.
         rows: The numbers of rows of a microbatch that times are given for, increasing. Empty if they are not known: then each
             layer has one time, and bytes are those of a whole microbatch.
-        device: What it was measured on.
+        device: The device that it was measured on.
         precision: The format of the tensors.
         source: Where the numbers come from.
         parameter_itemsize: Bytes of one element of a parameter, so that parameters can be counted.
-        optimizer_bytes_per_parameter: What the optimizer holds for each parameter; 8 for Adam in float32.
+        optimizer_bytes_per_parameter: Bytes of optimizer state per parameter; 8 for Adam in float32.
         tokens_per_row: Tokens of one row, for rates; 1 for images.
-        error: How far the times may be off, as a share: 0.2 is 20 %.
+        error: The relative error of the times: 0.2 is 20 %.
 
     Raises:
         MeshwrightError: There are no layers, or a layer does not have one time for each number of rows.

@@ -1,4 +1,4 @@
-"""A cluster in the terminal: its devices, hosts and links, and how long it needs to add up a gigabyte."""
+"""A cluster in the terminal: its devices, hosts and links, and the time of an all-reduce of one gigabyte."""
 
 from __future__ import annotations
 

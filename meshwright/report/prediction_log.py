@@ -24,7 +24,7 @@ def log_file() -> Path:
 
 
 def keep_prediction(device: str, predicted_s: float, measured_s: float) -> None:
-    """Adds a run. A file that cannot be written is left alone: the run itself went well."""
+    """Adds a run. Does nothing if the file cannot be written, because the run itself was successful."""
     line = json.dumps({"device": device, "predicted_s": predicted_s, "measured_s": measured_s})
     try:
         log_file().parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What kernels of a GPU keep where those of a CPU keep something else: fused attention and dropout.
+"""The tensors that GPU kernels save, if CPU kernels save others: fused attention and dropout.
 
 A GPU computes attention without the matrix of scores, with dropout or a mask too, and keeps one byte per element of a dropout.
 The functions here have no results: they run on tensors without values, to count bytes.

@@ -1,4 +1,4 @@
-"""What the operations of a layer do, for an estimate of its time: operations and bytes by kind. Views cost nothing.
+"""Counts the FLOPs and bytes of a layer by kind of operation, to estimate its time. Views cost nothing.
 
 In mixed precision tensors have two bytes per element, and each weight of a product is read, written and read again as a copy.
 """

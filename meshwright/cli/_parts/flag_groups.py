@@ -1,4 +1,4 @@
-"""Flags that several verbs take alike, declared once: a dataclass whose fields are typer options.
+"""Flags that several verbs share, declared once: a dataclass whose fields are typer options.
 
     @with_groups
     def simulate(name: Name, flags: CostFlags) -> None: ...

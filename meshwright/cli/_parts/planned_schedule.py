@@ -1,4 +1,4 @@
-"""`simulate plan.json`: the schedule of a plan file as it will be trained, its costs and links, and its prediction beside."""
+"""`simulate plan.json`: the schedule of a plan file as it will be trained, its costs and links, and its prediction."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ class MemoryUse:
         parameters: Parameters, of all versions that are alive.
         gradients: Gradients and their sums.
         optimizer: The state of the optimizer.
-        activations: What forwards keep for backwards.
+        activations: Tensors that forwards save for backwards.
         messages: Activations and gradients that are sent or have arrived.
-        transients: What only exists while a layer runs: logits, and what is recomputed.
-        reserve: What the allocator and the driver take.
+        transients: Temporary tensors while a layer runs: logits, and recomputed activations.
+        reserve: Memory for the allocator and the driver.
 
     Examples:
         >>> from meshwright import MemoryUse
@@ -101,15 +101,15 @@ class Plan:
         lower_bound_s: No order of these stages is faster; from a search: no plan that was enumerated is faster.
         peak_bytes: The peak memory of a device, for each worker.
         paper_step_s: The time by the planner's own published cost model, if that differs.
-        alternatives: What else was tried.
+        alternatives: Other plans that were tried.
         planning_s: How long planning took.
         parallel: The plan as keywords of `Parallel`, with the rank layout.
         memory: The peak of each worker by class.
         causes: The time of a step by cause, in seconds.
         counts: How many plans were enumerated, bounded, rejected, simulated and proved.
         row: Degrees, rates and peak of the plan, as a row of a table.
-        notes: What was assumed.
-        rivals: For each choice the best plan that chooses otherwise.
+        notes: The assumptions.
+        rivals: For each choice, the best plan with another choice.
         flips: When another plan would be better.
 
     Examples:

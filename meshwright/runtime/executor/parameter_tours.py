@@ -1,4 +1,4 @@
-"""Parameters of units with owners: handed from reader to reader, and in memory only while an action uses them.
+"""Cyclic ZeRO: parameters are sent from reader to reader, and are in memory only while an action uses them.
 
     receive    new flat tensors, in a slot like any other message
     action     copies them into the storage of its leaves; a forward frees it again, and the backward fills the same storage

@@ -1,7 +1,7 @@
-"""Layers that run as one. Layers with collectives inside offer it (`chained`), so that they overlap across their borders.
+"""Layers that run as one chain. Layers with collectives have a method `chained`, so that they overlap across their borders.
 
-A chain adds gradients without autograd. Its first layer has a slot (`deferred_slot`) that says what a backward must do besides:
-leave weight gradients in a list (`rest`), add the ids of parameters that it reaches to a set (`reached`).
+A chain adds gradients without autograd. Its first layer has a slot (`deferred_slot`) with requests to a backward: add
+weight gradients to a list (`rest`), and the ids of parameters that it reaches to a set (`reached`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ChainedLayers(Protocol):
         seeds: Sequence[int] | None = None,
         draw: Callable[[int], object] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Returns what the last layer gives. Each layer draws random numbers from its own seed."""
+        """Returns the output of the last layer. Each layer draws random numbers from its own seed."""
         ...
 
 

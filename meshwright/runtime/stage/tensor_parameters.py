@@ -1,4 +1,4 @@
-"""The parameters of a rank of a tensor-parallel box: which part it holds, and how parts become sums, norms and whole tensors."""
+"""The parameters of a rank of a tensor-parallel box: its shards, and how they become sums, norms and whole tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TensorParameters:
 
     wires: Wires
     unsummed: Mapping[nn.Parameter, Axes]
-    """The axes over which the gradient of a parameter is a part of a sum. They are summed once per step."""
+    """The axes over which the gradient of a parameter is a partial sum. It is summed once per step."""
     counted: Mapping[nn.Parameter, bool]
     """Whether this rank counts a parameter in the norm of all gradients. Of ranks with equal parts, one does."""
     cuts: Mapping[nn.Parameter, CutRule]
@@ -49,7 +49,7 @@ class TensorParameters:
     """The words that a rank is declared to send to sum the gradient of a parameter."""
 
     def sum_parts(self, params: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-        """Sums gradients over the axes on which they are parts, in place. All ranks of the box call this together."""
+        """Sums gradients over the axes on which they are partial sums, in place. All ranks of the box must call this."""
         log = self.wires.log
         log.phase = Phase.SYNC
         log.declare({Phase.SYNC: sum((self.sync_words[parameter] for parameter in params), Fraction(0))})
@@ -67,7 +67,7 @@ class TensorParameters:
         """Replaces whole parameters by this rank's parts. All ranks of the box call this together.
 
         Ranks may have built their models from different seeds, so coordinate 0 first sends its values to the others. A parameter
-        that was filled as a part stays as it is.
+        that was filled as a shard is not changed.
         """
         for parameter in params:
             cut = self.cuts[parameter]

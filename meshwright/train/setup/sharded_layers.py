@@ -1,7 +1,7 @@
 """The layers of a captured model on one rank of a tensor-parallel box.
 
-A settled graph holds for batches of one shape. Batches of other shapes are settled again when they come, and captured again
-only if the trace itself does not hold for them. Every rank does this on its own and gets the same, because only shapes matter.
+A settled graph is valid for batches of one shape. Batches of other shapes are settled again when they first appear, and captured
+again only if the trace is not valid for them. Every rank does this on its own and gets the same result: only shapes matter.
 """
 
 from __future__ import annotations
