@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -39,6 +40,11 @@ LOADED_ON_DEMAND = {
     *(path for path in (ROOT / "planners").rglob("*.py") if path.name not in ("__init__.py", "_limits.py")),
 }
 """Pure files that need numpy: only callers that use them load it."""
+README = ROOT.parent / "README.md"
+PAGES = sorted((ROOT.parent / "docs").rglob("*.md"))
+CODE = ("meshwright", "tests", "benchmarks", "examples")
+MADE_BY_PAGES = {"meshwright/schedules/eager.py"}
+"""Files that a reader of a page writes."""
 NAMED_BY_USERS = {"cli", "schedules", "planners", "presets"}
 """Folders in which a file is a verb, a schedule, a planner or a preset."""
 FOLDERS = sorted({path.parent for path in FILES} - {ROOT, *(ROOT / name for name in NAMED_BY_USERS)})
@@ -171,6 +177,20 @@ def test_the_plain_path_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "makespan" in done.stdout and done.stdout.splitlines()[-1] == "[]"
+
+
+@cache
+def source_files() -> tuple[str, ...]:
+    """All Python files of the repository, from its root."""
+    root = README.parent
+    return tuple(f"/{path.relative_to(root)}" for folder in CODE for path in (root / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda p: p.name)
+def test_pages_name_files_that_exist(page: Path) -> None:
+    """A file is named from the root, from the package, or by its last folders (`transport/base.py`)."""
+    named = set(re.findall(r"`([\w/]+/\w+\.py)`", page.read_text())) - MADE_BY_PAGES
+    assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in source_files())) == []
 
 
 def test_public_names_have_docstrings() -> None:
