@@ -116,6 +116,12 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def body_lines(function: ast.FunctionDef) -> int:
+    """The lines of a function without its signature and its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_short_and_say_what_they_are(path: Path) -> None:
     text = path.read_text()
@@ -123,22 +129,8 @@ def test_files_are_short_and_say_what_they_are(path: Path) -> None:
     tree = ast.parse(text)
     assert len(text.splitlines()) <= limit
     assert ast.get_docstring(tree), "a file opens with its idea"
-
-
-def body_lines(function: ast.FunctionDef) -> int:
-    """The lines of a function without its signature and its docstring."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
-def test_functions_are_short() -> None:
-    found = {
-        f"{path.relative_to(ROOT)} {node.name}": lines
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and (lines := body_lines(node)) > LONGEST_BODY
-    }
-    assert set(found) <= LONG_BODIES, f"longer than {LONGEST_BODY} lines: {found}"
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and body_lines(node) > LONGEST_BODY]
+    assert {f"{path.relative_to(ROOT)} {node.name}" for node in functions} <= LONG_BODIES
 
 
 def folder_entries(folder: Path) -> set[str]:
