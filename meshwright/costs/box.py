@@ -20,11 +20,13 @@ def grid(asked: TensorRequest) -> Grid:
     """Returns the grid w x a x b. If no box is given, it is the cube with `tp` ranks."""
     box = asked.box
     if asked.depth != 1 or asked.sequence:
-        raise MeshwrightError("box takes neither a depth nor sequence", fix="box=(1, P, 1) is the line with a cut sequence")
+        raise MeshwrightError(
+            'tensor="box" takes neither depth nor sequence', fix="box=(1, P, 1) is the line with a cut sequence"
+        )
     if box is None:
         side = round((asked.tp or 0) ** (1 / 3))
         if not asked.tp or side**3 != asked.tp:
-            raise MeshwrightError(f"{asked.tp} ranks are no cube, so a box must be given", fix="box=(2, 2, 1)")
+            raise MeshwrightError(f"{asked.tp} ranks do not form a cube, so a box must be given", fix="box=(2, 2, 1)")
         box = (side, side, side)
     if len(box) != 3 or min(box) < 1:
         raise MeshwrightError(f"a box is three positive numbers (w, a, b), got {box}", fix="box=(2, 2, 1)")

@@ -151,5 +151,5 @@ def whole_root(ranks: int, *, mode: str) -> int:
 def positive(ranks: int | None, *, mode: str) -> int:
     """Returns the number of ranks. Raises if it was not given."""
     if ranks is None or ranks < 1:
-        raise MeshwrightError(f"{mode} needs the number of its ranks, got tp={ranks}", fix="tp=2")
+        raise MeshwrightError(f"{mode} needs at least one rank, got tp={ranks}", fix="tp=2")
     return ranks

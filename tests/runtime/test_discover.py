@@ -145,12 +145,12 @@ def scattered_hosts() -> str:
 
 def test_scattered_ranks_are_refused_on_all_ranks() -> None:
     with Workers(3) as pool:
-        assert pool.run(scattered_hosts) == ["the ranks of a host must follow each other, got 2 hosts in 3 runs of ranks"] * 3
+        assert pool.run(scattered_hosts) == ["the ranks of a host must be consecutive, got 2 hosts in 3 runs of ranks"] * 3
 
 
 def test_what_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MeshwrightError, match="at least one worker, got 0"):
         discover(workers=0)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(MeshwrightError, match="torchrun has started the workers, --workers 3 cannot"):
+    with pytest.raises(MeshwrightError, match="torchrun has started the workers, so --workers 3 has no effect"):
         discover(workers=3)

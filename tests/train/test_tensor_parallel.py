@@ -267,7 +267,7 @@ class Counts(Heads):
 
 
 def test_buffers_that_a_forward_writes_are_refused() -> None:
-    with pytest.raises(MeshwrightError, match="writes into count: no tensor mode keeps that yet"):
+    with pytest.raises(MeshwrightError, match="writes into count: tensor modes do not support that yet"):
         mw.verify(Counts, numbers, {"tp": 2}, steps=1)
 
 

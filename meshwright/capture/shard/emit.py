@@ -105,7 +105,9 @@ def shard_layers(settled: Settled, states: States, wires: Wires, device: torch.d
     """Returns the layers of a settled model on one rank. One prelude computes all values that depend on no parameter."""
     line, places = settled.line, list(pairwise(settled.places))
     if changes_late(line):
-        raise MeshwrightError("the model changes in place what its layers have read before: it has no tensor mode yet")
+        raise MeshwrightError(
+            "the model writes in place into values that earlier layers have read, which tensor modes do not support yet"
+        )
     free = {(a, b): free_reads(line, a, b) for a, b in places}
     every = tuple(dict.fromkeys(name for names in free.values() for name in names))
     body, columns, names = free_graph(line, every, states, device) if every else (None, (), {})

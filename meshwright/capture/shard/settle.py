@@ -183,7 +183,9 @@ def _refuse_written_buffers(line: Line) -> None:
             counts = state is not None and state.size is not None and not state.size.learns
             if not counts or any(buffer not in other.changes for other in readers.get(state.name if state else "", ())):
                 where = node.path or "the model"
-                raise MeshwrightError(f"{node.target} in {where} writes into {buffer}: no tensor mode keeps that yet", fix="tp=1")
+                raise MeshwrightError(
+                    f"{node.target} in {where} writes into {buffer}: tensor modes do not support that yet", fix="tp=1"
+                )
 
 
 def _walked(task: Task, places: Sequence[int], *, whole_outputs: bool) -> Settled:
@@ -246,7 +248,7 @@ def _known(line: Line, replicate: Sequence[str]) -> None:
     paths = {node.path for node in line.flat.nodes}
     for name in replicate:
         if not any(path == name or path.startswith(f"{name}.") for path in paths):
-            raise MeshwrightError(f"replicate names {name!r}, which is no module of the captured model")
+            raise MeshwrightError(f"replicate names {name!r}, which is not a module of the captured model")
 
 
 def _light(

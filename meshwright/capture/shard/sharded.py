@@ -82,7 +82,7 @@ class ShardPlan:
         found = shard_plan(model, flat, self.tensor, shapes, places=places, whole_outputs=self.whole_outputs)
         if found.settled.cuts != self.settled.cuts:
             raise MeshwrightError(
-                "a batch of this shape would cut the parameters of the model in another way", fix="batches of one shape"
+                "a batch of this shape needs another cut of the parameters than the first batch", fix="batches of one shape"
             )
         return found
 
@@ -147,7 +147,9 @@ def shard_plan(
     if loss.counts_labels and weigher(line, states) is None:
         raise MeshwrightError("overlap=True cannot count the labels of the model's loss", fix="overlap=False")
     if any(half.cuts != found.settled.cuts for half in halves):
-        raise MeshwrightError("halves of a microbatch would cut the parameters in another way", fix="overlap=False")
+        raise MeshwrightError(
+            "halves of a microbatch need another cut of the parameters than whole microbatches", fix="overlap=False"
+        )
     return replace(found, halves=tuple(map(zero_where_nothing_counts, halves)), loss=loss)
 
 

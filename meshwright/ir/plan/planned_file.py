@@ -85,7 +85,7 @@ def plan_file_json(
         text = json.dumps(found, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise MeshwrightError(
-            f"a plan has a value that JSON does not have: {error}", fix="numbers, texts, lists, tables"
+            f"a value of the plan cannot be written as JSON: {error}", fix="numbers, texts, lists, tables"
         ) from error
     PlannedFile.of(parsed(text, WHAT))
     return text

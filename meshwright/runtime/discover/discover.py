@@ -49,7 +49,7 @@ def discover(*, workers: int | None = None, ready: Callable[[], None] = lambda: 
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         if workers is not None:
-            raise MeshwrightError(f"torchrun has started the workers, --workers {workers} cannot", fix="leave it out")
+            raise MeshwrightError(f"torchrun has started the workers, so --workers {workers} has no effect", fix="leave it out")
         with attach() as here:
             _first_rank(ready)
             return measure_ranks(here.device)
@@ -106,7 +106,7 @@ def _refuse_scattered(homes: Sequence[str]) -> None:
     runs = [home for place, home in enumerate(homes) if place == 0 or homes[place - 1] != home]
     if len(runs) > len(set(runs)):
         raise MeshwrightError(
-            f"the ranks of a host must follow each other, got {len(set(homes))} hosts in {len(runs)} runs of ranks",
+            f"the ranks of a host must be consecutive, got {len(set(homes))} hosts in {len(runs)} runs of ranks",
             fix="start one torchrun per host",
         )
 

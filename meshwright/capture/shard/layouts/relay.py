@@ -36,7 +36,7 @@ class _Relay:
         if have[0].real is not None and want[0].real is None and len(have) == 1:
             self.crops[at] = have[0].length
             if axes_of((want,)):
-                raise MeshwrightError("a padded dimension is read in another cut")
+                raise MeshwrightError("a padded dimension is needed with another cut, which is not supported")
             return have, (Factor(have[0].size, (), have[0].real),)
         try:
             a = refined(have, marks(want), self.grid)
