@@ -20,9 +20,7 @@ def grid(asked: TensorRequest) -> Grid:
     """Returns the grid w x a x b. If no box is given, it is the cube with `tp` ranks."""
     box = asked.box
     if asked.depth != 1 or asked.sequence:
-        raise MeshwrightError(
-            'tensor="box" takes neither depth nor sequence', fix="box=(1, P, 1) is the line with a cut sequence"
-        )
+        raise MeshwrightError("box takes neither depth nor sequence", fix="box=(1, P, 1) is the line with a cut sequence")
     if box is None:
         side = round((asked.tp or 0) ** (1 / 3))
         if not asked.tp or side**3 != asked.tp:

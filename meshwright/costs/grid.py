@@ -16,7 +16,7 @@ from meshwright.errors import MeshwrightError
 def grid(asked: TensorRequest) -> Grid:
     """Returns a square grid."""
     if asked.box is not None or asked.depth != 1 or asked.sequence:
-        raise MeshwrightError('tensor="grid" takes no box, depth or sequence', fix="tp=4, or another mode")
+        raise MeshwrightError("grid is q x q, so it takes no box, depth or sequence", fix="tp=4, or another mode")
     side = whole_root(positive(asked.tp, mode="grid"), mode="grid")
     return Grid("grid", (("i", side), ("j", side)))
 

@@ -17,7 +17,9 @@ from meshwright.errors import MeshwrightError
 def grid(asked: TensorRequest) -> Grid:
     """Returns a grid with one axis. The name of the grid says whether the residual stream is cut too."""
     if asked.box is not None or asked.depth != 1:
-        raise MeshwrightError('tensor="line" takes neither a box nor a depth', fix='tensor="box", or tensor="tesseract"')
+        raise MeshwrightError(
+            "line has one axis, so it takes neither a box nor a depth", fix='tensor="box", or tensor="tesseract"'
+        )
     return Grid("line_sequence" if asked.sequence else "line", (("p", positive(asked.tp, mode="line")),))
 
 

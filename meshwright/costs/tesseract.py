@@ -17,7 +17,7 @@ def grid(asked: TensorRequest) -> Grid:
     """Returns the grid depth x q x q."""
     ranks, depth = positive(asked.tp, mode="tesseract"), asked.depth
     if asked.box is not None or asked.sequence:
-        raise MeshwrightError('tensor="tesseract" takes a depth, but no box and no sequence', fix="tp=8, depth=2")
+        raise MeshwrightError("tesseract takes a depth, but no box and no sequence", fix="tp=8, depth=2")
     if depth < 1 or ranks % depth:
         raise MeshwrightError(
             f"tesseract: depth {depth} does not divide {ranks} ranks", fix="tp = depth x q x q, as tp=8, depth=2"
