@@ -23,7 +23,7 @@ class PieceTime:
 
 @dataclass(frozen=True, slots=True)
 class SendTime:
-    """A collective: the piece that starts it (-1 if it is complete at the start), and the first piece that waits for it."""
+    """A collective: the piece that starts it (-1: it starts at time 0), and the first piece that waits for it."""
 
     source: int
     reader: int

@@ -104,7 +104,7 @@ def _called(node: Node, args: Any, kwargs: Any) -> Any:
 
 
 def _region(flat: Flat, given: Any) -> Any:
-    """Returns the subgraph of a switch as a graph. Its columns are its arguments, in order."""
+    """Runs the subgraph of a switch. Its columns are its arguments, in order."""
     values: dict[str, Any] = {}
     inputs = iter(given)
     for node in flat.nodes:
