@@ -29,6 +29,12 @@ def table(*more: str) -> Any:
     return json.loads(found.output)
 
 
+def step_words(found: Any, row: Any) -> float:
+    """All words of a step of one microbatch."""
+    once = [each["words_sync"] for each in found["once_per_step"] if (each["mode"], each["grid"]) == (row["mode"], row["grid"])]
+    return row["words_forward"] + row["words_backward"] + sum(once)
+
+
 @pytest.mark.parametrize("save", list(Save))
 def test_rows_are_the_closed_forms(save: Save) -> None:
     rows = table("--save", save)["rows"]
@@ -43,10 +49,10 @@ def test_rows_are_the_closed_forms(save: Save) -> None:
 
 
 def test_the_best_box_within_a_limit() -> None:
-    free = table()["best"]
+    found = table()
+    free = found["best"]
     assert (free["mode"], free["grid"]) == ("box", [2, 4, 1])
-    assert all(free["words_forward"] + free["words_backward"] <= row["words_forward"] + row["words_backward"] + row["words_sync"]
-               for row in table()["rows"])  # fmt: skip
+    assert step_words(found, free) == min(step_words(found, row) for row in found["rows"])
     none = CliRunner().invoke(app, ["compare", "--tensor", *SIZES, "--memory", "1MB"])
     assert none.exit_code == 3 and none.output.splitlines()[-1] == "no mode divides these sizes and fits within 1MB"
     some = CliRunner().invoke(app, ["compare", "--tensor", *SIZES, "--memory", "250MB"]).output.splitlines()
@@ -86,8 +92,10 @@ def test_flags_that_contradict_each_other(flags: list[str], text: str) -> None:
 
 def test_rows_have_the_promised_keys() -> None:
     promised = {"mode", "grid", "words_forward", "words_backward", "steps", "weight_words", "saved_words", "feasible", "reason"}
-    for row in table()["rows"]:
-        assert promised <= set(row) and all(type(side) is int for side in row["grid"])
+    found = table()
+    for row in [*found["rows"], found["best"]]:
+        assert promised == set(row) and all(type(side) is int for side in row["grid"])
+    assert found["once_per_step"] == [{"mode": "tesseract", "grid": [2, 2, 2], "words_sync": 24 * 4096**2 // 8}]
 
 
 def test_the_closed_forms_need_no_torch() -> None:
@@ -138,14 +146,13 @@ def test_a_captured_model_has_the_words_that_inspect_shows() -> None:
     row = rows["box", (2, 2, 1)]
     words = ["inspect", "gpt-tiny", "--box", "2,2,1", "--rows", "8", "--length", "32", "--stages", "1", "--json"]
     shown = json.loads(CliRunner().invoke(app, words).output)["tensor"]
-    assert row["words_forward"] == shown["words"]["forward"] and row["words_sync"] == shown["words"]["sync"]
+    assert row["words_forward"] == shown["words"]["forward"] and row["words_backward"] == shown["words"]["backward"]
+    assert step_words(found, row) == sum(shown["words"].values())
     assert (row["weight_words"], row["saved_words"]) == (shown["weight_words"], shown["saved_words"])
     grid = mode("box").grid(TensorRequest(box=(2, 2, 1)))
     layer = mode("box").layer_words(grid, batch=8, sequence=32, hidden=48)
     assert 4 * layer.forward < row["words_forward"] < 6 * layer.forward
-    fewest = min(row["words_forward"] + row["words_backward"] + row["words_sync"] for row in rows.values() if row["feasible"])
-    best = found["best"]
-    assert best["words_forward"] + best["words_backward"] + best["words_sync"] == fewest
+    assert step_words(found, found["best"]) == min(step_words(found, row) for row in rows.values() if row["feasible"])
 
 
 def test_a_captured_model_marks_what_it_cannot_run() -> None:
@@ -160,10 +167,11 @@ def test_a_captured_model_marks_what_it_cannot_run() -> None:
 
 def test_counted_words_are_those_of_the_formulas() -> None:
     words = ["compare", "--tensor", "--batch", "8", "--sequence", "4", "--hidden", "64", "--ranks", "8", "--counted"]
-    rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)["rows"]
-    assert len(rows) == 13
-    for row in rows:
-        assert all(row[f"counted_{phase}"] == row[f"words_{phase}"] for phase in ("forward", "backward", "sync")), row
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    assert len(found["rows"]) == 13 and [row["mode"] for row in found["once_per_step"]] == ["tesseract"]
+    for row in found["rows"]:
+        assert all(row[f"counted_{phase}"] == row[f"words_{phase}"] for phase in ("forward", "backward")), row
+    assert all(row["counted_sync"] == row["words_sync"] for row in found["once_per_step"])
     shown = CliRunner().invoke(app, words).output.splitlines()
     assert shown[0].split() == ["mode", "grid", *("forward", "counted", "backward", "counted", "sync", "counted")]
     assert any(line.startswith("tesseract") for line in shown) and len(shown) == 15

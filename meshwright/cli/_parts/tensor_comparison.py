@@ -140,14 +140,19 @@ Counts = Mapping[tuple[str, tuple[int, ...]], Words]
 
 
 def to_json(rows: list[TensorRow], best: TensorRow | None, counts: Counts) -> str:
-    """Returns the comparison as one JSON object."""
-    found = [_row(row) | _counted(counts.get((row.mode, row.grid))) for row in rows]
-    return json.dumps({"rows": found, "best": None if best is None else _row(best)})
+    """Returns the comparison as one JSON object: rows for a microbatch, and apart from them what is sent once per step."""
+    found = [_row(row) | _counted(counts.get((row.mode, row.grid)), "forward", "backward") for row in rows]
+    sums = [
+        {"mode": row.mode, "grid": row.grid, "words_sync": _number(row.words_sync)}
+        | _counted(counts.get((row.mode, row.grid)), "sync")
+        for row in rows
+        if row.words_sync
+    ]
+    return json.dumps({"rows": found, "best": None if best is None else _row(best), "once_per_step": sums})
 
 
-def _counted(words: Words | None) -> dict[str, int | float]:
-    names = ("forward", "backward", "sync")
-    return {} if words is None else {f"counted_{name}": _number(getattr(words, name)) for name in names}
+def _counted(words: Words | None, *phases: str) -> dict[str, int | float]:
+    return {} if words is None else {f"counted_{phase}": _number(getattr(words, phase)) for phase in phases}
 
 
 def counted_text(rows: list[TensorRow], counts: Counts) -> str:
@@ -236,7 +241,7 @@ def _grid(row: TensorRow) -> str:
 
 
 def _row(row: TensorRow) -> dict[str, Any]:
-    found = {field.name: getattr(row, field.name) for field in fields(row)}
+    found = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "words_sync"}
     return {name: _number(value) if isinstance(value, Fraction) else value for name, value in found.items()}
 
 
