@@ -186,3 +186,30 @@ def test_an_own_loop_starts_equal_and_moves_between_modes(pool: Pool) -> None:
     for plan, ranks in (({"box": (1, 2, 2), "microbatches": 2}, 4), ({"microbatches": 2}, 1)):
         for losses, _ in pool.run(trained, plan, 2, state, ranks=ranks):
             assert losses == pytest.approx(wanted[2:], rel=1e-5), plan
+
+
+def test_a_short_last_step_is_refused_before_workers_start(tmp_path: Path) -> None:
+    """18 rows in steps of 8: the last one has 2, in two microbatches of one row."""
+    trainer = ours(gpt2(n_head=4), tmp_path, text(18), workers=None, parallel={"box": (2, 1, 1), "microbatches": 2})
+    words = r"the rows of a microbatch: size 1 does not divide by 2 \(w=2\) on the box .*; a short last step of an epoch"
+    with pytest.raises(MeshwrightError, match=rf"{words}(.|\n)*dataloader_drop_last=True, or batches that divide \(size 2,"):
+        trainer.train()
+
+
+def stepped(plan: dict[str, Any]) -> tuple[str, float]:
+    """On a rank: what a step of 6 rows is refused with, and the loss of a step of 8 rows after it."""
+    ids = torch.arange(8 * 16).reshape(8, 16) % 50
+    batch = {"input_ids": ids, "labels": ids}
+    with mw.parallelize(gpt2(n_head=4), batch, plan, optimizer=torch.optim.SGD) as session:
+        with pytest.raises(MeshwrightError) as caught:
+            session.step({name: column[:6] for name, column in batch.items()})
+        return str(caught.value), session.step(batch).loss
+
+
+def test_rows_that_do_not_divide_are_refused_on_all_ranks_before_anything_is_sent(pool: Pool) -> None:
+    """No rank waits for another one, and the next step is that of one process."""
+    [([wanted, *_], _)] = pool.run(trained, {"microbatches": 2}, 1, ranks=1)
+    found = pool.run(stepped, {"box": (2, 2, 1), "microbatches": 2}, ranks=4)
+    assert len({said for said, _ in found}) == 1
+    assert "size 3 does not divide by 2 (w=2) on the box w=2 x a=2 x b=1" in found[0][0] and "size 4" in found[0][0]
+    assert [loss for _, loss in found] == pytest.approx([wanted] * 4, rel=1e-5)
