@@ -171,6 +171,22 @@ def test_the_attention_of_torch(asked: Request, more: dict[str, Any]) -> None:
         assert found.matrices["body.attention.in_proj_weight"] == 0.5
 
 
+class LengthFirst(Attends):
+    """The length before the rows, as torch's attention has it unless it is told otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "asked", [mode if mode == line(2, sequence=True) else pytest.param(mode, marks=SLOW) for mode in MODES], ids=str
+)
+def test_an_odd_length_before_the_rows(asked: Request) -> None:
+    """The axis that cuts features inside a block cuts rows outside of it: what does not divide there is gathered."""
+    odd = {name: column[:, :5] for name, column in tokens().items()}
+    woven(built(lambda: Words(LengthFirst()), odd), asked)
+
+
 class OneNumber(nn.Module):
     """A head of one output, and a gate of one feature before another product."""
 

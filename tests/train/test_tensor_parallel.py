@@ -136,10 +136,13 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("schedule", ["onef1b", "chimera", "zero_bubble"])
+@pytest.mark.parametrize("schedule", [None, "onef1b", "chimera", "zero_bubble"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_every_mode_under_every_kind_of_pipeline(pool: Pool, mode: dict[str, Any], schedule: str, build: Any) -> None:
-    verified(pool, build, **mode, pp=2, schedule=schedule, microbatches=2)
+def test_every_mode_alone_and_under_every_kind_of_pipeline(
+    pool: Pool, mode: dict[str, Any], schedule: str | None, build: Any
+) -> None:
+    pipeline = {} if schedule is None else {"pp": 2, "schedule": schedule}
+    verified(pool, build, **mode, **pipeline, microbatches=2)
 
 
 @pytest.mark.slow

@@ -45,7 +45,8 @@ def reshape(walk: ShardWalk, node: Node) -> Made | None:
             if any(map(_is_padded, layout)):  # padding is in the way, not a size that does not divide
                 layout = tuple(whole((length(dim),))[0] if _is_padded(dim) else dim for dim in layout)
                 continue
-            if axes and set(axes) <= set(walk.scheme.inner.features) and widest(walk, source):
+            features = axes_of(layout[-1:]) & {*walk.scheme.inner.features}  # rows may be cut by the same axes
+            if axes and features.issuperset(axes) and widest(walk, source):
                 raise indivisible(node.path or node.name, error.size, error.axes, walk.grid) from error
             if layout == whole(walk.shape(source)):
                 raise no_rule(node) from error
