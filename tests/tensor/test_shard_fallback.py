@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,28 @@ class Distances(nn.Module):
         return torch.cdist(x, self.points)
 
 
+class Masks(torch.autograd.Function):
+    """Mixes its input with a constant that it makes on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        negative = x < 0
+        ctx.save_for_backward(negative)
+        return x.masked_fill(negative, torch.tensor(0.25, dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        [negative] = ctx.saved_tensors
+        return gradient.masked_fill(negative, 0)
+
+
+class Masking(nn.Module):
+    """A user's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Masks.apply(x)
+
+
 def odd(strange: Callable[[], nn.Module] = Distances) -> Reference:
     torch.manual_seed(0)
     tokens = torch.randint(0, 48, (8, 6), generator=torch.Generator().manual_seed(0))
@@ -88,6 +111,14 @@ def test_an_operation_without_parameters_and_rule_runs_on_whole_values(asked: Re
     assert outcome.loss <= BOUND and outcome.gradient <= BOUND, outcome
     assert outcome.words == declared_words(found)
     assert any(move.path == "strange" and "fft" in move.operation and "gather" in move.reason for move in found.extra)
+
+
+@pytest.mark.parametrize("asked", [box(2, 1, 2), line(2, sequence=True)], ids=str)
+def test_a_user_s_function_with_constants_of_its_own(asked: Request) -> None:
+    """Its sizes are worked out as on a CPU: on tensors of another device it would fail."""
+    outcome = parity(odd(Masking), asked)
+    assert outcome.loss <= BOUND and outcome.gradient <= BOUND, outcome
+    assert outcome.words == declared_words(outcome.settled)
 
 
 @pytest.mark.parametrize("asked", [box(2, 1, 2), grid(2), line(2, sequence=True)], ids=str)

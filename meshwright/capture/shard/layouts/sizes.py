@@ -17,6 +17,7 @@ from meshwright.capture.cut.liveness import Line
 from meshwright.capture.trace.autograd_functions import FUNCTION, Function
 from meshwright.capture.trace.graph import Flat, Node, NodeKind, Ref, mapped
 from meshwright.capture.trace.operations import CHECKS, function_of, is_one_of
+from meshwright.torch_internals import without_values
 
 Shape = tuple[int, ...]
 
@@ -99,8 +100,19 @@ def _called(node: Node, args: Any, kwargs: Any) -> Any:
         at = next(k for k, arg in enumerate(args) if isinstance(arg, Flat))
         return _region(args[at], args[at + 1 :])
     if is_one_of(node.target, (FUNCTION,)):
-        return Function(node.target.removeprefix(f"{FUNCTION}."))(*args)
+        return _of_function(Function(node.target.removeprefix(f"{FUNCTION}.")), args)
     return function_of(node.target)(*args, **kwargs)
+
+
+def _of_function(function: Function, args: Any) -> Any:
+    """A user's function as on a CPU: it may mix what it is given with constants that it makes there."""
+
+    def on(device: str, leaf: Any) -> Any:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+
+    with without_values():
+        found = function(*mapped(args, lambda leaf: on("cpu", leaf)))
+    return mapped(found, lambda leaf: on("meta", leaf))
 
 
 def _region(flat: Flat, given: Any) -> Any:
