@@ -19,8 +19,8 @@ from meshwright.capture.cut.dry_walk import DryLayer, WalkOptions, dry_walk
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.op_work import layer_work
 from meshwright.capture.model_graph import graph_of, line_of
+from meshwright.capture.repeat.capture_for_costs import flatten_for_costs
 from meshwright.capture.trace.batch_columns import columns_of
-from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat
 from meshwright.costs.roofline import ESTIMATE_ERROR, HalfTimes, estimated_times
 from meshwright.errors import MeshwrightError
@@ -72,7 +72,7 @@ def profile_model(
         ```
     """
     wanted = ProfileRequest(tuple(rows), Precision.of(precision), optimizer_states(optimizer), cluster, estimate, repeats)
-    flat = flatten(model, example_batch)
+    flat = flatten_for_costs(model, example_batch)
     line = line_of(model, flat)
     places = LayerChain(line).starts
     graph = graph_of(model, line, places)
