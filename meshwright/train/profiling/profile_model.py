@@ -206,6 +206,7 @@ def _layer(
         fixed_bytes=max(0.0, a.saved - saved * low),
         parameter_bytes=float(layer.parameter_bytes),
         transient_bytes=transient,
+        fixed_transient_bytes=max(0.0, a.transient - transient * low),
         flops=layer.flops / rows,
         ties=tuple(tie.name for tie in graph.ties if k in tie.layers),
     )
