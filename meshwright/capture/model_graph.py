@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -63,7 +64,7 @@ def graph_of(model: nn.Module, line: Line, places: tuple[int, ...]) -> ModelGrap
     for name, parameter in every.items():
         first.setdefault(parameter, name)
     made = {node.name: k for k, (a, b) in enumerate(itertools.pairwise(places)) for node in line.work[a:b]}
-    kept = saved(line, places, model)
+    kept, spans = saved(line, places, model), _spans(line)
     layers, begun, taken = [], set[str](), set[str]()
     for k, (a, b) in enumerate(itertools.pairwise(places)):
         names = _parameters(line, a, b)
@@ -71,7 +72,7 @@ def graph_of(model: nn.Module, line: Line, places: tuple[int, ...]) -> ModelGrap
         sizes = {first[every[name]]: every[name] for name in names}
         layers.append(
             Layer(
-                name=_name(line, a, b, taken),
+                name=_name(line, a, b, spans, taken),
                 flops=sum(flops(line, node) for node in line.work[a:b]),
                 parameters=own,
                 parameter_bytes=sum(p.numel() * p.element_size() for p in sizes.values()),
@@ -119,7 +120,18 @@ def _modules(line: Line, first: int, last: int, begun: set[str]) -> tuple[str, .
     return tuple(found)
 
 
-def _name(line: Line, first: int, last: int, taken: set[str]) -> str:
+def _spans(line: Line) -> dict[str, tuple[int, int]]:
+    """Return the first and the last operation of every module."""
+    found: dict[str, tuple[int, int]] = {}
+    for index, node in enumerate(line.work):
+        parts = node.path.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            found[name] = found.get(name, (index, index))[0], index
+    return found
+
+
+def _name(line: Line, first: int, last: int, spans: Mapping[str, tuple[int, int]], taken: set[str]) -> str:
     """Name a layer after the innermost module around its matrix products.
 
     If that module also contains other layers, the layer gets the name of the module of its first product.
@@ -130,8 +142,8 @@ def _name(line: Line, first: int, last: int, taken: set[str]) -> str:
     name = paths[0]
     for path in paths[1:]:
         name = _common(name, path)
-    outside = [node.path for node in (*line.work[:first], *line.work[last:])]
-    if not name or any(path == name or path.startswith(f"{name}.") for path in outside):
+    begin, end = spans.get(name, (first, last - 1))
+    if not name or begin < first or end >= last:
         name = paths[0]
     found = name if name not in taken else f"{name}#{first}"
     taken.add(found)

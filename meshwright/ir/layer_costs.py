@@ -47,6 +47,7 @@ class LayerCost:
         fixed_bytes: Saved bytes that do not depend on the rows: masks, and copies of weights in mixed precision.
         parameter_bytes: Bytes of the parameters.
         transient_bytes: Temporary bytes at the peak of a forward or backward, beyond the saved ones, for one row.
+        fixed_transient_bytes: Temporary bytes that do not depend on the rows: gradients of weights before they are added up.
         flops: Operations of a forward, for one row.
         ties: Names of parameters that other layers use too. A stage that has several of these layers holds them once.
 
@@ -67,10 +68,11 @@ class LayerCost:
     flops: float = 0.0
     ties: tuple[str, ...] = ()
     fixed_bytes: float = 0.0
+    fixed_transient_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes = (self.output_bytes, self.saved_bytes, self.parameter_bytes, self.transient_bytes, self.flops, self.fixed_bytes)
-        numbers = (*self.forward_s, *self.input_s, *self.weight_s, *sizes)
+        sizes = (self.output_bytes, self.saved_bytes, self.parameter_bytes, self.transient_bytes, self.flops)
+        numbers = (*self.forward_s, *self.input_s, *self.weight_s, *sizes, self.fixed_bytes, self.fixed_transient_bytes)
         if not all(0.0 <= x < float("inf") for x in numbers):
             raise MeshwrightError(f"costs of a layer are numbers of at least 0, got {self}")
 
@@ -176,7 +178,7 @@ class Profile:
             gradient_bytes=output,
             saved_bytes=tuple(layer.fixed_bytes + layer.saved_bytes * factor for layer in layers),
             parameter_bytes=tuple(layer.parameter_bytes for layer in layers),
-            transient_bytes=tuple(layer.transient_bytes * factor for layer in layers),
+            transient_bytes=tuple(layer.fixed_transient_bytes + layer.transient_bytes * factor for layer in layers),
         )
 
     def _time(self, times: tuple[float, ...], rows: int | None) -> float:

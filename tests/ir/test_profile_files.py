@@ -14,6 +14,7 @@ from meshwright import LayerCost, MeshwrightError, Profile, profile_from_json, p
 from meshwright.ir.layer_costs import ProfileSource
 from tests.support.file_forms import FUZZ
 
+BYTES = ("output_bytes", "saved_bytes", "parameter_bytes", "transient_bytes", "fixed_bytes", "fixed_transient_bytes")
 sizes = st.one_of(st.just(0.0), st.floats(0, 1e30), st.integers(0, 10**6).map(float))
 names = st.one_of(
     st.sampled_from(["h.0.a", "h.1.a", "h.2.a", "h.10.a", "x 1", "a{}b", "{}", "", "7"]), st.text("ab.01{}", max_size=5)
@@ -25,7 +26,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     """Layers from a few kinds, so that some repeat."""
     rows = tuple(sorted(draw(st.sets(st.integers(1, 64), max_size=3))))
     times = st.tuples(*[sizes] * (len(rows) or 1))
-    fields = dict.fromkeys(("output_bytes", "saved_bytes", "parameter_bytes", "transient_bytes", "flops", "fixed_bytes"), sizes)
+    fields = dict.fromkeys((*BYTES, "flops"), sizes)
     ties = st.lists(names, max_size=2).map(tuple)
     costs = st.builds(LayerCost, name=names, forward_s=times, input_s=times, weight_s=times, ties=ties, **fields)
     kinds = draw(st.lists(costs, min_size=1, max_size=3))
@@ -106,3 +107,5 @@ def test_what_is_refused(change: dict[str, Any], said: str) -> None:
 def test_fixed_bytes_do_not_grow_with_rows() -> None:
     layer = LayerCost("a", (1.0,), (1.0,), (1.0,), saved_bytes=10.0, fixed_bytes=7.0)
     assert [Profile((layer,), rows=(1,)).at(rows).saved_bytes for rows in (1, 3)] == [(17.0,), (37.0,)]
+    layer = LayerCost("a", (1.0,), (1.0,), (1.0,), transient_bytes=10.0, fixed_transient_bytes=7.0)
+    assert [Profile((layer,), rows=(1,)).at(rows).transient_bytes for rows in (1, 3)] == [(17.0,), (37.0,)]

@@ -106,9 +106,25 @@ def test_saved_bytes_of_a_microbatch_are_those_of_a_walk_with_its_rows() -> None
     assert sum(layer.fixed_bytes for layer in measured("bf16").layers) > sum(layer.fixed_bytes for layer in measured().layers)
 
 
+def test_the_gradient_of_a_weight_is_a_transient_whatever_the_rows() -> None:
+    """The table of 11 x 16 is the largest weight of the first layer; blocks have weights of 16 x 32."""
+    profile = measured()
+    assert profile.layers[0].fixed_transient_bytes >= 4 * 11 * 16
+    assert max(layer.fixed_transient_bytes for layer in profile.layers) >= 4 * 16 * 32
+
+
 def test_bytes_do_not_depend_on_the_run() -> None:
     again = mw.profile_model(Small(), BATCH, rows=(1, 2, 4), repeats=1)
-    names = ("output_bytes", "saved_bytes", "fixed_bytes", "parameter_bytes", "transient_bytes", "flops", "ties")
+    names = (
+        "output_bytes",
+        "saved_bytes",
+        "fixed_bytes",
+        "parameter_bytes",
+        "transient_bytes",
+        "fixed_transient_bytes",
+        "flops",
+        "ties",
+    )
     for a, b in zip(measured().layers, again.layers, strict=True):
         assert [getattr(a, name) for name in names] == [getattr(b, name) for name in names]
 

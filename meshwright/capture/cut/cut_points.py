@@ -165,8 +165,12 @@ class LayerChain:
         """True if a cut would separate two views of memory that a later operation changes."""
         line = self.line
         crossing = [memory for name in line.crossings[place] for memory in line.flat.by_name[name].memory]
-        later = {memory for node in line.work[place:] for memory in node.writes} if len(crossing) > 1 else set()
-        return any(memory in later and crossing.count(memory) > 1 for memory in crossing)
+        return any(self._last_write.get(memory, -1) >= place and crossing.count(memory) > 1 for memory in crossing)
+
+    @cached_property
+    def _last_write(self) -> dict[int, int]:
+        """The last operation that writes into each storage."""
+        return {memory: at for at, node in enumerate(self.line.work) for memory in node.writes}
 
     def _depth(self, place: int) -> int:
         """Count the modules that contain the operations on both sides of a place."""

@@ -43,6 +43,15 @@ class Line:
         return found
 
     @cached_property
+    def order(self) -> dict[str, int]:
+        """The number of each node."""
+        return {node.name: number for number, node in enumerate(self.flat.nodes)}
+
+    def in_order(self, names: Iterable[str]) -> list[Node]:
+        """Return nodes in the order of the graph."""
+        return [self.flat.by_name[name] for name in sorted(names, key=self.order.__getitem__)]
+
+    @cached_property
     def written(self) -> frozenset[int]:
         """The storages that are written into."""
         return frozenset(memory for node in self.flat.nodes for memory in node.writes)
@@ -66,6 +75,11 @@ class Line:
                     bound.add(node.name)
                     taken.update(node.writes)
         return frozenset(node.name for node in self.flat.nodes if node.name not in bound)
+
+    @cached_property
+    def free_writers(self) -> tuple[Node, ...]:
+        """The free nodes that write into memory."""
+        return tuple(node for node in self.flat.nodes if node.writes and node.name in self.free)
 
     @cached_property
     def work(self) -> tuple[Node, ...]:

@@ -226,8 +226,8 @@ def _start(builder: GraphBuilder, taken: Iterable[str], reads: Iterable[str]) ->
 
 def _finish(builder: GraphBuilder, inside: Collection[str], last: int, direct: tuple[str, ...]) -> Captured:
     """Add the operations of a layer in order, and its results: the crossing values, or the model's results in the last layer."""
-    for node in builder.line.flat.nodes:
-        if node.name in inside and node.kind is NodeKind.CALL and node.name not in builder.made:
+    for node in builder.line.in_order(inside):
+        if node.kind is NodeKind.CALL and node.name not in builder.made:
             builder.add(node)
     results = _results(builder.line, last) or builder.line.crossings[last]
     builder.graph.output(tuple(builder.made[name] for name in results))
@@ -265,10 +265,9 @@ def needed(line: Line, names: Iterable[str]) -> dict[str, None]:
     """Return what must be recomputed for these nodes, including columns and the in-place operations that change their values."""
     names = list(names)
     final = {memory for name in names if name in line.free for memory in line.flat.by_name[name].memory}
-    names += [n.name for n in line.flat.nodes if n.name in line.free and not final.isdisjoint(n.writes)]
-    found = {n: None for n in (*line.closure(names), *names) if n in line.free}
-    order = {node.name: i for i, node in enumerate(line.flat.nodes)}
-    return dict.fromkeys(sorted(found, key=order.__getitem__))
+    names += [n.name for n in line.free_writers if not final.isdisjoint(n.writes)]
+    found = {n for n in (*line.closure(names), *names) if n in line.free}
+    return {node.name: None for node in line.in_order(found)}
 
 
 def free_graph(
@@ -281,8 +280,8 @@ def free_graph(
     wanted = needed(line, names)
     builder = GraphBuilder(line, states, device)
     columns = _start(builder, (), wanted)
-    for node in line.flat.nodes:
-        if node.name in wanted and node.kind is NodeKind.CALL:
+    for node in line.in_order(wanted):
+        if node.kind is NodeKind.CALL:
             builder.add(node)
     builder.graph.output(builder.read(tuple(Ref(name) for name in names)))
     return builder.module(), columns, builder.names

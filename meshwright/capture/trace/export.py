@@ -73,16 +73,10 @@ def trace(
     outputs: list[str] = []
     plain = _Plain(model, columns, lambda names: outputs.__setitem__(slice(None), names))
     refuse_flash_columns(example)
-    given = {name: _two_rows(t, one_row).detach().clone() for name, t in example.items()}
+    given = {name: two_rows(t, one_row).detach().clone() for name, t in example.items()}
     refuse_uneven(given)
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.train(training)  # as a trainer does; a model may override train() to keep parts in evaluation mode
-        with kept_attributes(model), _traceable(model) as calls, torch.set_grad_enabled(training):
-            program, lengths = _exported(plain, given)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with traceable(model, training=training) as calls:
+        program, lengths = _exported(plain, given)
     graph = program.module(check_guards=False).graph
     refuse_transforms(graph)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -97,8 +91,21 @@ def trace(
 
 
 @contextlib.contextmanager
-def _traceable(model: nn.Module) -> Iterator[dict[str, Call]]:
-    """While a model is traced, apply all patches: they show the trace what a graph can hold, and raise for the rest."""
+def traceable(model: nn.Module, *, training: bool) -> Iterator[dict[str, Call]]:
+    """While a model is traced, put it into training or evaluation mode and apply all patches. Afterwards it is as before."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.train(training)  # as a trainer does; a model may override train() to keep parts in evaluation mode
+        with kept_attributes(model), _patched(model) as calls, torch.set_grad_enabled(training):
+            yield calls
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _patched(model: nn.Module) -> Iterator[dict[str, Call]]:
+    """Apply all patches: they show the trace what a graph can hold, and raise for the rest."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(standing(model))
         generators = stack.enter_context(nothing_frozen(model))
@@ -164,7 +171,7 @@ def _refuse_changed(flat: Flat, parameters: Collection[str], known: Collection[s
             )
 
 
-def _two_rows(tensor: Tensor, one_row: bool = False) -> Tensor:
+def two_rows(tensor: Tensor, one_row: bool = False) -> Tensor:
     """Double a single row, because torch.export treats a size of 1 as static; `one_row` keeps it. A meta column becomes zeros."""
     if not tensor.dim():
         raise MeshwrightError("a column of the batch is a single number", fix="use tensors with one row per sample")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,14 +15,21 @@ def standing(model: nn.Module, device: torch.device | None = None) -> Iterator[N
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     blank = {name: tensor for name, tensor in every if tensor.is_meta}
     others = {id(tensor): _hollow(tensor, device or torch.device("cpu")) for tensor in blank.values()}
-    _set(model, {name: others[id(tensor)] for name, tensor in blank.items()})
+    with replaced(model, blank, {name: others[id(tensor)] for name, tensor in blank.items()}):
+        yield
+
+
+@contextmanager
+def replaced(model: nn.Module, before: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace parameters and buffers by others for a while. `before` are those that come back."""
+    _set(model, tensors)
     try:
         yield
     finally:
-        _set(model, blank)
+        _set(model, before)
 
 
-def _set(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def _set(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, tensor)

@@ -26,7 +26,15 @@ LAYERS = 100_000
 LONGEST = 16
 """The most layers of a group that repeats."""
 _TIMES = ("forward_s", "input_s", "weight_s")
-_SIZES = ("output_bytes", "saved_bytes", "parameter_bytes", "transient_bytes", "flops", "fixed_bytes")
+_SIZES = (
+    "output_bytes",
+    "saved_bytes",
+    "parameter_bytes",
+    "transient_bytes",
+    "flops",
+    "fixed_bytes",
+    "fixed_transient_bytes",
+)
 _LAYER = frozenset({"name", "ties", *_TIMES, *_SIZES})
 _PROFILE = frozenset({"schema", "kind", *(field.name for field in fields(Profile))})
 _NUMBER = re.compile(r"\d+")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.check.check_result import Verdict
 from meshwright.capture.model_graph import capture
+from meshwright.capture.repeat.capture_for_costs import flatten_for_costs
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.capture.weights.sketch import sketch
@@ -46,7 +47,10 @@ class NamedGraph:
     def layers(self) -> ModelGraph:
         """Returns the layers of the model."""
         two = capture(self.model, self.example, flat=self.flat)
-        return two if self.rows != 1 else one_row(two, capture(self.model, _repeated(_first(self.example), 3)))
+        if self.rows != 1:
+            return two
+        three = _repeated(_first(self.example), 3)
+        return one_row(two, capture(self.model, three, flat=flatten_for_costs(self.model, three)))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -65,7 +69,7 @@ def named_graph(name: str, *, rows: int | None = None, length: int | None = None
     model, example = named_model(name, rows=rows, length=length, batch=batch)
     count = _rows(example)
     example = _repeated(example, 2) if count == 1 else example
-    return NamedGraph(model, flatten(model, example), example, count)
+    return NamedGraph(model, flatten_for_costs(model, example), example, count)
 
 
 def named_model(

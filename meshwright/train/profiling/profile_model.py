@@ -19,8 +19,8 @@ from meshwright.capture.cut.dry_walk import DryLayer, WalkOptions, dry_walk
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.op_work import layer_work
 from meshwright.capture.model_graph import graph_of, line_of
+from meshwright.capture.repeat.capture_for_costs import flatten_for_costs
 from meshwright.capture.trace.batch_columns import columns_of
-from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat
 from meshwright.costs.roofline import ESTIMATE_ERROR, HalfTimes, estimated_times
 from meshwright.errors import MeshwrightError
@@ -72,7 +72,7 @@ def profile_model(
         ```
     """
     wanted = ProfileRequest(tuple(rows), Precision.of(precision), optimizer_states(optimizer), cluster, estimate, repeats)
-    flat = flatten(model, example_batch)
+    flat = flatten_for_costs(model, example_batch)
     line = line_of(model, flat)
     places = LayerChain(line).starts
     graph = graph_of(model, line, places)
@@ -206,6 +206,7 @@ def _layer(
         fixed_bytes=max(0.0, a.saved - saved * low),
         parameter_bytes=float(layer.parameter_bytes),
         transient_bytes=transient,
+        fixed_transient_bytes=max(0.0, a.transient - transient * low),
         flops=layer.flops / rows,
         ties=tuple(tie.name for tie in graph.ties if k in tie.layers),
     )
