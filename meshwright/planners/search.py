@@ -25,7 +25,7 @@ from meshwright.planners._search.candidates import Candidate, Enumerator, WidePl
 from meshwright.planners._search.chosen import nothing_fits, plan_of
 from meshwright.planners._search.mapping import Devices, Mapper, shape_of
 from meshwright.planners._search.pool import Pool, SearchTally
-from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs
+from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs, tensor_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import (
     EVERY,
@@ -202,7 +202,8 @@ class Search:
         mapper = Mapper(self.problem, self.enumerator, self.pricer)
         if self.problem.devices > SWAPPED or not mapper.matters:
             return
-        shapes = {shape_of(each.plan): each for each in sorted(self.pool.plans, key=lambda each: -each.step_s)}
+        plain = [each for each in self.pool.plans if tensor_of(each.plan).tp == 1]  # tensor ranks are priced as neighbours
+        shapes = {shape_of(each.plan): each for each in sorted(plain, key=lambda each: -each.step_s)}
         trials = TRIALS if self.problem.devices <= 10 else TRIALS // SHAPES
         mappings: list[Devices] = []
         for each in sorted(shapes.values(), key=lambda each: each.step_s)[:SHAPES]:
