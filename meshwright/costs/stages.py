@@ -10,6 +10,7 @@ share. Between two stages, each pair of devices sends the rows that both have; t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Protocol
@@ -29,6 +30,9 @@ class GroupLinks(Protocol):
 
     def all_reduce_s(self, ranks: Sequence[int], size: float) -> float:
         """Returns the seconds of an all-reduce of a buffer on these devices."""
+
+    def gather_s(self, ranks: Sequence[int], size: float) -> float:
+        """How long these devices need to gather a buffer of which each has an equal part."""
 
 
 class Charge(StrEnum):
@@ -114,9 +118,37 @@ def stage_costs(
     return tuple(found)
 
 
+def sum_seconds(links: GroupLinks, devices: Sequence[int], size: float, *, divided: bool) -> tuple[float, float]:
+    """Returns the time to add up gradients of a stage, and to gather its parameters if devices divide its state (ZeRO)."""
+    if not divided:
+        return links.all_reduce_s(devices, size), 0.0
+    once = links.gather_s(devices, size)
+    return once, once
+
+
+def of_microbatch(costs: Sequence[StageCost], widths: Sequence[int]) -> tuple[StageCost, ...]:
+    """Returns the costs of whole microbatches, as a plan has them, from those of one device of each stage (`Charge.ROWS`)."""
+    found: list[StageCost] = []
+    for number, (cost, width) in enumerate(zip(costs, widths, strict=True)):
+        lanes = max(widths[number : number + 2])
+        found.append(
+            replace(
+                cost,
+                forward_s=cost.forward_s * width,
+                input_s=cost.input_s * width,
+                weight_s=cost.weight_s * width,
+                recompute_s=cost.recompute_s * width,
+                activation_bytes=cost.activation_bytes * width,
+                output_bytes=cost.output_bytes * lanes,
+                gradient_bytes=cost.gradient_bytes * lanes,
+            )
+        )
+    return tuple(found)
+
+
 def _sync_s(cluster: GroupLinks, devices: Sequence[int], size: float, charge: Charge) -> float:
     if charge is Charge.ROWS:
-        return cluster.all_reduce_s(devices, size)
+        return sum_seconds(cluster, devices, size, divided=False)[0]
     count = len(devices)
     return 2 * (count - 1) / count * size / cluster.slowest(devices).bytes_per_s if count > 1 and size else 0.0
 

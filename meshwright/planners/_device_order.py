@@ -21,7 +21,7 @@ def device_order(bandwidths: Bandwidths, *, kinds: Sequence[float] | None = None
     """Returns the devices in an order in which neighbours have fast links. Only devices of one kind are taken as alike."""
     rates = np.asarray(bandwidths, dtype=np.float64)
     rates = np.minimum(rates, rates.T)
-    groups = _alike(rates, list(kinds) if kinds is not None else [0.0] * len(rates))
+    groups = alike(rates, list(kinds) if kinds is not None else [0.0] * len(rates))
     heads = [group[0] for group in groups]
     link = rates[np.ix_(heads, heads)]
     sizes = np.array([len(group) for group in groups], dtype=np.float64)
@@ -30,7 +30,7 @@ def device_order(bandwidths: Bandwidths, *, kinds: Sequence[float] | None = None
     return [device for group in _ordered(list(range(len(groups))), weight, link) for device in groups[group]]
 
 
-def _alike(rates: Array, kinds: Sequence[float]) -> list[list[int]]:
+def alike(rates: Array, kinds: Sequence[float]) -> list[list[int]]:
     """Returns groups of devices that have equal links to all others, and no faster links to others than to each other."""
     count = len(rates)
     groups: list[list[int]] = []

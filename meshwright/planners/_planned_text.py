@@ -21,6 +21,7 @@ def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int 
     predicted = {
         "step_s": found.step_s,
         "lower_bound_s": found.lower_bound_s,
+        "update_s": found.causes.get("update", 0.0),
         "peak_bytes": list(found.peak_bytes),
         "error": max(profile.error, error),
     }

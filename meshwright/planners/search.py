@@ -23,8 +23,9 @@ from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
 from meshwright.planners._search.chosen import nothing_fits, plan_of
+from meshwright.planners._search.mapping import Devices, Mapper, shape_of
 from meshwright.planners._search.pool import Pool, SearchTally
-from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs
+from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs, tensor_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import (
     EVERY,
@@ -54,6 +55,10 @@ POLISHED = 200
 """The most forwards of a plan whose order is searched."""
 TRIALS = 150
 """The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
+SHAPES = 6
+"""How many plans of different shapes are mapped to other devices."""
+SWAPPED = 32
+"""On more devices no two of them are swapped."""
 ROUNDS = 12
 """The most steps by which a plan with stages of any width is improved."""
 
@@ -89,6 +94,7 @@ class Search:
         if not self._over():
             self._wide_plans()
         rest = self._best_first(rest)
+        self._swap_devices()
         self._families(listed.fit)
         self.tally.open_s = rest[0].bound_s if rest else float("inf")
         yield self._proved(listed.misfit)
@@ -191,6 +197,24 @@ class Search:
                     break
                 stages = better
 
+    def _swap_devices(self) -> None:
+        """Maps the best plans of different shapes to other devices."""
+        mapper = Mapper(self.problem, self.enumerator, self.pricer)
+        if self.problem.devices > SWAPPED or not mapper.matters:
+            return
+        plain = [each for each in self.pool.plans if tensor_of(each.plan).tp == 1]  # tensor ranks are priced as neighbours
+        shapes = {shape_of(each.plan): each for each in sorted(plain, key=lambda each: -each.step_s)}
+        trials = TRIALS if self.problem.devices <= 10 else TRIALS // SHAPES
+        mappings: list[Devices] = []
+        for each in sorted(shapes.values(), key=lambda each: each.step_s)[:SHAPES]:
+            alike = [devices for devices in mappings if len(devices) == len(each.parallel["ranks"])]
+            found = mapper.improved(each.plan, trials, alike, self._over)
+            if found is not None:
+                mappings.append(mapper.devices_of(found.plan))
+                self.pool.add(found)
+        for microbatches, rows in steps_of(self.problem):
+            self._polish(microbatches, rows)
+
     def _polish(self, microbatches: int, rows: int | None) -> None:
         """Tries orders that are made for the costs of the best stages; only where that takes no time."""
         for stages, _ in self.pool.best_stages(80):
@@ -222,5 +246,5 @@ class Search:
     def _keep_order(self, best: Priced) -> None:
         """Stores the order itself in a plan whose order was made for its links: a run does not know them."""
         if best.family.schedule in ("listed", "onef1b") and shaped_by_costs(best.family):
-            kept = {key: value for key, value in best.parallel.items() if key not in ("schedule", "options", "costs", "pp")}
+            kept = {key: value for key, value in best.parallel.items() if key not in ("schedule", "options", "pp")}
             best.parallel = {**kept, "order": json.loads(schedule_to_json(self.pricer.schedule(best)))}

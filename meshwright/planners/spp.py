@@ -12,14 +12,16 @@ with the rows that really cross (`step_s`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 from meshwright.costs.memory_classes import RESERVE, reserve_bytes
-from meshwright.costs.stages import Charge, shared_chain, stage_costs, stage_links
+from meshwright.costs.stages import Charge, of_microbatch, shared_chain, stage_costs, stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan, PlanStage, Rejected
+from meshwright.ir.profile import StageCost
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._limits import NothingFitsError, PlanLimits
 from meshwright.planners._replicated_partition import cuttings
@@ -42,11 +44,13 @@ def plan(
     problem = Problem(profile, cluster, limits, microbatches=microbatches, batch=None)
     candidates = list(dict.fromkeys(stage_candidates(problem, microbatches, limits.rows)))
 
-    def executed(stages: Stages, charge: Charge) -> Timeline:
+    def costs_of(stages: Stages, charge: Charge) -> tuple[StageCost, ...]:
         chains = {stage.width: problem.chain(limits.rows, stage.width) for stage in stages}
-        costs = stage_costs(profile, stages, cluster, rows=limits.rows, charge=charge, groups=problem.links, chains=chains)
+        return stage_costs(profile, stages, cluster, rows=limits.rows, charge=charge, groups=problem.links, chains=chains)
+
+    def executed(stages: Stages, charge: Charge) -> Timeline:
         order = build("listed", workers=len(stages), microbatches=microbatches)
-        return simulate(order, costs, stage_links(stages, cluster, charge=charge, groups=problem.links))
+        return simulate(order, costs_of(stages, charge), stage_links(stages, cluster, charge=charge, groups=problem.links))
 
     steps = [executed(stages, Charge.PAIRS).makespan_s for stages in candidates]
     ranked = sorted(zip(steps, candidates, strict=True), key=lambda pair: pair[0])  # stable: ties go to the one found first
@@ -59,7 +63,7 @@ def plan(
         lower_bound_s=real.lower_bound_s,
         peak_bytes=tuple(real.peak_bytes(worker) for worker in range(real.workers)),
         paper_step_s=paper,
-        parallel=keywords(stages, microbatches),
+        parallel=keywords(stages, microbatches, costs_of(stages, Charge.ROWS)),
         alternatives=tuple(
             Rejected(_name(other), step, f"{step / paper:.3f} times the chosen step, by the published costs")
             for step, other in ranked[1:]
@@ -87,15 +91,17 @@ def _first_that_fits(
     )
 
 
-def keywords(stages: Stages, microbatches: int) -> dict[str, object]:
+def keywords(stages: Stages, microbatches: int, costs: Sequence[StageCost]) -> dict[str, object]:
     """Returns a plan as keywords of `Parallel`."""
+    widths = [stage.width for stage in stages]
     return {
         "pp": len(stages),
         "schedule": "listed",
         "microbatches": microbatches,
-        **({"width": [stage.width for stage in stages]} if any(stage.width > 1 for stage in stages) else {}),
+        **({"width": widths} if max(widths) > 1 else {}),
         "stages": [stage.first for stage in stages[1:]],
         "ranks": [device for stage in stages for device in stage.devices],
+        "costs": [asdict(cost) for cost in of_microbatch(costs, widths)],
     }
 
 

@@ -301,6 +301,8 @@ def test_the_verb_explains(tmp_path: Path) -> None:
         assert part in text
     planned = json.loads((tmp_path / "plan.json").read_text())
     assert planned["kind"] == "plan" and planned["predicted"]["step_s"] > 0
+    again = CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json"), "--cluster", str(tmp_path / "c.toml"), "--json"])
+    assert json.loads(again.stdout)["plan"]["ratio_to_predicted"] == pytest.approx(1.0), "the file says what the plan costs"
     found = json.loads(run(tmp_path, "16 GB", "--json")[1])
     keys = {"step_s", "paper_step_s", "lower_bound_s", "gap", "stages", "parallel", "peak_bytes", "alternatives", "planning_s"}
     assert keys <= set(found) and found["gap"] >= 0 and found["counts"]["proved"] >= 1

@@ -1,11 +1,12 @@
-"""Run an emulated schedule over namespaces with shaped links: compute is a timed wait, messages and sums have their real bytes.
+"""Run a plan over namespaces with shaped links: compute is a timed wait, messages and sums have their real bytes.
 
-    plan = ExecutedPlan(schedule, costs, order)          worker w runs in namespace order[w]
+    plan = ExecutedPlan(parallel)                        what a planner chose: its lists, costs and ranks; rank r is namespace r
+    plan.on((3, 1, 0, 2))                                the same plan on other ranks
     plan.predicted_s(cluster)                            what the simulator says
     plan.measured_s(network, repeat=5)                   what the runs took
 
 Nothing about links is modelled in a run: a message takes as long as its bytes take through its link, and a sync is an all-reduce
-of the stage's parameters by gloo.
+of the stage's parameters by gloo. Idle ranks do not take part.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os import cpu_count
 from time import process_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright import Cluster, Device, Link, Schedule, StageCost, lower, simulate
+from meshwright import Cluster, Device, Link, Parallel, Schedule, simulate
+from meshwright.costs.placed_plan import placed_costs, placed_links
 from meshwright.ir.action import Kind, Op
 from meshwright.ir.analysis.price import Price
 from meshwright.runtime.emulate.emulate import LEAD_S, REST_S, EmulationJob, EmulationSession
@@ -28,6 +31,8 @@ from meshwright.runtime.engine.rank_runtime import RankRuntime
 from meshwright.runtime.program import Instruction
 from meshwright.runtime.tracing.clock import Clock, Timing, busy_s, fine_timers
 from meshwright.runtime.tracing.clock_offset import common_clock
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.setup.settled_plan import settled
 from tests.support.namespaces import Namespaces, Rates
 
 LATENCY_S = 3e-4
@@ -60,44 +65,47 @@ class Runs:
 
 @dataclass(frozen=True)
 class ExecutedPlan:
-    """A schedule, what its stages cost, and the namespace of each worker. `sync_s` of the costs is not used."""
+    """A plan with the costs of its stages. Their `sync_s` is not used."""
 
-    schedule: Schedule
-    costs: Sequence[StageCost]
-    order: tuple[int, ...]
+    parallel: Parallel
 
     @cached_property
     def lowered(self) -> Schedule:
-        """The same lists for the prediction and for the runs of all mappings."""
-        return self.schedule if self.schedule.lowered else lower(self.schedule, costs=self.costs)
+        """The lists that training would run; the same for all ranks."""
+        return lists_for(settled(self.parallel))
+
+    def on(self, ranks: Sequence[int]) -> ExecutedPlan:
+        """The same plan on other ranks: as many of these as it needs."""
+        return ExecutedPlan(replace(self.parallel, ranks=tuple(ranks[: self.parallel.processes])))
 
     def predicted_s(self, cluster: Cluster) -> float:
         """The step that the simulator predicts on these devices."""
-        placed = cluster.placed(self.order)
-        holders = self.lowered.holders
-        costs = [
-            replace(cost, sync_s=placed.all_reduce_s(holders[stage], cost.parameter_bytes))
-            for stage, cost in enumerate(self.costs)
-        ]
-        return simulate(self.lowered, costs, placed).makespan_s
+        costs = placed_costs(self.parallel, self.lowered, self.parallel.costs, cluster)
+        return simulate(self.lowered, costs, placed_links(self.parallel, self.lowered, cluster)).makespan_s
 
     def measured_s(self, network: Namespaces, *, repeat: int = 5) -> Runs:
         """The steps of so many real runs."""
-        costs = tuple(replace(cost, sync_s=0.0) for cost in self.costs)
-        reports: list[list[list[float]]] = network.run(_steps, self.lowered, costs, repeat, order=self.order)
+        job = EmulationJob(
+            self.lowered,
+            tuple(replace(cost, sync_s=0.0) for cost in self.parallel.costs),
+            timing=Timing.WALL,
+            transport="torch",
+            ranks=self.parallel.ranks,
+        )
+        reports: list[list[list[float]]] = network.run(_steps, job, self.parallel.copies, repeat, order=self.parallel.members)
         times, foreign = [], []
         for rows in zip(*reports, strict=True):
             start = rows[0][0]
             times.append(max(row[1] for row in rows) - start)
             spent = max(row[3] for row in rows) - sum(row[2] for row in rows)
-            foreign.append(max(0.0, spent) / 2 / times[-1])
+            foreign.append(max(0.0, spent) / (cpu_count() or 1) / times[-1])
         return Runs(tuple(times), tuple(foreign))
 
 
-def _steps(schedule: Schedule, costs: Sequence[StageCost], repeat: int) -> list[list[float]]:
+def _steps(job: EmulationJob, copies: int, repeat: int) -> list[list[float]]:
     """One rank's part: start, end, own CPU seconds and CPU seconds of all, for each run."""
     with fine_timers():
-        session = _Session(EmulationJob(schedule, costs, timing=Timing.WALL, transport="torch"), common_clock())
+        session = _Session(job, copies, common_clock())
         session.timed()  # opens connections
         found = [session.timed() for _ in range(repeat)]
         session.close()
@@ -105,14 +113,14 @@ def _steps(schedule: Schedule, costs: Sequence[StageCost], repeat: int) -> list[
 
 
 class _Session(EmulationSession):
-    """An emulated rank whose sums are real."""
+    """An emulated rank of one of several data-parallel copies, whose sums are real."""
 
-    def __init__(self, job: EmulationJob, clock: Clock) -> None:
+    def __init__(self, job: EmulationJob, copies: int, clock: Clock) -> None:
         self.job, self.clock, self.trace = job, clock, None
-        self.runtime = RankRuntime(job.schedule, transport=job.transport)
+        self.runtime = RankRuntime(job.schedule, copies=copies, ranks=job.ranks, transport=job.transport)
         walked = self.runtime.program(job.schedule)
         price = Price(job.schedule, job.costs, job.cluster)
-        self.actions = _RealSums(walked, price, self.runtime.groups, job.timing, clock)
+        self.actions = _RealSums(walked, price, self.runtime.holder_groups(job.schedule), job.timing, clock)
         self.executor = self.runtime.executor(walked, self.actions)
 
     def timed(self) -> list[float]:

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from time import sleep
 from typing import Any
 
 Rates = Sequence[Sequence[float]]
@@ -186,7 +187,12 @@ def _ranked(function: Callable[..., Any], args: tuple[Any, ...], rank: int, worl
 
     store = TCPStore(master, port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60))
     with process_group(rank, world, store):
-        return function(*args)
+        found = function(*args)
+    left = store.add("left", 1)
+    while rank == 0 and left < world:  # the store ends with this process's part, and others may still need it
+        sleep(0.01)
+        left = store.add("left", 0)
+    return found
 
 
 MB = 1e6

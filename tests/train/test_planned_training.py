@@ -155,6 +155,18 @@ def test_a_plan_is_emulated_on_its_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sums_of_a_plan_are_emulated_on_its_ranks(tmp_path: Path) -> None:
+    """The holders of a stage are other ranks than workers."""
+    path = tmp_path / "plan.json"
+    costs = [StageCost(0.01, 0.01, 0.01, sync_s=0.02)] * 4
+    path.write_text(plan_file_json(Parallel(pp=4, schedule="chimera", microbatches=4, costs=costs, ranks=(4, 0, 2, 1))))
+    done = run("simulate", str(path), "--emulate", "stamped", "--repeat", "1", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["measured"]["modelled_makespan_s"] == pytest.approx(found["makespan_s"], rel=0.01)
+
+
+@pytest.mark.slow
 def test_verify_takes_a_plan_file_and_ranks(tmp_path: Path) -> None:
     path, _ = planned(tmp_path, ranks=(2, 0, 1))
     for plan in (["--plan", str(path)], ["--pp", "2", "--ranks", "2,0"]):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli._parts import inputs, outputs
+from meshwright.costs.placed_plan import placed_costs, placed_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.input_limits import shown
@@ -58,12 +59,16 @@ class PlannedRun:
         if step is not None:
             ratio = self._ratio(timeline)
             more = "" if ratio is None else f"   ratio {ratio:.4f}"
-            lines.append(f"plan: predicted {step:.6g} s   simulated here {timeline.makespan_s:.6g} s{more}")
+            lines.append(f"plan: predicted {step:.6g} s   simulated here {self._step_s(timeline):.6g} s{more}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _step_s(self, timeline: Timeline) -> float:
+        """The simulated lists, and the updates that the plan predicts: updates take no time in a simulation."""
+        return timeline.makespan_s + float((self.file.predicted or {}).get("update_s", 0.0))
 
     def _ratio(self, timeline: Timeline) -> float | None:
         step = (self.file.predicted or {}).get("step_s")
-        return timeline.makespan_s / step if step else None
+        return self._step_s(timeline) / step if step else None
 
 
 def workers_of(file: PlannedFile) -> tuple[int, ...]:
@@ -93,12 +98,14 @@ def planned_run(name: str, *, flags: inputs.CostFlags, refused: Sequence[str]) -
         notes.append(
             "the plan has no costs, so those of the flags are used" if flags.file is None else f"costs from {flags.file}"
         )
-    cluster, ranks = flags.cluster or Cluster(), workers_of(file)
+    cluster = flags.cluster or Cluster()
     if flags.cluster_file is not None:
         now = {"cluster": {"digest": cluster_digest(cluster)}}
         notes += [f"priced again: {change}" for change in changed_inputs(file.made_for or {}, now)]
-        if ranks:
-            cluster = cluster.placed(ranks)
+        costs = placed_costs(plan, schedule, costs, cluster) if plan.costs and flags.file is None else costs
+        cluster = placed_links(plan, schedule, cluster)
+    elif cluster.free and schedule.workers > 1:
+        notes.append("messages take no time here: --cluster says which links the plan was made for")
     if len(costs) != schedule.stages:
         raise MeshwrightError(f"{shown(name)} has {schedule.stages} stages, but {len(costs)} rows of costs")
     return PlannedRun(file, schedule, costs, cluster, tuple(notes))

@@ -170,7 +170,7 @@ def checked_stage(value: Any) -> Mapping[str, Any]:
 def checked_prediction(value: Any) -> Mapping[str, Any]:
     """Returns what was predicted for a plan. Its times and bytes are numbers; it may have more keys."""
     found = _mapping(value)
-    for name in ("step_s", "lower_bound_s"):
+    for name in ("step_s", "lower_bound_s", "update_s"):
         number(found.get(name, 0.0))
     for size in rows(found.get("peak_bytes", [])):
         number(size)

@@ -46,6 +46,8 @@ class Candidate:
     bound_s: float
     over_bytes: float = float("-inf")
     reverse: bool = False
+    ranks: tuple[int, ...] = ()
+    """The device of each rank, if not that of the layout."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -213,8 +215,14 @@ class Enumerator:
         """Returns the devices of a layout."""
         key = (pp, dp, tp, layout, reverse)
         if key not in self._grids:
-            self._grids[key] = grid(self.problem, pp, dp, tp, layout, reverse=reverse)
+            order = self.problem.order
+            self._grids[key] = grid(order[::-1] if reverse else order, pp, dp, tp, layout)
         return self._grids[key]
+
+    def grid_of(self, plan: Candidate) -> DeviceGrid:
+        """Returns the devices of a plan."""
+        pp, dp, tp = plan.pp, plan.dp, plan.tensor.tp
+        return grid(plan.ranks, pp, dp, tp, "copies") if plan.ranks else self.grid(pp, dp, tp, plan.layout, plan.reverse)
 
     def _variants(
         self, family: Family, pp: int, dp: int, tensor: TensorChoice, split: tuple[int | None, int, int], recompute: bool

@@ -41,7 +41,7 @@ def plan_of(
         step_s=best.step_s,
         lower_bound_s=lower,
         peak_bytes=best.peak_bytes,
-        parallel=best.parallel,
+        parallel=best.keywords,
         memory=uses,
         causes=causes(best, timeline) if timeline is not None else {},
         counts={

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.ir.cluster import Cluster, Link
+from meshwright.ir.links.host_links import crossing
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -25,8 +26,9 @@ class DeviceLinks:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.size = cluster.size
-        self.host = np.array(cluster.host_of, np.int64) if cluster.hosts else None
-        self.matrix = np.array(cluster.bandwidths) if cluster.bandwidths else None
+        plain = bool(cluster.hosts) and not cluster.bandwidths and cluster.spine is None
+        self.host = np.array(cluster.host_of, np.int64) if plain else None
+        self.matrix, self.latency = (None, None) if plain else _matrices(cluster)
         self._groups: dict[tuple[object, ...], float] = {}
         if self.host is not None:
             self.inside = np.array([(h.inside.latency_s, h.inside.bytes_per_s) for h in cluster.hosts])
@@ -42,7 +44,8 @@ class DeviceLinks:
             latency = np.array([link.latency_s for link in found]).reshape(source.shape)
             return latency, np.array([link.bytes_per_s for link in found]).reshape(source.shape)
         if self.matrix is not None:
-            return np.full(source.shape, self.cluster.link.latency_s), self.matrix[source, target]
+            latency = np.full(source.shape, self.cluster.link.latency_s) if self.latency is None else self.latency[source, target]
+            return latency, self.matrix[source, target]
         if self.host is not None:
             here, there = self.host[source], self.host[target]
             same = here == there
@@ -128,3 +131,21 @@ class DeviceLinks:
             return tuple(int(device) for device in group)
         hosts, counts = np.unique(self.host[group], return_counts=True)
         return tuple(sorted(zip(self.kind[hosts].tolist(), counts.tolist(), strict=True)))
+
+
+def _matrices(cluster: Cluster) -> tuple[Floats | None, Floats | None]:
+    """Returns bandwidths and latencies of all pairs; None if one link, or one latency, is that of all."""
+    seats = list(cluster.order or range(cluster.size))
+    pick = np.ix_(seats, seats)
+    if cluster.bandwidths:
+        return np.array(cluster.bandwidths)[pick], np.array(cluster.latencies)[pick] if cluster.latencies else None
+    if not cluster.hosts:
+        return None, None
+    host = np.array(cluster.host_of, np.int64)
+    found = [[crossing(a, b, cluster.spine) for b in cluster.hosts] for a in cluster.hosts]
+    for number, each in enumerate(cluster.hosts):
+        found[number][number] = each.inside
+    rates, latencies = (
+        np.array([[getattr(link, name) for link in row] for row in found]) for name in ("bytes_per_s", "latency_s")
+    )
+    return rates[np.ix_(host, host)], latencies[np.ix_(host, host)]

@@ -8,6 +8,7 @@ The tensor ranks of a worker are always neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,12 +34,12 @@ class DeviceGrid:
         return tuple(int(device) for device in self.devices.transpose(1, 0, 2).ravel())
 
 
-def grid(problem: Problem, pp: int, dp: int, tp: int, layout: str, *, reverse: bool = False) -> DeviceGrid:
-    """Returns the devices of a layout, in the order of devices."""
-    order = np.array(problem.order[::-1] if reverse else problem.order, np.int64)
+def grid(order: Sequence[int], pp: int, dp: int, tp: int, layout: str) -> DeviceGrid:
+    """Returns the devices of a layout, in a given order of devices."""
+    devices = np.array(order[: pp * dp * tp], np.int64)
     if layout == "stages":
-        return DeviceGrid(order[: pp * dp * tp].reshape(pp, dp, tp))
-    return DeviceGrid(order[: pp * dp * tp].reshape(dp, pp, tp).transpose(1, 0, 2))
+        return DeviceGrid(devices.reshape(pp, dp, tp))
+    return DeviceGrid(devices.reshape(dp, pp, tp).transpose(1, 0, 2))
 
 
 def worker_slowness(problem: Problem, found: DeviceGrid) -> Floats:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from meshwright.costs.memory_classes import (
     largest_transient,
     memory_use,
@@ -20,7 +18,7 @@ from meshwright.costs.memory_classes import (
     stage_parameters,
     static_bytes,
 )
-from meshwright.costs.stages import stage_links
+from meshwright.costs.stages import of_microbatch, stage_links, sum_seconds
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
@@ -61,6 +59,13 @@ class Priced:
     parallel: Mapping[str, Any]
     step_s: float = float("inf")
     peak_bytes: tuple[float, ...] = ()
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The plan as keywords of `Parallel`, with the costs of whole microbatches: lists are lowered and simulated with them."""
+        wide = isinstance(self.plan, WidePlan)
+        costs = of_microbatch(self.costs, [stage.width for stage in self.stages]) if wide else self.costs
+        return {**self.parallel, "costs": [asdict(cost) for cost in costs]}
 
     @property
     def over_bytes(self) -> float:
@@ -135,7 +140,7 @@ class Pricer:
     def _price_grid(self, plan: Candidate) -> Priced:
         problem, tp = self.problem, plan.tensor.tp
         placement = placement_of(plan.family, plan.pp)
-        found = self.enumerator.grid(plan.pp, plan.dp, tp, plan.layout, plan.reverse)
+        found = self.enumerator.grid_of(plan)
         timed = self.enumerator.timed(plan.rows, plan.share, plan.tensor)
         slow = stage_slowness(placement, worker_slowness(problem, found))
         groups = sync_groups(found, placement)
@@ -149,7 +154,7 @@ class Pricer:
             forward = slow[s] * (timed.sums["forward"][end] - timed.sums["forward"][first]) + call
             is_last = s == placement.stages - 1
             output = 0.0 if is_last else float(arrays.output[end - 1]) / whole_copy
-            sync_s, gather_s = self._sums(groups[s], size, plan.zero)
+            sync_s, gather_s = sum_seconds(problem.links, groups[s].tolist(), size, divided=plan.zero != "replicated")
             costs.append(
                 StageCost(
                     forward_s=forward,
@@ -193,16 +198,8 @@ class Pricer:
             tensor_s / plan.family.replicas,
             Sharding.NONE if plan.zero == "replicated" else Sharding(plan.zero),
             plan.dp,
-            self._keywords(plan, found.ranks, tuple(costs)),
+            _keywords(plan, found.ranks),
         )
-
-    def _sums(self, group: np.ndarray[Any, Any], size: float, zero: str) -> tuple[float, float]:
-        """The time to add up the gradients of a stage, and to gather its parameters if copies divide them."""
-        links = self.problem.links
-        if zero == "replicated":
-            return links.all_reduce_s(group, size), 0.0
-        once = links.gather_s(group, size)
-        return once, once
 
     def _price_wide(self, plan: WidePlan) -> Priced:
         problem = self.problem
@@ -228,38 +225,36 @@ class Pricer:
             0.0,
             Sharding.NONE,
             1,
-            self._wide_keywords(plan, stages, costs),
+            _wide_keywords(plan, stages),
         )
 
-    def _keywords(self, plan: Candidate, ranks: tuple[int, ...], costs: tuple[StageCost, ...]) -> dict[str, Any]:
-        shaped = {"costs": [asdict(cost) for cost in costs]} if shaped_by_costs(plan.family) else {}
-        return {
-            "pp": plan.pp,
-            "dp": plan.dp,
-            "schedule": plan.family.schedule,
-            "microbatches": plan.microbatches,
-            **({"options": dict(plan.family.options)} if plan.family.options else {}),
-            **({"dp_mode": plan.zero} if plan.zero != "replicated" else {}),
-            **({"recompute": "inline"} if plan.recompute else {}),
-            **plan.tensor.keywords(),
-            "stages": list(plan.ends[:-1]),
-            "ranks": list(ranks),
-            **shaped,
-        }
 
-    def _wide_keywords(self, plan: WidePlan, stages: tuple[PlanStage, ...], costs: tuple[StageCost, ...]) -> dict[str, Any]:
-        shaped = {"costs": [asdict(cost) for cost in costs]} if shaped_by_costs(plan.family) else {}
-        return {
-            "pp": len(stages),
-            "schedule": plan.family.schedule,
-            "microbatches": plan.microbatches,
-            **({"options": dict(plan.family.options)} if plan.family.options else {}),
-            **({"recompute": "inline"} if plan.recompute else {}),
-            **({"width": [stage.width for stage in stages]} if any(stage.width > 1 for stage in stages) else {}),
-            "stages": [stage.first for stage in stages[1:]],
-            "ranks": [device for stage in stages for device in stage.devices],
-            **shaped,
-        }
+def _keywords(plan: Candidate, ranks: tuple[int, ...]) -> dict[str, Any]:
+    return {
+        "pp": plan.pp,
+        "dp": plan.dp,
+        "schedule": plan.family.schedule,
+        "microbatches": plan.microbatches,
+        **({"options": dict(plan.family.options)} if plan.family.options else {}),
+        **({"dp_mode": plan.zero} if plan.zero != "replicated" else {}),
+        **({"recompute": "inline"} if plan.recompute else {}),
+        **plan.tensor.keywords(),
+        "stages": list(plan.ends[:-1]),
+        "ranks": list(ranks),
+    }
+
+
+def _wide_keywords(plan: WidePlan, stages: tuple[PlanStage, ...]) -> dict[str, Any]:
+    return {
+        "pp": len(stages),
+        "schedule": plan.family.schedule,
+        "microbatches": plan.microbatches,
+        **({"options": dict(plan.family.options)} if plan.family.options else {}),
+        **({"recompute": "inline"} if plan.recompute else {}),
+        **({"width": [stage.width for stage in stages]} if any(stage.width > 1 for stage in stages) else {}),
+        "stages": [stage.first for stage in stages[1:]],
+        "ranks": [device for stage in stages for device in stage.devices],
+    }
 
 
 def shaped_by_costs(family: Family) -> bool:

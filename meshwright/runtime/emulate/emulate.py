@@ -165,7 +165,8 @@ class EmulationSession:
             self.trace.clock = clock
         walked = self.runtime.program(job.schedule)
         price = Price(job.schedule, job.costs, job.cluster, overlap=job.overlap)
-        self.actions = WaitActions(walked, price, self.runtime.groups, job.timing, clock, self.trace, job.delays)
+        groups = self.runtime.holder_groups(job.schedule)
+        self.actions = WaitActions(walked, price, groups, job.timing, clock, self.trace, job.delays)
         self.executor = self.runtime.executor(walked, self.actions, self.trace)
 
     def run(self) -> Report:

@@ -31,7 +31,7 @@ from meshwright.runtime.tracing.trace import Trace
 from meshwright.runtime.transport.send_receive import Incoming, Outgoing, Pending
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
-"""Process groups by their members."""
+"""Process groups by the workers that hold a unit."""
 
 
 class Reduction:
@@ -155,7 +155,7 @@ class WaitActions:
             case Op.S | Op.G if instruction.action.op is Op.G or not self.program.schedule.ring:
                 members = self.program.schedule.holders[instruction.action.stage]
                 made = Kind.PARAM if instruction.action.op is Op.G else Kind.SUM
-                return partial(self._reduce, instruction, self.groups[members] if len(members) > 1 else None, made)
+                return partial(self._reduce, instruction, self.groups.get(members), made)
             case Op.N if instruction.round not in self._middle:  # at the end of a run no worker waits for it
                 return lambda: None
             case Op.N:

@@ -70,6 +70,11 @@ class RankRuntime:
         found.worker = self.mesh.seat if self.mesh.ranks else None
         return found
 
+    def holder_groups(self, schedule: Schedule) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Returns the process groups that sum gradients, by the workers of a copy that hold a unit."""
+        found = {workers: self.groups.get(self.mesh.holders(schedule, unit)) for unit, workers in enumerate(schedule.holders)}
+        return {workers: group for workers, group in found.items() if group is not None}
+
     def batch(self, given: Given | Own, *, microbatches: int, names: tuple[str, ...] | None) -> Batch:
         """Returns the batch of a step, cut into the microbatches of this rank's data-parallel copy."""
         mesh = self.mesh

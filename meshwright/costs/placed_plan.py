@@ -1,0 +1,55 @@
+"""A plan on the devices that its ranks name: the links between its workers, and what its sums of gradients take.
+
+Data-parallel copies run the same lists and wait for each other in every step. So the slowest copy decides what a message between
+two workers takes, and for tensor-parallel workers the slowest of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshwright.costs.stages import sum_seconds
+from meshwright.ir.action import Transfer
+from meshwright.ir.analysis.reduction_groups import holders
+from meshwright.ir.cluster import Cluster, Link
+from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.profile import StageCost
+from meshwright.ir.schedule import Schedule
+
+
+def placed_links(plan: Parallel, schedule: Schedule, cluster: Cluster) -> Cluster:
+    """Returns the links between the workers of a plan's lowered schedule."""
+    ranks, workers, tp = _ranks(plan), schedule.workers, plan.tp
+    if plan.copies == tp == 1:
+        return cluster.placed(ranks)
+    pairs = {
+        (worker, entry.peer)
+        for worker, entries in enumerate(schedule.lists)
+        for entry in entries
+        if isinstance(entry, Transfer) and entry.sends
+    }
+    links: dict[tuple[int, int], Link] = {}
+    for a, b in sorted(pairs):
+        found = Link()
+        for copy in range(plan.copies):
+            first, second = ((worker + workers * copy) * tp for worker in (a, b))
+            for coordinate in range(tp):
+                found = found.slower(cluster.between(ranks[first + coordinate], ranks[second + coordinate]))
+        links[a, b] = found
+    return Cluster(Link(), links, cluster.duplex)
+
+
+def placed_costs(plan: Parallel, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageCost, ...]:
+    """Returns the costs of a plan's stages, with the time of sums between the devices that its ranks name."""
+    ranks = _ranks(plan)
+    found: list[StageCost] = []
+    for stage, cost in enumerate(costs):
+        devices = sorted(ranks[seat * plan.tp] for seat in holders(schedule, plan.copies, stage))
+        sync_s, gather_s = sum_seconds(cluster, devices, cost.parameter_bytes, divided=plan.mode.is_zero)
+        found.append(replace(cost, sync_s=sync_s, gather_s=gather_s))
+    return tuple(found)
+
+
+def _ranks(plan: Parallel) -> tuple[int, ...]:
+    return plan.ranks or tuple(range(plan.processes))

@@ -1,0 +1,147 @@
+"""Which device runs which part of a plan: the same plan on other devices, improved by swaps.
+
+The order of devices and two layouts give good mappings for regular clusters. Over arbitrary links a plan can be much faster with
+two devices swapped. So the best plans are mapped again: from several orders of devices, two devices trade places as long as the
+step gets shorter, or stays as long with less time on links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, combinations, pairwise
+from random import Random
+
+from meshwright.planners._device_order import alike
+from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
+from meshwright.planners._search.grid_layout import grid
+from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs
+from meshwright.planners._search.problem import Problem
+
+Found = Candidate | WidePlan
+Devices = tuple[int, ...]
+SHUFFLED = 2
+"""Random orders of devices to start from, besides the regular ones."""
+NEARLY = 1e-9
+
+
+def shape_of(plan: Found) -> tuple[object, ...]:
+    """What a plan is, but for its devices."""
+    if isinstance(plan, WidePlan):
+        cuts = tuple((stage.first, stage.last, stage.width) for stage in plan.stages)
+        return plan.family, plan.microbatches, plan.rows, plan.recompute, cuts
+    degrees = plan.pp, plan.dp, plan.tensor
+    return plan.family, plan.microbatches, plan.rows, plan.share, plan.recompute, plan.zero, plan.ends, degrees
+
+
+def on_devices(plan: Found, devices: Devices) -> Found:
+    """Returns the same plan with these devices, in the order of its ranks."""
+    if isinstance(plan, Candidate):
+        return replace(plan, ranks=devices, layout="swapped")
+    ends = [0, *accumulate(stage.width for stage in plan.stages)]
+    stages = (
+        replace(stage, devices=tuple(sorted(devices[a:b]))) for stage, (a, b) in zip(plan.stages, pairwise(ends), strict=True)
+    )
+    return replace(plan, stages=tuple(stages), source="swapped")
+
+
+class Mapper:
+    """Maps plans to devices, by simulation."""
+
+    def __init__(self, problem: Problem, enumerator: Enumerator, pricer: Pricer) -> None:
+        self.problem, self.enumerator, self.pricer = problem, enumerator, pricer
+        groups = alike(problem.links.rates(), problem.slowness.tolist())
+        memory = problem.memory.tolist()
+        self.kind = {device: (n, memory[device]) for n, group in enumerate(groups) for device in group}
+
+    @property
+    def matters(self) -> bool:
+        """Whether a plan takes another time on other devices."""
+        return len(set(self.kind.values())) > 1
+
+    def devices_of(self, plan: Found) -> Devices:
+        """Returns the device of each rank of a plan."""
+        if isinstance(plan, WidePlan):
+            return tuple(device for stage in plan.stages for device in stage.devices)
+        return self.enumerator.grid_of(plan).ranks
+
+    def improved(self, plan: Found, trials: int, others: Sequence[Devices], over: Callable[[], bool]) -> Priced | None:
+        """Returns the plan on the best devices that so many simulations find; None if it fits on none of them.
+
+        An order that is shaped by its costs is built again for each mapping, so such plans only try mappings, without swaps.
+        """
+        last = self.pricer.simulated + trials
+        found: list[tuple[tuple[float, float], int, Priced]] = []
+        for devices in dict.fromkeys((*others, *self._starts(plan))):
+            if (priced := self._priced(plan, devices)) is not None:
+                found.append((_key(priced), len(found), priced))
+        found.sort(key=lambda item: item[:2])
+        best = found[0][2] if found else None
+        if best is None or shaped_by_costs(plan.family):
+            return best
+        for _, _, start in found:
+            if self.pricer.simulated >= last or over():
+                break
+            climbed = self._climbed(start, last, over)
+            best = climbed if _better(climbed, best) else best
+        return best
+
+    def _priced(self, plan: Found, devices: Devices) -> Priced | None:
+        priced = self.pricer.quick(on_devices(plan, devices))
+        return priced if priced is not None and priced.over_bytes <= 0 else None
+
+    def _starts(self, plan: Found) -> Iterator[Devices]:
+        """Orders of devices to start from: as it is, by number, by links in both directions, and at random."""
+        own = self.devices_of(plan)
+        yield own
+        given = list(range(self.problem.devices))
+        orders = [given, self.problem.order, self.problem.order[::-1]]
+        for seed in range(SHUFFLED):
+            orders.append(Random(seed).sample(given, len(given)))
+        for order in orders:
+            if isinstance(plan, WidePlan):
+                yield tuple(order[: len(own)])
+                continue
+            for layout in ("stages", "copies") if plan.dp > 1 and plan.pp > 1 else ("stages",):
+                yield grid(order, plan.pp, plan.dp, plan.tensor.tp, layout).ranks
+
+    def _climbed(self, start: Priced, last: int, over: Callable[[], bool]) -> Priced:
+        """Swaps two devices at a time, until no swap is better or the simulations are used up."""
+        best, used = start, list(self.devices_of(start.plan))
+        places = [*used, *(device for device in range(self.problem.devices) if device not in set(used))]
+        part = _parts(start.plan, len(used))
+        pairs = [(a, b) for a, b in combinations(range(len(places)), 2) if a < len(used) and part.get(a) != part.get(b)]
+        improving = True
+        while improving:
+            improving = False
+            for a, b in pairs:
+                if self.kind[places[a]] == self.kind[places[b]]:
+                    continue
+                if self.pricer.simulated >= last or over():
+                    return best
+                places[a], places[b] = places[b], places[a]
+                priced = self._priced(start.plan, tuple(places[: len(used)]))
+                if priced is not None and _better(priced, best):
+                    best, improving = priced, True
+                else:
+                    places[a], places[b] = places[b], places[a]
+        return best
+
+
+def _parts(plan: Found, count: int) -> dict[int, int]:
+    """The part of a plan that each place belongs to, by the number of the place: the places of a part can trade for nothing."""
+    if isinstance(plan, Candidate):
+        return {place: place for place in range(count)}
+    return dict(enumerate(number for number, stage in enumerate(plan.stages) for _ in stage.devices))
+
+
+def _key(priced: Priced) -> tuple[float, float]:
+    """Shorter steps first, then less time on links: a plan with two slow links gets better one link at a time."""
+    size = max((cost.output_bytes for cost in priced.costs), default=0.0)
+    links = sum(link.latency_s + link.busy_s(size) for link in priced.links.links.values())
+    return priced.step_s, links + sum(cost.sync_s for cost in priced.costs)
+
+
+def _better(one: Priced, other: Priced) -> bool:
+    (step, links), (than, rest) = _key(one), _key(other)
+    return step < than * (1 - NEARLY) or (step <= than * (1 + NEARLY) and links < rest * (1 - NEARLY))
