@@ -76,15 +76,15 @@ def _fits(planner: Planner, asked: Asked) -> bool:
 def _dropped(asked: Asked) -> Iterator[tuple[str, Asked]]:
     """Yields the question without each thing that was asked for."""
     limits = asked.limits
-    for flag, name, usual in (
-        ("--schedule", "schedule", None),
-        ("--pp", "pp", None),
-        ("--dp", "dp", None),
-        ("--no-tensor", "tensor", True),
-    ):
-        if getattr(limits, name) != usual:
-            shown = flag if usual else f"{flag} {getattr(limits, name)}"
-            yield shown, replace(asked, limits=replace(limits, **{name: usual}))
+    without = (
+        (limits.schedule is not None, f"--schedule {limits.schedule}", replace(limits, schedule=None)),
+        (limits.pp is not None, f"--pp {limits.pp}", replace(limits, pp=None)),
+        (limits.dp is not None, f"--dp {limits.dp}", replace(limits, dp=None)),
+        (not limits.tensor, "--no-tensor", replace(limits, tensor=True)),
+    )
+    for is_given, flag, other in without:
+        if is_given:
+            yield flag, replace(asked, limits=other)
 
 
 def _halved(asked: Asked) -> Iterator[tuple[str, int, Asked]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,7 @@ class Pricer:
         }
 
 
+@cache
 def shaped_by_costs(family: Family) -> bool:
     """Whether the order of a schedule depends on costs, which are then part of the plan."""
     shaped = {"zbv", "zero_bubble", "chimera", "listed", "onef1b"}
