@@ -48,12 +48,12 @@ def with_flips(planner: Planner, plan: Plan, asked: Asked, seconds: float) -> Pl
     return replace(plan, flips=tuple(found), notes=(*plan.notes, *note))
 
 
-def _scales(plan: Plan, asked: Asked) -> list[Scale]:
+def _scales(plan: Plan, asked: Asked) -> list[QuantityScale]:
     """Returns the quantities that can change."""
     finite = any(device.memory_bytes < float("inf") for device in asked.cluster.devices) and not asked.limits.memory_free
-    scales = [Scale("links", lambda factor: replace(asked, cluster=with_links(asked.cluster, factor)))]
+    scales = [QuantityScale("links", lambda factor: replace(asked, cluster=with_links(asked.cluster, factor)))]
     if finite:
-        scales.append(Scale("memory", lambda factor: replace(asked, cluster=with_memory(asked.cluster, factor))))
+        scales.append(QuantityScale("memory", lambda factor: replace(asked, cluster=with_memory(asked.cluster, factor))))
     return [*scales, batch_scale(plan, asked)]
 
 
@@ -66,7 +66,7 @@ def signature(plan: Plan | None) -> str:
 
 
 @dataclass(frozen=True)
-class Scale:
+class QuantityScale:
     """A quantity that can change: what to ask for each value. With a step, values are whole numbers of steps."""
 
     what: str
@@ -104,7 +104,7 @@ class Answers:
     """What a planner answers for each value of a scale."""
 
     planner: Planner
-    scale: Scale
+    scale: QuantityScale
     plan: Plan
     end: float
     words: dict[float, str] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def _flip(answers: Answers, *, more: bool) -> float | None:
     return None
 
 
-def batch_scale(plan: Plan, asked: Asked) -> Scale:
+def batch_scale(plan: Plan, asked: Asked) -> QuantityScale:
     """Returns batches, in steps in which the present plan can still run: its microbatches stay a multiple of its workers.
 
     If they are none now, they stay even, or whole.
@@ -165,8 +165,8 @@ def batch_scale(plan: Plan, asked: Asked) -> Scale:
     unit = workers if count % workers == 0 else 2 if count % 2 == 0 else 1
     step = given // count * unit
     if asked.batch is not None:
-        return Scale("batch", lambda steps: replace(asked, batch=round(steps) * step), given / step, step)
-    return Scale("microbatches", lambda steps: replace(asked, microbatches=round(steps) * step), given / step, step)
+        return QuantityScale("batch", lambda steps: replace(asked, batch=round(steps) * step), given / step, step)
+    return QuantityScale("microbatches", lambda steps: replace(asked, microbatches=round(steps) * step), given / step, step)
 
 
 def with_links(cluster: Cluster, factor: float) -> Cluster:

@@ -22,10 +22,10 @@ from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._limits import PlanLimits
+from meshwright.planners._nearest_fit import nothing_fits
 from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
 from meshwright.planners._search.chosen import plan_of
-from meshwright.planners._search.misfits import nothing_fits
 from meshwright.planners._search.pool import Pool, SearchTally
 from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs, tensor_of
 from meshwright.planners._search.problem import Problem
