@@ -59,7 +59,13 @@ app.command(
         "compare --tensor gpt-small --batch 8 --ranks 8",
     ),
 )(compare.compare)
-app.command("plan", epilog=_examples("plan --profile bert-24.txt --cluster cluster.toml --microbatches 16"))(plan.plan)
+app.command(
+    "plan",
+    epilog=_examples(
+        "plan gpt-small --cluster laptop --batch 32 -o plan.json",
+        "plan --profile bert-24.txt --cluster cluster.toml --microbatches 16",
+    ),
+)(plan.plan)
 app.add_typer(
     cluster.app,
     name="cluster",

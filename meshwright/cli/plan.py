@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,19 +18,25 @@ from meshwright.ir.input_limits import file_text
 if TYPE_CHECKING:
     from meshwright.ir.cluster import Cluster
     from meshwright.ir.layer_costs import Profile
+    from meshwright.planners import NothingFitsError
+    from meshwright.planners._limits import Refusal
 
 NOTHING_FITS = 3
 """The exit code if no plan fits into memory."""
 DEFAULT_MICROBATCHES = 16
+EXPLAIN_S = 5.0
+"""How long other answers are looked for if nothing else is asked for."""
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=f"{inputs.MODEL_FORMS}; or --profile.")] = None,
     *,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="What each layer costs: JSON, or a published text profile.")
     ] = None,
     length: Annotated[int | None, inputs.size_option("--length", help="Tokens per row, for MODEL.")] = None,
+    batch_function: inputs.BatchFunction = None,
     precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16, for MODEL.")] = "fp32",
     cluster: inputs.ClusterFile = None,
     microbatches: Annotated[
@@ -38,9 +45,10 @@ def plan(
     batch: Annotated[
         int | None, inputs.size_option("--batch", help="Rows per step; the rows of a microbatch are chosen.")
     ] = None,
-    rows: Annotated[int | None, inputs.size_option("--rows", help="Rows of a microbatch, with --microbatches.")] = None,
+    rows: Annotated[int | None, inputs.size_option("--rows", help="Rows of a microbatch.")] = None,
     planner: Annotated[
-        str | None, typer.Option("--planner", show_default="search with --batch, else spp", help="even, spp or search.")
+        str | None,
+        typer.Option("--planner", show_default="spp for --microbatches alone, else search", help="even, spp or search."),
     ] = None,
     split_rows: Annotated[
         str | None, typer.Option("--split-rows", metavar="even|uneven|ignore", help="How devices may divide rows.")
@@ -51,28 +59,40 @@ def plan(
     pp: Annotated[int | None, inputs.size_option("--pp", help="Only pipelines of so many workers.")] = None,
     dp: Annotated[int | None, inputs.size_option("--dp", help="Only so many data-parallel copies.")] = None,
     no_tensor: Annotated[bool, typer.Option("--no-tensor", help="No tensor ranks.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Also find when another plan would be better.")] = False,
+    explain: Annotated[
+        bool | None,
+        typer.Option(
+            "--explain/--no-explain", show_default="5 s, not with --json", help="Find when another plan would be better."
+        ),
+    ] = None,
     as_json: inputs.Json = False,
     output: inputs.Output = None,
 ) -> None:
-    """Choose a plan for a model on a cluster: predict the time of a step and the memory, and say why."""
+    """Choose a plan for a model on a cluster: predict the time of a step and the memory, and say why.
+
+    Exit code 0: a plan was found. 2: the request contradicts itself, the cluster or the model. 3: nothing fits into memory.
+    """
     if cluster is None:
         raise MeshwrightError("a plan needs a cluster", fix="--cluster cluster.toml")
     from meshwright import planners
+    from meshwright.cli._parts.next_commands import Planned, next_commands
     from meshwright.ir.files.cluster_file import read_cluster
     from meshwright.planners._planned_text import planned_text
     from meshwright.report.plan_text import plan_text
-    from meshwright.report.prediction_log import error_band
+    from meshwright.report.prediction_log import with_earlier_errors
 
     outputs.refuse_output(output)
     machine = read_cluster(cluster)
-    layers = _layers(model, profile, machine, length, precision)
+    layers, refusal = _layers(model, profile, machine, length, batch_function, precision)
     if microbatches is None and batch is None:
         microbatches = DEFAULT_MICROBATCHES
     step = batch
     if microbatches is not None and batch is not None:
         rows = _rows(batch, microbatches, rows)
         batch = None
+    free = batch is None and not any((schedule, pp, dp, no_tensor, seconds is not None, explain))
+    planner = planner or ("spp" if free else "search")
+    usual_s = EXPLAIN_S if planner == "search" and not as_json else 0.0
     try:
         found = planners.plan(
             layers,
@@ -80,7 +100,7 @@ def plan(
             microbatches=microbatches,
             batch=batch,
             rows=rows,
-            planner=planner or ("search" if batch is not None else "spp"),
+            planner=planner,
             split_rows=split_rows,
             memory_free=memory_free,
             schedule=schedule,
@@ -88,44 +108,70 @@ def plan(
             dp=dp,
             tensor=not no_tensor,
             seconds=float("inf") if seconds is None else seconds,
-            explain=explain,
+            explain=usual_s if explain is None else explain,
+            refusal=refusal,
         )
     except planners.NothingFitsError as error:
-        if as_json:
-            sys.stdout.write(json.dumps({"fits": False, "reason": error.what, "needed_bytes": error.needed_bytes}) + "\n")
-        sys.stderr.write(f"error: {error}\n")
-        raise typer.Exit(NOTHING_FITS) from None
+        raise _nothing_fits(error, as_json=as_json) from None
+    found = with_earlier_errors(replace(found, notes=(*found.notes, _about(cluster, machine))), layers.device)
     if output is not None:
-        outputs.write(output, planned_text(found, layers, machine, batch=step, error=error_band(layers.device)))
-    text = json.dumps(found.to_dict()) if as_json else plan_text(found, layers, machine, file=output)
-    sys.stdout.write(text + "\n")
+        outputs.write(output, planned_text(found, layers, machine, batch=step))
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
+        return
+    if layers.rows and step is None and microbatches is not None and rows is not None:
+        step = microbatches * rows
+    planned = Planned(found, machine, str(cluster), model, batch_function, length, precision, step, output)
+    sys.stdout.write(plan_text(found, layers, machine, steps=list(next_commands(context, planned))) + "\n")
+
+
+def _nothing_fits(error: NothingFitsError, *, as_json: bool) -> typer.Exit:
+    """Prints what would fit, and returns the exit."""
+    if as_json:
+        needed = error.needed_bytes if error.needed_bytes < float("inf") else None
+        found = {"fits": False, "reason": error.what, "fix": error.fix, "needed_bytes": needed, "changes": list(error.changes)}
+        sys.stdout.write(json.dumps(found) + "\n")
+    sys.stderr.write(f"error: {error}\n")
+    return typer.Exit(NOTHING_FITS)
+
+
+def _about(path: Path, cluster: Cluster) -> str:
+    """What is known about the cluster."""
+    from meshwright.ir.files.cluster_file import preset_names
+
+    is_preset = not path.suffix and any(name in path.name for name in preset_names()) and not path.exists()
+    how = "a preset: data sheets and assumed shares of them, not measured" if is_preset else "speeds and links as the file says"
+    return f"cluster: {path}, {cluster.size} devices ({how})"
 
 
 def _rows(batch: int, microbatches: int, rows: int | None) -> int:
     """Returns the rows of a microbatch, if both the batch and the number of microbatches are given."""
-    if rows is not None or batch < 1 or microbatches < 1 or batch % microbatches:
+    if batch < 1 or microbatches < 1 or batch % microbatches or rows not in (None, batch // microbatches):
         raise MeshwrightError(
             f"--batch {batch} cannot be cut into {microbatches} microbatches of {rows or 'equal'} rows",
-            fix=f"--batch {max(microbatches, 1) * (rows or 1)}",
+            fix=f"--batch {max(microbatches, 1) * (rows or max(1, batch // max(microbatches, 1)))}",
         )
     return batch // microbatches
 
 
-def _layers(model: str | None, profile: Path | None, cluster: Cluster, length: int | None, precision: str) -> Profile:
-    """Returns the layers of a profile, or of a model that is profiled for this cluster."""
+def _layers(
+    model: str | None, profile: Path | None, cluster: Cluster, length: int | None, batch: str | None, precision: str
+) -> tuple[Profile, Refusal | None]:
+    """Returns the layers of a profile, or of a model that is profiled for this cluster, and why plans cannot run the model."""
     if (model is None) == (profile is None):
         raise MeshwrightError(
             "a plan needs either MODEL or --profile", fix="meshwright plan gpt-small --cluster laptop --batch 32"
         )
     if profile is not None:
-        return _profile(profile)
+        return _profile(profile), None
+    from meshwright.train.auto.plan_refusal import PlanRefusal
     from meshwright.train.models.named_layers import named_model
     from meshwright.train.profiling.profile_model import profile_model
 
     assert model is not None
     gc.enable()  # a trace leaves reference cycles
-    built, example = named_model(model, length=length)
-    return profile_model(built, example, cluster=cluster, precision=precision)
+    built, example = named_model(model, length=length, batch=batch)
+    return profile_model(built, example, cluster=cluster, precision=precision), PlanRefusal(built, example)
 
 
 def _profile(path: Path) -> Profile:

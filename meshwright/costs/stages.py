@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from meshwright.costs.memory_classes import optimizer_state, stage_parameters
-from meshwright.ir.cluster import Cluster, Duplex, Link
+from meshwright.ir.cluster import Cluster, Device, Duplex, Link
 from meshwright.ir.layer_costs import ChainCost, Profile
 from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.ir.profile import StageCost
@@ -56,7 +56,7 @@ def device_slowness(profile: Profile, cluster: Cluster) -> list[float]:
     If the cluster has no device of the profile's kind, the profile is assumed to be that of the fastest device. A device whose
     speed is not known is assumed to be as fast as that of the profile.
     """
-    speeds = [_speed(device.flops_per_s, profile.precision) for device in cluster.devices] or [0.0] * cluster.size
+    speeds = [achieved_speed(device, profile.precision) for device in cluster.devices] or [0.0] * cluster.size
     known = [speed for speed in speeds if speed > 0]
     own = [s for s, device in zip(speeds, cluster.devices, strict=False) if device.kind == profile.device and s > 0]
     best = own[0] if own else max(known, default=1.0)
@@ -67,8 +67,9 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64
 """Short names of formats, as cluster files write them."""
 
 
-def _speed(speeds: Mapping[str, float], precision: str) -> float:
-    short = PRECISIONS.get(precision, precision)
+def achieved_speed(device: Device, precision: str) -> float:
+    """Returns the operations per second that a device achieves in a precision; its best speed if that is not known, or 0."""
+    speeds, short = device.flops_per_s, PRECISIONS.get(precision, precision)
     return speeds.get(precision) or speeds.get(short) or max(speeds.values(), default=0.0)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import replace
 from time import perf_counter
 
@@ -15,7 +16,7 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
-from meshwright.planners._limits import Asked, NothingFitsError, PlanLimits, SplitRows
+from meshwright.planners._limits import Asked, NothingFitsError, PlanLimits, Refusal, SplitRows
 from meshwright.schedules import names as schedule_names
 
 __all__ = ["NothingFitsError", "PlanLimits", "SplitRows", "names", "plan"]
@@ -50,7 +51,8 @@ def plan(
     dp: int | None = None,
     tensor: bool = True,
     seconds: float = float("inf"),
-    explain: bool = False,
+    explain: bool | float = False,
+    refusal: Refusal | None = None,
 ) -> Plan:
     """Choose stages, replicas and devices for a model on a cluster; `search` also chooses schedule, degrees and memory modes.
 
@@ -60,7 +62,7 @@ def plan(
         microbatches: Microbatches of one step.
         batch: Rows of one step, instead; then the rows of a microbatch are chosen, too. The profile has to know its rows.
         planner: Which planner chooses: `even`, `spp` or `search`.
-        rows: Rows of one microbatch, for a profile that knows its rows, together with `microbatches`.
+        rows: Rows of one microbatch; with `batch` only plans with such microbatches are tried.
         split_rows: `even`, `uneven` (the default) or `ignore` (the default for profiles without rows).
         memory_free: Ignore the memory of the devices.
         schedule: Only this schedule.
@@ -68,7 +70,8 @@ def plan(
         dp: Only plans with this number of data-parallel copies.
         tensor: Whether ranks may share the tensors of a layer.
         seconds: End the search after this time, with the best plan so far.
-        explain: Find out, too, when another plan would be better (`Plan.flips`).
+        explain: Find out, too, when another plan would be better (`Plan.flips`); a number gives it so many seconds.
+        refusal: Called with the keywords of a chosen plan and the rows of its microbatches; says why the model cannot run so.
 
     Returns:
         The plan.
@@ -84,38 +87,53 @@ def plan(
         >>> mw.plan(mw.Profile(layers), cluster, microbatches=4).widths
         (2,)
     """
-    if planner not in names():
-        raise MeshwrightError(f"there is no planner '{planner}'{did_you_mean(planner, names())}", fix=", ".join(names()))
-    for what, count in (("microbatches", microbatches), ("batch", batch), ("pp", pp), ("dp", dp), ("rows", rows)):
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=16")
-    if (microbatches is None) == (batch is None):
-        raise MeshwrightError("a plan needs either a number of microbatches or a batch", fix="microbatches=16, or batch=64")
+    sizes = {"microbatches": microbatches, "batch": batch, "pp": pp, "dp": dp, "rows": rows}
+    _refuse_values(planner, sizes, schedule, split_rows, seconds)
     if cluster.size < 1:
         raise MeshwrightError(
             "this cluster has links but no devices", fix="a TOML file with [[nodes]], or a matrix of bandwidths"
         )
     if profile.rows and rows is None and batch is None:
         raise MeshwrightError("this profile knows its rows, so a plan needs the rows of a microbatch", fix="rows=8, or batch=64")
-    if schedule is not None and schedule not in schedule_names():
-        raise MeshwrightError(
-            f"there is no schedule '{schedule}'{did_you_mean(schedule, schedule_names())}", fix=", ".join(schedule_names())
-        )
-    chosen = SplitRows.UNEVEN if split_rows is None and profile.rows else SplitRows(split_rows or SplitRows.IGNORE)
-    known = rows if profile.rows and batch is None else None
-    limits = PlanLimits(known, chosen, memory_free, schedule, pp, dp, tensor, seconds, explain)
+    chosen = SplitRows(split_rows or (SplitRows.UNEVEN if profile.rows else SplitRows.IGNORE))
+    limits = PlanLimits(rows, chosen, memory_free, schedule, pp, dp, tensor, seconds, refusal)
     try:
         module = importlib.import_module(f"{__name__}.{planner}")
     except ModuleNotFoundError as error:
         if error.name != "numpy":
             raise
         raise MeshwrightError("planning needs numpy, which is not installed", fix="pip install 'meshwright[fast]'") from error
-    start = perf_counter()
-    best: Plan
-    *_, best = module.plan(profile=profile, cluster=cluster, microbatches=microbatches, batch=batch, limits=limits)
-    best = replace(best, planning_s=perf_counter() - start)
-    if not explain:
-        return best
-    from meshwright.planners._flip_points import flip_points
+    from meshwright.planners._flip_points import with_flips
+    from meshwright.planners._nearest_fit import answered, with_nearest_fit
+    from meshwright.planners._refused_requests import refuse_contradictions
 
-    return replace(best, flips=flip_points(module.plan, best, Asked(profile, cluster, microbatches, batch, limits)))
+    asked = Asked(profile, cluster, microbatches, batch, limits)
+    refuse_contradictions(planner, asked)
+    start = perf_counter()
+    try:
+        best = answered(module.plan, asked)
+    except NothingFitsError as error:
+        raise with_nearest_fit(error, module.plan, asked) from None
+    best = replace(best, planning_s=perf_counter() - start)
+    return with_flips(module.plan, best, asked, float("inf") if explain is True else explain) if explain else best
+
+
+def _refuse_values(
+    planner: str, sizes: Mapping[str, int | None], schedule: str | None, split_rows: str | None, seconds: float
+) -> None:
+    """Raises if a single value is not possible."""
+    if planner not in names():
+        raise MeshwrightError(f"there is no planner '{planner}'{did_you_mean(planner, names())}", fix=", ".join(names()))
+    for what, count in sizes.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=16")
+    if (sizes["microbatches"] is None) == (sizes["batch"] is None):
+        raise MeshwrightError("a plan needs either a number of microbatches or a batch", fix="microbatches=16, or batch=64")
+    if schedule is not None and schedule not in schedule_names():
+        raise MeshwrightError(
+            f"there is no schedule '{schedule}'{did_you_mean(schedule, schedule_names())}", fix=", ".join(schedule_names())
+        )
+    if split_rows is not None and split_rows not in set(SplitRows):
+        raise MeshwrightError(f"split_rows is one of {', '.join(SplitRows)}, got {split_rows!r}", fix="--split-rows uneven")
+    if not seconds >= 0:
+        raise MeshwrightError(f"a search cannot take {seconds} seconds", fix="--seconds 5")

@@ -1,110 +1,190 @@
-"""When another plan would be better: the same question with another batch, faster or slower links, more or less memory.
+"""When another plan would be better: the same question with other links, with more or less memory, or with another batch.
 
-A quantity is doubled and halved. If the answer changes, bisection finds where; the point is stated only if planning 5 % beyond it
-really gives another answer.
+Links and memory are multiplied by a factor, a batch changes in whole steps. Where the answer differs, bisection finds from which
+value on. A value is stated only if planning 5 % beyond it gives another answer, and planning 5 % before it gives the present one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import ceil, floor
+from time import perf_counter
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster, Host, Link
+from meshwright.ir.cluster import Cluster, Link
 from meshwright.ir.plan.chosen_plan import Plan
-from meshwright.planners._limits import Asked
+from meshwright.planners._limits import Asked, NothingFitsError
+from meshwright.planners._nearest_fit import Planner, answered
 
-ACTIONS = 400_000
-"""Larger searches are not repeated."""
-BEYOND = 1.05
-STEPS = 6
-Planner = Callable[..., Iterator[Plan]]
+BEYOND = 0.05
+CLOSE = 1.02
+"""Bisection ends when two factors are this near."""
+FARTHEST = (2.0, 4.0)
+"""How many times as much, or what part, is looked at."""
+ISLANDS = 3
+"""How often a search goes on where an answer is given only by a narrow range of values."""
+SIGNATURE = ("schedule", "options", "pp", "dp", "tp", "tensor", "sequence", "box", "dp_mode", "recompute", "width")
 
 
-def flip_points(planner: Planner, plan: Plan, asked: Asked) -> tuple[dict[str, Any], ...]:
-    """Returns for each quantity where the answer changes, and to what."""
-    if plan.counts.get("actions", 0) > ACTIONS:
-        return ()
-    found: list[dict[str, Any]] = []
+def with_flips(planner: Planner, plan: Plan, asked: Asked, seconds: float) -> Plan:
+    """Returns a plan with the values of each quantity from which on another plan is better, and which one.
+
+    Quantities that are not looked at within so many seconds are named in a note.
+    """
+    end, left, found = perf_counter() + seconds, [], []
+    for scale in _scales(plan, asked):
+        answers = Answers(planner, scale, plan, end)
+        for more in (True, False):
+            try:
+                value = _flip(answers, more=more)
+            except OutOfTimeError:
+                left.append(f"{'more' if more else 'less'} {scale.what}")
+                continue
+            if value is not None:
+                words = {"direction": "more" if more else "less", "factor": value / scale.start, "plan": answers.words[value]}
+                found.append({"what": scale.what, **words, **({"size": round(value * scale.step)} if scale.step else {})})
+    note = [f"not looked at within {seconds:g} s: other plans with {', '.join(left)} (--explain)"] if left else []
+    return replace(plan, flips=tuple(found), notes=(*plan.notes, *note))
+
+
+def _scales(plan: Plan, asked: Asked) -> list[QuantityScale]:
+    """Returns the quantities that can change."""
     finite = any(device.memory_bytes < float("inf") for device in asked.cluster.devices) and not asked.limits.memory_free
-    quantities = {"links": _with_links, **({"memory": _with_memory} if finite else {})}
-    mine = signature(plan)
-    for what, change in quantities.items():
-        for factor in (2.0, 0.5):
-            if (flip := _flip(planner, asked, change, factor, mine)) is not None:
-                found.append({"what": what, "direction": "more" if factor > 1 else "less", **flip})
-    for direction, counts in (("more", (2, 4)), ("less", (-2, -4))):
-        if (flip := _batch_flip(planner, asked, counts, mine)) is not None:
-            found.append({"what": "batch", "direction": direction, **flip})
-    return tuple(found)
+    scales = [QuantityScale("links", lambda factor: replace(asked, cluster=with_links(asked.cluster, factor)))]
+    if finite:
+        scales.append(QuantityScale("memory", lambda factor: replace(asked, cluster=with_memory(asked.cluster, factor))))
+    return [*scales, batch_scale(plan, asked)]
 
 
 def signature(plan: Plan | None) -> str:
-    """What a plan is, without sizes that follow from the batch."""
+    """What a plan is, without its cuts and without what follows from the batch."""
     if plan is None:
         return "nothing fits"
-    keys = ("schedule", "options", "pp", "dp", "tp", "tensor", "dp_mode", "recompute", "width")
-    return ", ".join(f"{key} {plan.parallel[key]}" for key in keys if key in plan.parallel)
+    found = [f"{key} {plan.parallel[key]}" for key in SIGNATURE if key in plan.parallel]
+    return ", ".join([*found, f"rows {plan.row['rows']}"] if plan.row.get("rows") else found)
 
 
-def _answer(planner: Planner, asked: Asked) -> str:
-    try:
-        *_, best = planner(
-            profile=asked.profile,
-            cluster=asked.cluster,
-            microbatches=asked.microbatches,
-            batch=asked.batch,
-            limits=asked.limits,
-        )
-    except MeshwrightError:
-        return signature(None)
-    return signature(best)
+@dataclass(frozen=True)
+class QuantityScale:
+    """A quantity that can change: what to ask for each value. With a step, values are whole numbers of steps."""
+
+    what: str
+    asked: Callable[[float], Asked]
+    start: float = 1.0
+    step: int = 0
+
+    def beyond(self, value: float, *, more: bool, share: float = BEYOND) -> float:
+        """Returns the value 5 % farther; the next whole one for steps."""
+        far = value * (1 + share if more else 1 - share)
+        if not self.step:
+            return far
+        return max(ceil(far), value + 1) if more else min(floor(far), value - 1)
+
+    def before(self, value: float, *, more: bool) -> float:
+        """Returns the value 5 % nearer, but not before the start."""
+        near = self.beyond(value, more=not more)
+        return max(near, self.start) if more else min(near, self.start)
+
+    def middle(self, one: float, other: float) -> float | None:
+        """Returns a value between two; None if they are neighbours."""
+        found = (one * other) ** 0.5
+        if self.step:
+            found = round(found)
+            return found if min(one, other) < found < max(one, other) else None
+        return found if max(one, other) / min(one, other) > CLOSE else None
 
 
-def _flip(
-    planner: Planner, asked: Asked, change: Callable[[Cluster, float], Cluster], factor: float, mine: str
-) -> dict[str, Any] | None:
-    def answer(scale: float) -> str:
-        return _answer(planner, replace(asked, cluster=change(asked.cluster, scale)))
+class OutOfTimeError(Exception):
+    """The time to look for other answers is over."""
 
-    if answer(factor) == mine:
+
+@dataclass
+class Answers:
+    """What a planner answers for each value of a scale."""
+
+    planner: Planner
+    scale: QuantityScale
+    plan: Plan
+    end: float
+    words: dict[float, str] = field(default_factory=dict)
+    _same: dict[float, bool] = field(default_factory=dict)
+
+    def same(self, value: float) -> bool:
+        """Returns whether the answer is the present plan."""
+        if value not in self._same:
+            if perf_counter() + self.plan.planning_s > self.end:
+                raise OutOfTimeError
+            found: Plan | None = None
+            try:
+                found = answered(self.planner, self.scale.asked(value))
+                self.words[value] = found.name or signature(found)
+            except NothingFitsError:
+                self.words[value] = signature(None)
+            except MeshwrightError as error:
+                self.words[value] = error.what
+            self._same[value] = found is not None and signature(found) == signature(self.plan)
+        return self._same[value]
+
+
+def _flip(answers: Answers, *, more: bool) -> float | None:
+    """Returns the nearest value from which on the answer is another one; None if there is none nearby."""
+    scale = answers.scale
+    ends = [scale.start * far if more else scale.start / far for far in FARTHEST]
+    if scale.step:
+        ends = [float(floor(end) if more else max(1, ceil(end))) for end in ends]
+    end = next((end for end in ends if end != scale.start and not answers.same(end)), None)
+    if end is None:
         return None
-    same, other = 1.0, factor
-    for _ in range(STEPS):
-        middle = (same * other) ** 0.5
-        if answer(middle) == mine:
-            same = middle
+    same, other = scale.start, end
+    for _ in range(ISLANDS):
+        while (middle := scale.middle(same, other)) is not None:
+            same, other = (middle, other) if answers.same(middle) else (same, middle)
+        beyond, before = scale.beyond(other, more=more), scale.before(other, more=more)
+        if scale.step and beyond < 1:
+            return None
+        if not answers.same(before):
+            same, other = scale.start, before
+        elif answers.same(beyond):
+            same, other = beyond, end
+            if (beyond >= end) == more:
+                return None
         else:
-            other = middle
-    beyond = other * (BEYOND if factor > 1 else 1 / BEYOND)
-    new = answer(beyond)
-    return None if new == mine else {"factor": other, "plan": new}
-
-
-def _batch_flip(planner: Planner, asked: Asked, factors: tuple[int, ...], mine: str) -> dict[str, Any] | None:
-    """The first multiple or part of the batch with another answer that is still there 5 % beyond, as far as that is whole."""
-    given = asked.batch or asked.microbatches
-    assert given is not None
-    for factor in factors:
-        size = given * factor if factor > 0 else given // -factor
-        if size < 1 or (factor < 0 and given % -factor):
-            continue
-        new = _answer(planner, replace(asked, batch=size) if asked.batch else replace(asked, microbatches=size))
-        if new != mine:
-            return {"factor": size / given, "size": size, "plan": new}
+            return other
     return None
 
 
-def _with_links(cluster: Cluster, scale: float) -> Cluster:
+def batch_scale(plan: Plan, asked: Asked) -> QuantityScale:
+    """Returns batches, in steps in which the present plan can still run: its microbatches stay a multiple of its workers.
+
+    If they are none now, they stay even, or whole.
+    """
+    given = asked.batch or asked.microbatches
+    assert given is not None
+    count, workers = plan.microbatches, int(plan.row.get("pp") or len(plan.stages))
+    unit = workers if count % workers == 0 else 2 if count % 2 == 0 else 1
+    step = given // count * unit
+    if asked.batch is not None:
+        return QuantityScale("batch", lambda steps: replace(asked, batch=round(steps) * step), given / step, step)
+    return QuantityScale("microbatches", lambda steps: replace(asked, microbatches=round(steps) * step), given / step, step)
+
+
+def with_links(cluster: Cluster, factor: float) -> Cluster:
+    """Returns a cluster whose links carry so many times as many bytes per second, with the same latencies."""
+
     def faster(link: Link) -> Link:
-        return Link(link.latency_s, link.bytes_per_s * scale)
+        return Link(link.latency_s, link.bytes_per_s * factor)
 
-    hosts = tuple(Host(host.devices, faster(host.inside), faster(host.card)) for host in cluster.hosts)
-    links = {pair: faster(link) for pair, link in cluster.links.items()}
-    rates = tuple(tuple(rate * scale for rate in row) for row in cluster.bandwidths)
-    return replace(cluster, link=faster(cluster.link), links=links, hosts=hosts, bandwidths=rates)
+    return replace(
+        cluster,
+        link=faster(cluster.link),
+        links={pair: faster(link) for pair, link in cluster.links.items()},
+        hosts=tuple(replace(host, inside=faster(host.inside), card=faster(host.card)) for host in cluster.hosts),
+        bandwidths=tuple(tuple(rate * factor for rate in row) for row in cluster.bandwidths),
+        spine=None if cluster.spine is None else faster(cluster.spine),
+    )
 
 
-def _with_memory(cluster: Cluster, scale: float) -> Cluster:
-    return replace(cluster, devices=tuple(replace(d, memory_bytes=d.memory_bytes * scale) for d in cluster.devices))
+def with_memory(cluster: Cluster, factor: float) -> Cluster:
+    """Returns a cluster whose devices have so many times as much memory."""
+    return replace(cluster, devices=tuple(replace(d, memory_bytes=d.memory_bytes * factor) for d in cluster.devices))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
+
+Refusal = Callable[[Mapping[str, Any], int | None], str | None]
+"""Called with the keywords of a plan and the rows of its microbatches: why it cannot run, or None."""
 
 
 class SplitRows(StrEnum):
@@ -22,7 +27,7 @@ class SplitRows(StrEnum):
 class PlanLimits:
     """The rows of a microbatch, None if they are not known, how they may be split, and what a plan has to be.
 
-    `schedule`, `pp` and `dp` fix a choice; `seconds` ends a search early. `explain` asks for rivals and flip points.
+    `schedule`, `pp` and `dp` fix a choice; `seconds` ends a search early. `refusal` says why a plan cannot run the model.
     """
 
     rows: int | None = None
@@ -33,13 +38,13 @@ class PlanLimits:
     dp: int | None = None
     tensor: bool = True
     seconds: float = float("inf")
-    explain: bool = False
+    refusal: Refusal | None = None
 
-    def allows(self, width: int) -> bool:
-        """Returns whether so many devices may share a stage."""
-        if self.rows is None or self.split_rows is SplitRows.IGNORE:
+    def allows(self, width: int, rows: int | None) -> bool:
+        """Returns whether so many devices may share a stage, if a microbatch has so many rows."""
+        if rows is None or self.split_rows is SplitRows.IGNORE:
             return True
-        return self.rows % width == 0 if self.split_rows is SplitRows.EVEN else width <= self.rows
+        return rows % width == 0 if self.split_rows is SplitRows.EVEN else width <= rows
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,11 @@ class Asked:
 
 
 class NothingFitsError(MeshwrightError):
-    """No plan fits into the memory of the devices. `needed_bytes` is the least memory of a device with which one does."""
+    """No plan fits into the memory of the devices.
 
-    def __init__(self, what: str, *, fix: str, needed_bytes: float) -> None:
+    `needed_bytes` is a memory with which one does, if devices that have less get so much; `changes` are all changes that help.
+    """
+
+    def __init__(self, what: str, *, fix: str, needed_bytes: float, changes: tuple[dict[str, Any], ...] = ()) -> None:
         super().__init__(what, fix=fix)
-        self.needed_bytes = needed_bytes
+        self.needed_bytes, self.changes = needed_bytes, changes

@@ -10,8 +10,8 @@ from meshwright.ir.plan.planned_file import cluster_digest, digest_of, plan_file
 from meshwright.ir.plan.runnable_plan import runnable
 
 
-def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int | None, error: float = 0.0) -> str:
-    """Returns the text of a plan file. `error` is how far earlier predictions were off, as a share."""
+def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int | None) -> str:
+    """Returns the text of a plan file."""
     inputs = {
         "profile": {"digest": digest_of(profile_to_json(profile)), "device": profile.device, "source": profile.source.value},
         "cluster": {"digest": cluster_digest(cluster), "devices": cluster.size},
@@ -23,6 +23,6 @@ def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int 
         "lower_bound_s": found.lower_bound_s,
         "update_s": found.causes.get("update", 0.0),
         "peak_bytes": list(found.peak_bytes),
-        "error": max(profile.error, error),
+        "error": found.error,
     }
     return plan_file_json(runnable(found), stages=found.to_dict()["stages"], predicted=predicted, made_for=inputs)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
-from meshwright.planners._limits import NothingFitsError, PlanLimits
+from meshwright.planners._limits import PlanLimits
+from meshwright.planners._nearest_fit import nothing_fits
+from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.chosen import nothing_fits, plan_of
+from meshwright.planners._search.chosen import plan_of
 from meshwright.planners._search.pool import Pool, SearchTally
 from meshwright.planners._search.pricing import Pricer
 from meshwright.planners._search.problem import Problem
@@ -25,10 +26,10 @@ def plan(
     problem = Problem(profile, cluster, fixed, microbatches=microbatches, batch=batch)
     enumerator = Enumerator(problem)
     pricer, pool = Pricer(problem, enumerator), Pool()
-    listed = enumerator.run()
+    listed = pool.listed = enumerator.run()
     plain = [each for each in listed.fit if each.zero == "replicated" and not each.recompute]
     if not listed.fit and not listed.misfit:
-        raise MeshwrightError(f"{fixed.schedule} cannot run here with these sizes", fix="another batch, or --planner search")
+        raise nothing_runs(problem)
     for candidate in sorted(plain or listed.fit, key=lambda each: (-each.pp, -each.dp, each.key)):
         priced = pricer.quick(candidate)
         if priced is not None and priced.over_bytes <= 0:
@@ -36,10 +37,8 @@ def plan(
             if priced.over_bytes <= 0:
                 pool.add(priced)
                 found = plan_of(pricer, pool, SearchTally(listed.bounded, len(listed.misfit)), priced, timeline, uses)
-                yield replace(found, planner="even", lower_bound_s=timeline.lower_bound_s)
+                yield replace(found, planner="even", lower_bound_s=timeline.lower_bound_s + priced.update_s)
                 return
         if priced is not None:
             pool.misfits.append(priced)
-    error = nothing_fits(pricer, pool, listed.misfit)
-    assert isinstance(error, NothingFitsError)
-    raise error
+    raise nothing_fits(pricer, pool)

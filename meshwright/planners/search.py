@@ -16,17 +16,21 @@ import json
 from collections.abc import Iterator
 from time import perf_counter
 
+from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._limits import PlanLimits
+from meshwright.planners._nearest_fit import nothing_fits
+from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
-from meshwright.planners._search.chosen import nothing_fits, plan_of
+from meshwright.planners._search.chosen import plan_of
 from meshwright.planners._search.mapping import Devices, Mapper, shape_of
 from meshwright.planners._search.pool import Pool, SearchTally
 from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs, tensor_of
 from meshwright.planners._search.problem import Problem
+from meshwright.planners._search.tensor_costs import TensorChoice
 from meshwright.planners._search.wide_plans import (
     EVERY,
     Stages,
@@ -68,28 +72,45 @@ def plan(
 ) -> Iterator[Plan]:
     """Yields plans, each better than the one before; the last is proved."""
     problem = Problem(profile, cluster, limits, microbatches=microbatches, batch=batch)
-    yield from Search(problem).run()
+    refused: dict[TensorChoice, str] = {}
+    while True:
+        search = Search(problem, refused)
+        try:
+            yield from search.run()
+        except NotRunnableError as error:
+            refused[error.mode] = error.what
+        else:
+            return
+
+
+class NotRunnableError(MeshwrightError):
+    """The best plan has a tensor mode that cannot run the model: the search is repeated without the mode."""
+
+    def __init__(self, mode: TensorChoice, why: str) -> None:
+        super().__init__(why)
+        self.mode = mode
 
 
 class Search:
     """The state of one search."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, refused: dict[TensorChoice, str] | None = None) -> None:
         self.problem = problem
-        self.enumerator = Enumerator(problem)
+        self.enumerator = Enumerator(problem, refused or {})
         self.pricer = Pricer(problem, self.enumerator)
         self.pool = Pool()
+        self.pool.refused = refused or {}
         self.tally = SearchTally()
         self.end = perf_counter() + problem.limits.seconds
         self.wide: set[Stages] = set()
 
     def run(self) -> Iterator[Plan]:
         """Enumerates, searches best first, improves, and proves."""
-        listed = self.enumerator.run()
+        listed = self.pool.listed = self.enumerator.run()
         self.tally.bounded, self.tally.died = listed.bounded, len(listed.misfit)
         rest = self._best_first(listed.fit)
         first = self.pool.best()
-        if first is not None:
+        if first is not None and (tensor_of(first.plan).tp == 1 or self.problem.limits.refusal is None):
             yield plan_of(self.pricer, self.pool, self.tally, first)
         if not self._over():
             self._wide_plans()
@@ -97,7 +118,7 @@ class Search:
         self._swap_devices()
         self._families(listed.fit)
         self.tally.open_s = rest[0].bound_s if rest else float("inf")
-        yield self._proved(listed.misfit)
+        yield self._proved(rest)
 
     def _over(self) -> bool:
         return perf_counter() > self.end
@@ -180,7 +201,7 @@ class Search:
             for _ in range(ROUNDS):
                 ways = [each for each in neighbours(stages, problem.devices, problem.layers) if each not in tried]
                 tried.update(ways)
-                ways = [each for each in ways if all(problem.limits.allows(stage.width) for stage in each)]
+                ways = [each for each in ways if all(problem.limits.allows(stage.width, rows) for stage in each)]
                 self.tally.bounded += len(ways)
                 ranked = sorted(
                     ((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways)), key=lambda pair: pair
@@ -231,17 +252,33 @@ class Search:
         found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, "improved")]
         return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
 
-    def _proved(self, misfit: list[Candidate]) -> Plan:
-        """Returns the best plan that the engine proves and that fits by the engine's memory curve."""
-        while (best := self.pool.best()) is not None:
+    def _proved(self, rest: list[Candidate]) -> Plan:
+        """Returns the best plan that the engine proves and that fits by the engine's memory curve.
+
+        If none of those that were simulated does, the search goes on with the rest.
+        """
+        while (best := self.pool.best()) is not None or rest:
+            if best is None:
+                rest = self._best_first(rest)
+                continue
             timeline, uses = self.pricer.engine(best)
             if best.over_bytes <= 0:
+                self._refuse_mode(best)
                 self._keep_order(best)
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
             self.tally.died += 1
             self.pool.drop(best)
             self.pool.misfits.append(best)
-        raise nothing_fits(self.pricer, self.pool, misfit)
+        if not (self.pool.listed.misfit or self.pool.misfits):
+            raise nothing_runs(self.problem)
+        raise nothing_fits(self.pricer, self.pool)
+
+    def _refuse_mode(self, best: Priced) -> None:
+        """Raises if the model cannot run under the tensor mode of a plan."""
+        refusal, mode = self.problem.limits.refusal, tensor_of(best.plan)
+        why = refusal(best.parallel, best.plan.rows) if refusal is not None and mode.tp > 1 else None
+        if why is not None:
+            raise NotRunnableError(mode, why)
 
     def _keep_order(self, best: Priced) -> None:
         """Stores the order itself in a plan whose order was made for its links: a run does not know them."""

@@ -118,7 +118,7 @@ def stage_candidates(problem: Problem, microbatches: int, rows: int | None) -> I
     count, limits = problem.devices, problem.limits
     exact = small_enough(problem.layers, count)
     widths = range(1, count + 1) if exact else ()
-    shares = {width: shared_chain(problem.profile, rows, width) for width in widths if limits.allows(width)}
+    shares = {width: shared_chain(problem.profile, rows, width) for width in widths if limits.allows(width, rows)}
     rates = problem.links.rates()
     for direction in (problem.order, problem.order[::-1]):
         if not exact:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from meshwright.ir.cluster import Cluster
@@ -15,21 +14,21 @@ SHOWN = 5
 """How many other plans of SPP are shown."""
 STAGES = 24
 """How many stages are shown."""
-HEAD = "tp  pp  dp   rows  microbatches  schedule              recompute  step s    tokens/s/device  MFU    bubble  peak GB"
 
 
-def plan_text(plan: Plan, profile: Profile, cluster: Cluster, *, file: Path | None = None) -> str:
-    """Returns a plan as lines of text."""
+def plan_text(plan: Plan, profile: Profile, cluster: Cluster, *, steps: Sequence[str] = ()) -> str:
+    """Returns a plan as lines of text. `steps` are the commands to run next."""
     if not plan.row:
-        return "\n".join(_short(plan, profile, cluster))
-    return "\n".join([*_searched(plan, cluster), *_table(plan), *_chosen(plan, profile, cluster), *_more(plan, file)])
+        lines = _short(plan, profile, cluster)
+    else:
+        lines = iter([*_searched(plan, cluster), *_table(plan), *_chosen(plan, profile, cluster), *_flips(plan, cluster)])
+    return "\n".join([*lines, *(["next:", *(f"  {step}" for step in steps)] if steps else [])])
 
 
 def _short(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
-    used = len(plan.ranks)
-    idle = f", {cluster.size - used} idle" if used < cluster.size else ""
-    yield f"{plan.planner}: {len(plan.stages)} stages on {used} of {cluster.size} devices{idle}, {plan.microbatches} microbatches"
-    yield f"step {plan.step_s:.6g} s, at most {plan.gap:.2%} above any order of these stages"
+    yield from _assumed(plan)
+    yield f"{plan.planner}: {len(plan.stages)} stages on {_used(plan, cluster)}, {plan.microbatches} microbatches"
+    yield f"step {plan.step_s:.6g} s{_band(plan)}, at most {plan.gap:.2%} above any order of these stages"
     if plan.paper_step_s is not None:
         yield f"by the published costs {plan.paper_step_s:.6g} s"
     yield from _stages(plan, profile)
@@ -38,9 +37,13 @@ def _short(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
         yield from (f"  {other.plan}: {other.step_s:.6g} s, {other.reason}" for other in plan.alternatives[:SHOWN])
 
 
-def _searched(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    yield "assumed:"
+def _assumed(plan: Plan) -> Iterator[str]:
+    yield "assumed and measured:"
     yield from (f"  {note}" for note in plan.notes)
+
+
+def _searched(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    yield from _assumed(plan)
     counts = plan.counts
     yield (
         f"searched: {counts.get('bounded', 0)} plans on {cluster.size} devices, {counts.get('died_by_memory', 0)} do not fit, "
@@ -49,75 +52,107 @@ def _searched(plan: Plan, cluster: Cluster) -> Iterator[str]:
 
 
 def _table(plan: Plan) -> Iterator[str]:
+    chosen = _cells(plan.row, plan.step_s)
+    lines = [(*chosen, ""), (*chosen.values(), "<- chosen")]
+    lines += [(*_cells(other.row, other.step_s).values(), other.reason) for other in plan.alternatives if other.row]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(chosen))]
     yield ""
-    yield "the best plan of each schedule:"
-    yield f"  {HEAD}"
-    yield f"  {_line(plan.row, plan.step_s)}  <- chosen"
-    for other in plan.alternatives:
-        if other.row:
-            yield f"  {_line(other.row, other.step_s)}  {other.reason}"
+    yield "the best plan of each schedule (dp: copies, or the devices of each stage):"
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        yield f"  {'  '.join([*cells, line[-1]])}".rstrip()
+    yield from (f"  {other.plan}: {other.reason}" for other in plan.alternatives if not other.row)
 
 
-def _line(row: Mapping[str, Any], step_s: float) -> str:
-    rate, mfu = row["tokens_per_s_per_device"], row["mfu"]
-    step = f"{step_s:.4g}" if step_s < float("inf") else "-"
-    return (
-        f"{row['tp']:<3} {row['pp']:<3} {row['dp']:<4} {row['rows'] or '-':<5} {row['microbatches']:<13} {row['schedule']:<21} "
-        f"{'yes' if row['recompute'] else 'no':<10} {step:<9} {f'{rate:.4g}' if rate else '-':<16} "
-        f"{f'{mfu:.0%}' if mfu else '-':<6} {row['bubble']:<7.1%} {row['peak_bytes'] / 1e9:.3g}"
-    )
+def _cells(row: Mapping[str, Any], step_s: float) -> dict[str, str]:
+    """Returns a row of the table by its heads."""
+    rate, mfu, widths = row["tokens_per_s_per_device"], row["mfu"], row["width"]
+    copies = "+".join(map(str, widths)) if widths and max(widths) > 1 else str(row["dp"])
+    return {
+        "tp": str(row["tp"]),
+        "pp": str(row["pp"]),
+        "dp": copies if row["zero"] == "replicated" else f"{copies} {row['zero']}",
+        "rows": str(row["rows"] or "-"),
+        "microbatches": str(row["microbatches"]),
+        "schedule": row["schedule"],
+        "recompute": "yes" if row["recompute"] else "no",
+        "step s": f"{step_s:.4g}" if step_s < float("inf") else "-",
+        "tokens/s/device": f"{rate:.4g}" if rate else "-",
+        "MFU": f"{mfu:.0%}" if mfu else "-",
+        "bubble": f"{row['bubble']:.1%}",
+        "peak GB": f"{row['peak_bytes'] / 1e9:.3g}",
+    }
 
 
 def _chosen(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
-    used = len(set(plan.ranks))
-    idle = f", {cluster.size - used} idle" if used < cluster.size else ""
     yield ""
-    yield f"chosen: {plan.row['schedule']} on {used} of {cluster.size} devices{idle}, {plan.microbatches} microbatches"
-    yield f"  step {plan.step_s:.6g} s; no enumerated plan is faster than {plan.lower_bound_s:.6g} s (gap {plan.gap:.2%})"
-    if profile.error:
-        low, high = plan.step_s / (1 + profile.error), plan.step_s * (1 + profile.error)
-        yield f"  uncertainty: times of layers may be off by {profile.error:.0%}, so {low:.4g} to {high:.4g} s"
+    yield f"chosen: {plan.name} on {_used(plan, cluster)}"
+    yield f"  step {plan.step_s:.6g} s{_band(plan)}"
+    yield f"  no enumerated plan is faster than {plan.lower_bound_s:.6g} s (gap {plan.gap:.2%})"
     if plan.rivals:
-        yield "  each choice against its nearest rival:"
-        yield from (f"    {rival.reason}   ({rival.plan})" for rival in plan.rivals)
+        yield "  each choice against its nearest rival, whose step and peak are longer by:"
+        width = max(len(rival.reason) for rival in plan.rivals)
+        yield from (f"    {rival.reason:<{width}}  ({rival.plan})" for rival in plan.rivals)
     if plan.causes:
         yield "  step time by cause:"
-        yield from (
-            f"    {cause:<22} {seconds:>10.6f} s  {seconds / plan.step_s:>6.1%}" for cause, seconds in plan.causes.items()
-        )
+        for cause, seconds in plan.causes.items():
+            yield f"    {cause:<22} {seconds:>10.6f} s  {seconds / plan.step_s if plan.step_s else 0.0:>6.1%}"
     if plan.memory:
         worker = max(range(len(plan.memory)), key=lambda w: plan.memory[w].total)
         use = plan.memory[worker]
         yield f"  memory of the tightest worker ({worker}), {use.total / 1e9:.4g} GB:"
         yield from (f"    {name:<22} {size / 1e9:>10.4g} GB" for name, size in asdict(use).items() if size)
-    yield from _stages(plan, profile)
-    yield f"  rank layout: {_shortened(plan.ranks)}"
+    yield from (f"  {line}" for line in _stages(plan, profile))
+    yield f"  rank layout: {_layout(plan.ranks)}"
+
+
+def _used(plan: Plan, cluster: Cluster) -> str:
+    used = len(set(plan.ranks))
+    return f"{used} of {cluster.size} devices" + (f", {cluster.size - used} idle" if used < cluster.size else "")
+
+
+def _band(plan: Plan) -> str:
+    """The uncertainty of the step."""
+    if not plan.error:
+        return ""
+    low, high = plan.step_s / (1 + plan.error), plan.step_s * (1 + plan.error)
+    return f", uncertain by {plan.error:.0%}: {low:.4g} to {high:.4g} s"
 
 
 def _stages(plan: Plan, profile: Profile) -> Iterator[str]:
-    yield "stage  layers     devices"
-    for number, stage in enumerate(plan.stages[:STAGES]):
+    shown = plan.stages[:STAGES]
+    layers = [f"{stage.first}-{stage.last}" for stage in shown]
+    devices = [_runs(stage.devices) for stage in shown]
+    wide = [max(map(len, column)) for column in (("layers", *layers), ("devices", *devices))]
+    yield f"stage  {'layers':<{wide[0]}}  {'devices':<{wide[1]}}  from and to"
+    for number, stage in enumerate(shown):
         names = f"{profile.layers[stage.first].name} to {profile.layers[stage.last].name}"
-        yield f"{number:>5}  {stage.first:>3}-{stage.last:<3}    {_runs(stage.devices)}   {names}"
+        yield f"{number:>5}  {layers[number]:<{wide[0]}}  {devices[number]:<{wide[1]}}  {names}"
     if len(plan.stages) > STAGES:
         yield f"  ... {len(plan.stages) - STAGES} more"
 
 
-def _more(plan: Plan, file: Path | None) -> Iterator[str]:
-    if plan.flips:
-        yield "  another plan is better:"
-        for flip in plan.flips:
-            size = f"{flip['size']}" if "size" in flip else f"{flip['factor']:.2f} times as much"
-            yield f"    {flip['what']}: from {size} on: {flip['plan']}"
-    name = file or "plan.json"
-    yield "next:"
-    if file is None:
-        yield f"  meshwright plan ... -o {name}"
-    yield f"  meshwright verify MODEL --plan {name}"
-    yield f"  meshwright train MODEL --plan {name}"
+def _flips(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    if not plan.flips:
+        return
+    yield "  another plan is better with:"
+    memory = {device.memory_bytes for device in cluster.devices}
+    for flip in plan.flips:
+        more, factor = flip["direction"] == "more", flip["factor"]
+        word = "at least" if more else "at most"
+        match flip["what"]:
+            case "links":
+                what = f"links {word} {factor:.3g} times as fast"
+            case "memory" if len(memory) == 1:
+                what = f"{word} {factor * min(memory) / 1e9:.4g} GB of memory"
+            case "memory":
+                what = f"{word} {factor:.3g} times the memory"
+            case unit:
+                what = f"{word} {flip['size']} {'rows' if unit == 'batch' else unit} per step"
+        yield f"    {what}: {flip['plan']}"
 
 
-def _shortened(ranks: Sequence[int]) -> str:
+def _layout(ranks: Sequence[int]) -> str:
     if list(ranks) == list(range(len(ranks))):
         return f"rank r on device r, {len(ranks)} ranks"
     shown = " ".join(map(str, ranks[:32]))

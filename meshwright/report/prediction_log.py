@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
 
+from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.plan.planned_file import PlannedFile, plan_file_json
 
 KEPT = 20
@@ -53,14 +55,23 @@ def keep_measured(planned: PlannedFile, folder: Path, metrics: dict[str, float],
     (folder / "plan.json").write_text(text, encoding="utf-8")
 
 
-def error_band(device: str) -> float:
-    """Returns the median error of the last predictions for a device, as a share of the measured time; 0 without any."""
+def earlier_errors(device: str) -> list[float]:
+    """Returns by how much the last predictions for a device were off, as shares of the measured times."""
     try:
         lines = log_file().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return 0.0
-    errors = [error for line in lines if (error := _error(line, device)) is not None][-KEPT:]
-    return median(errors) if errors else 0.0
+        return []
+    return [error for line in lines if (error := _error(line, device)) is not None][-KEPT:]
+
+
+def with_earlier_errors(plan: Plan, device: str) -> Plan:
+    """Returns a plan whose band is at least the median error of earlier predictions for its device, and says so."""
+    errors = earlier_errors(device)
+    if not errors:
+        return plan
+    runs = f"{len(errors)} earlier run{'s' if len(errors) > 1 else ''} on {device}"
+    note = f"predictions of {runs} were off by {median(errors):.0%} (median)"
+    return replace(plan, notes=(*plan.notes, note), error=max(plan.error, median(errors)))
 
 
 def _error(line: str, device: str) -> float | None:

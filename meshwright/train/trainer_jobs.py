@@ -117,27 +117,12 @@ class TrainerJobs:
         return self._job(self.prepared), example
 
     def _planned_job(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
-        """Chooses the plan of `parallel="auto"`, and returns its job.
-
-        If the tensor mode of a plan cannot run the model, a plan without one is chosen.
-        """
-        args = self.args
-        device, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        for tensor in (True, False):
-            request = auto_request(args, self.model, self.reader.source(dataset).example(args.example_rows), tensor=tensor)
-            with phase(self._phase_listeners, "plan"):
-                planned = chosen_plan(request)
-            args.take_plan(planned, batch_of(planned))
-            try:
-                found = self.job_and_example(dataset, trains=trains)
-            except MeshwrightError:
-                if planned.parallel.tp == 1:
-                    raise
-                args.planned, args.per_device_train_batch_size, args.gradient_accumulation_steps = None, device, accumulation
-                args.parallel = {}
-            else:
-                return found
-        raise AssertionError("a plan without tensor modes runs or raises")
+        """Chooses the plan of `parallel="auto"`, and returns its job."""
+        request = auto_request(self.args, self.model, self.reader.source(dataset).example(self.args.example_rows))
+        with phase(self._phase_listeners, "plan"):
+            planned = chosen_plan(request)
+        self.args.take_plan(planned, batch_of(planned))
+        return self.job_and_example(dataset, trains=trains)
 
     def _job(self, run: PreparedRun) -> RankJob:
         return RankJob(

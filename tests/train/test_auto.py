@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_the_chosen_plan_trains_as_if_it_were_given(tmp_path: Path, cluster: Pat
 def test_the_next_plan_shows_the_error_of_the_last(tmp_path: Path, cluster: Path, workers: Workers) -> None:
     first = ours(gpt2(), tmp_path / "1", text(), workers, parallel=f"auto:{cluster}", max_steps=2)
     first.train()
-    off = prediction_log.error_band(first.args.planned.made_for["profile"]["device"])
+    off = median(prediction_log.earlier_errors(first.args.planned.made_for["profile"]["device"]))
     assert off > 0
     second = ours(gpt2(), tmp_path / "2", text(), workers, parallel=f"auto:{cluster}", max_steps=2)
     second.train()
@@ -86,10 +87,10 @@ def test_a_damaged_log_of_predictions_is_no_error(cache: Path) -> None:
     prediction_log.keep_prediction("other", 9.0, 1.0)
     with prediction_log.log_file().open("a") as file:
         file.write('{"device": "core"}\n[1\n' + "[" * 5000 + '\n{"device": "core", "predicted_s": 1, "measured_s": 0}\n')
-    assert prediction_log.error_band("core") == pytest.approx(0.2)
-    assert prediction_log.error_band("nothing") == 0.0
+    assert prediction_log.earlier_errors("core") == pytest.approx([0.1, 0.3])
+    assert prediction_log.earlier_errors("nothing") == []
     prediction_log.log_file().write_bytes(b"\xff\xfe\x00")
-    assert prediction_log.error_band("core") == 0.0
+    assert prediction_log.earlier_errors("core") == []
 
 
 def test_refusals(tmp_path: Path, cluster: Path, workers: Workers) -> None:

@@ -6,6 +6,7 @@ inputs               sizes, options, costs and schedules from flags and files
 outputs              files and terminal output
 running              progress and summary of a run
 emulation            `simulate --emulate`
+next_commands        what to run after `plan`
 planned_schedule     `simulate plan.json`
 profile_costs        `compare --profile`
 tensor_comparison    `compare --tensor`

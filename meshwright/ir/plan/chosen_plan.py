@@ -111,6 +111,8 @@ class Plan:
         notes: The assumptions.
         rivals: For each choice, the best plan with another choice.
         flips: When another plan would be better.
+        name: The plan in words.
+        error: How far `step_s` may be off, as a share: by the times of layers, or by how earlier predictions were off.
 
     Examples:
         >>> from meshwright import Plan, PlanStage
@@ -136,6 +138,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     rivals: tuple[Rejected, ...] = ()
     flips: tuple[Mapping[str, Any], ...] = ()
+    name: str = ""
+    error: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -157,11 +161,13 @@ class Plan:
         """Returns the plan as JSON values, as `meshwright plan --json` prints it."""
         return {
             "planner": self.planner,
+            "plan": self.name,
             "microbatches": self.microbatches,
             "step_s": self.step_s,
             "paper_step_s": self.paper_step_s,
             "lower_bound_s": self.lower_bound_s,
             "gap": self.gap,
+            "error": self.error,
             "stages": [
                 {"layers": [s.first, s.last], "devices": list(s.devices), "width": s.width, "recompute": s.recompute}
                 for s in self.stages

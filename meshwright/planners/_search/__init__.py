@@ -12,5 +12,7 @@ device_links           links as arrays
 tensor_costs           time of tensor-parallel collectives
 pricing                costs, links and memory of a candidate, to simulate it
 pool                   plans that were simulated
-chosen                 the answer: the best plan, its reasons and rivals
+chosen                 the answer: the best plan, by cause and class
+compared               why other plans lost
+plan_row               a plan as a row of a table, and in words
 """

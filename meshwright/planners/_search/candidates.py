@@ -7,7 +7,7 @@ of the family holds, the scratch of the largest layer, and the reserve.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,8 +100,8 @@ class Enumeration:
 class Enumerator:
     """Walks through all combinations, and keeps what several of them share."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, refused: Collection[TensorChoice] = ()) -> None:
+        self.problem, self.refused = problem, refused
         self.limited = bool(np.isfinite(problem.memory).any())
         self.least_memory = float(problem.memory.min()) if self.limited else 0.0
         self._timed: dict[tuple[object, ...], Timed] = {}
@@ -166,10 +166,11 @@ class Enumerator:
                 yield family
 
     def tensor(self, tp: int, rows: int | None) -> TensorChoice | None:
-        """Returns the mode with the least collectives; None if tensor ranks cannot be priced."""
+        """Returns the mode with the least collectives; None if tensor ranks cannot be priced, or no mode can run."""
         key = (tp, rows)
         if key not in self._tensor:
-            choices = tensor_choices(self.problem.profile, tp)
+            found = [each for each in tensor_choices(self.problem.profile, tp) if each not in self.refused]
+            choices = [each for each in found if (rows or 0) % each.row_unit == 0]
             if len(choices) > 1:
                 latency, rate = self._tensor_link(tp)
                 seconds = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.ir.plan.chosen_plan import PlanStage
-from meshwright.planners._search.candidates import WidePlan
+from meshwright.planners._search.candidates import Enumeration, WidePlan
 from meshwright.planners._search.pricing import Priced
+from meshwright.planners._search.tensor_costs import TensorChoice
 
 
 @dataclass
@@ -19,9 +20,11 @@ class SearchTally:
 
 
 class Pool:
-    """Simulated plans that fit, and those that do not."""
+    """Simulated plans that fit, and those that do not; what was enumerated; tensor modes that cannot run the model."""
 
     def __init__(self) -> None:
+        self.listed = Enumeration([], [], 0)
+        self.refused: dict[TensorChoice, str] = {}
         self.plans: list[Priced] = []
         self.misfits: list[Priced] = []
         self._best: Priced | None = None

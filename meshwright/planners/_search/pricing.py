@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from meshwright.costs.memory_classes import (
@@ -257,6 +258,7 @@ def _wide_keywords(plan: WidePlan, stages: tuple[PlanStage, ...]) -> dict[str, A
     }
 
 
+@cache
 def shaped_by_costs(family: Family) -> bool:
     """Whether the order of a schedule depends on costs, which are then part of the plan."""
     shaped = {"zbv", "zero_bubble", "chimera", "listed", "onef1b"}

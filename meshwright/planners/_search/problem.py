@@ -83,6 +83,13 @@ class Problem:
         """Devices in an order in which neighbours have fast links, and are of one kind where links do not say otherwise."""
         return device_order(self.links.rates(), kinds=self.slowness.tolist())
 
+    @property
+    def step_rows(self) -> int | None:
+        """The rows of a step; None if the profile does not know its rows."""
+        if not self.profile.rows:
+            return None
+        return self.batch or (self.microbatches or 0) * (self.limits.rows or 0)
+
     @cached_property
     def uniform(self) -> bool:
         """Whether all devices are equally fast and have equally much memory."""
@@ -130,7 +137,7 @@ class Problem:
         """The ways in which so many copies divide a step: (rows of a microbatch, devices that share them, microbatches)."""
         if self.batch is None:
             assert self.microbatches is not None
-            return [(self.limits.rows, copies, self.microbatches)] if self.limits.allows(copies) else []
+            return [(self.limits.rows, copies, self.microbatches)] if self.limits.allows(copies, self.limits.rows) else []
         if self.batch % copies:
             return []
         each = self.batch // copies
@@ -140,6 +147,8 @@ class Problem:
     def row_choices(self) -> list[int]:
         """Rows of a microbatch that are tried: those of the profile, and powers of two up to twice the largest."""
         assert self.batch is not None
+        if self.limits.rows is not None:
+            return [self.limits.rows]
         most = 2 * max(self.profile.rows)
         powers = [2**k for k in range(most.bit_length()) if 2**k <= most]
         return sorted({rows for rows in (*self.profile.rows, *powers) if rows <= self.batch and self.batch % rows == 0})

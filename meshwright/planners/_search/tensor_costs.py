@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.costs.modes import mode
+from meshwright.costs.planned import row_unit
 from meshwright.costs.scheme import TensorRequest
 from meshwright.ir.layer_costs import Profile
+from meshwright.ir.plan.plan import Parallel
 from meshwright.planners._search.problem import Floats
 
 ASSUMED = "tensor ranks: layers with parameters are taken as transformer layers; words by the closed forms of each mode"
@@ -32,6 +34,11 @@ class TensorChoice:
     def name(self) -> str:
         """The mode in words."""
         return "x".join(map(str, self.box)) if self.box else f"{self.tensor}{' sequence' if self.sequence else ''}"
+
+    @property
+    def row_unit(self) -> int:
+        """The rows of a microbatch are a multiple of this."""
+        return row_unit(Parallel.of(self.keywords()))
 
     def keywords(self) -> dict[str, object]:
         """Returns what a plan says."""

@@ -91,7 +91,7 @@ def table_plans(problem: Problem, order: list[int], microbatches: int, rows: int
         widths = list(range(1, count + 1))
     else:
         widths = sorted({*(2**k for k in range(count.bit_length())), *((3, 6, 12) if count <= 64 else ()), count})
-    allowed = [width for width in widths if width <= count and problem.limits.allows(width)]
+    allowed = [width for width in widths if width <= count and problem.limits.allows(width, rows)]
     works = {}
     for width in allowed:
         arrays = problem.arrays(rows, width)
@@ -195,7 +195,7 @@ def _with(stages: Stages, changed: dict[int, PlanStage]) -> Stages:
 
 def as_plans(problem: Problem, stages: Stages, microbatches: int, rows: int | None, source: str) -> Iterator[WidePlan]:
     """Yields stages under each schedule that runs them."""
-    if not all(problem.limits.allows(stage.width) for stage in stages):
+    if not all(problem.limits.allows(stage.width, rows) for stage in stages):
         return
     if problem.limits.pp not in (None, len(stages)):
         return

@@ -1,4 +1,5 @@
 """`parallel="auto"`: the plan of a run is chosen at its start, and its prediction is compared with the run.
 
-auto_plan    measures, profiles and searches
+auto_plan       measures, profiles and searches
+plan_refusal    why a plan cannot run a model
 """

@@ -24,13 +24,14 @@ from meshwright.ir.plan.plan_file import auto_cluster
 from meshwright.ir.plan.planned_file import PlannedFile
 from meshwright.ir.reader import parsed
 from meshwright.planners._planned_text import planned_text
-from meshwright.report.prediction_log import error_band
+from meshwright.report.prediction_log import with_earlier_errors
 from meshwright.runtime import device as devices
 from meshwright.runtime.discover.discover import discover, measure_ranks
 from meshwright.runtime.json_exchange import broadcast_json
 from meshwright.runtime.launch.workers import attach
 from meshwright.runtime.stage.batch import Given
 from meshwright.train.arguments import TrainingArguments
+from meshwright.train.auto.plan_refusal import PlanRefusal
 from meshwright.train.profiling.profile_model import profile_model
 from meshwright.train.setup.where import launched
 
@@ -51,11 +52,9 @@ class AutoRequest:
     optimizer: str = "adamw"
     cluster: str | None = None
     """A cluster file or preset; None measures the machine or the job."""
-    tensor: bool = True
-    """Whether ranks may share the tensors of a layer."""
 
 
-def auto_request(args: TrainingArguments, model: Any, example: Given, *, tensor: bool) -> AutoRequest:
+def auto_request(args: TrainingArguments, model: Any, example: Given) -> AutoRequest:
     """Returns what a Trainer with these arguments asks for."""
     if not isinstance(model, nn.Module):
         raise MeshwrightError(
@@ -65,7 +64,7 @@ def auto_request(args: TrainingArguments, model: Any, example: Given, *, tensor:
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     state = "sgd-momentum" if str(args.optim).startswith("sgd") else "adamw"
     cluster = auto_cluster(str(args.auto))
-    return AutoRequest(model, example, rows, args.precision.compute, state, cluster, tensor=tensor)
+    return AutoRequest(model, example, rows, args.precision.compute, state, cluster)
 
 
 def batch_of(planned: PlannedFile) -> int:
@@ -96,8 +95,9 @@ def plan_text(request: AutoRequest, cluster: Cluster) -> str:
         precision=request.precision,
         optimizer=request.optimizer,
     )
-    found = planners.plan(profile, cluster, batch=batch, planner="search", tensor=request.tensor, seconds=SECONDS)
-    return planned_text(found, profile, cluster, batch=batch, error=error_band(profile.device))
+    refusal = PlanRefusal(request.model, request.example)
+    found = planners.plan(profile, cluster, batch=batch, planner="search", seconds=SECONDS, refusal=refusal)
+    return planned_text(with_earlier_errors(found, profile.device), profile, cluster, batch=batch)
 
 
 def _rows(batch: int) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""Requests that contradict each other, the cluster or the model: refused before a search, with the numbers."""
+
+from __future__ import annotations
+
+from meshwright.errors import MeshwrightError
+from meshwright.planners._limits import Asked, SplitRows
+from meshwright.planners._search.families import FAMILIES, families
+from meshwright.planners._search.problem import Problem
+
+
+def refuse_contradictions(planner: str, asked: Asked) -> None:
+    """Raises if no plan can be what was asked for, whatever the memory."""
+    limits, devices, layers = asked.limits, asked.cluster.size, len(asked.profile.layers)
+    if planner == "spp":
+        _refuse_of_spp(asked)
+    if limits.schedule is not None and not families(limits.schedule):
+        raise MeshwrightError(
+            f"{limits.schedule} is not planned: it trains with delayed parameters",
+            fix=", ".join(sorted({family.schedule for family in FAMILIES})),
+        )
+    if limits.pp is not None and limits.pp > layers:
+        raise MeshwrightError(
+            f"a pipeline of {limits.pp} workers needs as many layers, the model has {layers}", fix=f"--pp {layers}"
+        )
+    needed = (limits.pp or 1) * (limits.dp or 1)
+    if needed > devices:
+        flags = " x ".join(f"{name} {n}" for name, n in (("pp", limits.pp), ("dp", limits.dp)) if n)
+        raise MeshwrightError(f"{flags} needs {needed} devices, the cluster has {devices}", fix=_fewer(asked))
+    if asked.batch is not None and limits.dp is not None and asked.batch % limits.dp:
+        up = -(-asked.batch // limits.dp) * limits.dp
+        raise MeshwrightError(f"{asked.batch} rows cannot be shared equally by {limits.dp} copies", fix=f"--batch {up}")
+    if asked.batch is not None and limits.rows is not None and asked.batch % limits.rows:
+        raise MeshwrightError(
+            f"{asked.batch} rows cannot be cut into microbatches of {limits.rows}",
+            fix=f"--batch {-(-asked.batch // limits.rows) * limits.rows}",
+        )
+    if limits.split_rows is not SplitRows.IGNORE and asked.batch is None and limits.rows is None:
+        raise MeshwrightError(
+            f"--split-rows {limits.split_rows} looks at the rows of a microbatch, which are not known", fix="--rows 4"
+        )
+    if asked.batch is None and limits.dp is not None and not limits.allows(limits.dp, limits.rows):
+        raise MeshwrightError(
+            f"{limits.dp} copies cannot share the {limits.rows} rows of a microbatch (--split-rows {limits.split_rows})",
+            fix=f"--rows {limits.dp}",
+        )
+
+
+def _refuse_of_spp(asked: Asked) -> None:
+    limits = asked.limits
+    other = limits.schedule if limits.schedule not in (None, "listed") else None
+    for flag, value in (("--schedule", other), ("--dp", limits.dp), ("--pp", limits.pp)):
+        if value is not None:
+            raise MeshwrightError(
+                f"spp chooses stages and replicas itself and runs them by `listed`: it takes no {flag} {value}",
+                fix="--planner search",
+            )
+
+
+def _fewer(asked: Asked) -> str:
+    """Returns a flag that fits on the devices."""
+    limits, devices = asked.limits, asked.cluster.size
+    if limits.dp is not None and (limits.pp or 1) <= devices:
+        return f"--dp {devices // (limits.pp or 1)}"
+    return f"--pp {devices}"
+
+
+def nothing_runs(problem: Problem) -> MeshwrightError:
+    """The error if not one plan could be enumerated: a schedule that does not run with the workers or microbatches asked for."""
+    limits = problem.limits
+    name = limits.schedule or "any schedule"
+    size = f"{problem.batch} rows" if problem.batch is not None else f"{problem.microbatches} microbatches"
+    given = [f"pp {limits.pp}" if limits.pp else "", f"dp {limits.dp}" if limits.dp else "", size]
+    possible = [pp for pp in range(1, problem.devices // (limits.dp or 1) + 1) if _runs(problem, pp)]
+    fix = " or ".join(f"--pp {pp}" for pp in possible[-2:]) or "another --schedule, or another batch"
+    return MeshwrightError(f"{name} does not run with {', '.join(filter(None, given))} on {problem.devices} devices", fix=fix)
+
+
+def _runs(problem: Problem, pp: int) -> bool:
+    """Whether the schedule that was asked for runs with so many workers and some number of copies."""
+    copies = [problem.limits.dp] if problem.limits.dp else range(1, problem.devices // pp + 1)
+    counts = {count for dp in copies for _, _, count in problem.splits(dp)}
+    return any(
+        family.fits(pp, count) and pp * family.chunks <= problem.layers
+        for family in families(problem.limits.schedule)
+        for count in counts
+    )

@@ -1,0 +1,52 @@
+"""Why a chosen plan cannot run a model: a planner asks before it returns a plan, so that it never returns one that is refused.
+
+Planners know the costs of layers, not what is in them. Whether a tensor mode has rules for all operations, and divides all
+sizes, is known only from the captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from meshwright.capture.shard.sharded import shard_plan
+from meshwright.capture.split import choose_cuts
+from meshwright.capture.trace.export import flatten
+from meshwright.capture.trace.graph import Flat, NodeKind
+from meshwright.errors import MeshwrightError
+from meshwright.ir.plan.plan import Parallel
+from meshwright.runtime.stage.batch import Given
+from meshwright.train.setup.sharded_layers import tensor_cut
+
+
+@dataclass
+class PlanRefusal:
+    """Says why a plan cannot run a model on microbatches of so many rows. The model is captured when it is first needed."""
+
+    model: nn.Module
+    example: Given
+
+    @cached_property
+    def _flat(self) -> Flat:
+        return flatten(self.model, self.example)
+
+    def __call__(self, keywords: Mapping[str, Any], rows: int | None) -> str | None:
+        """Returns the reason, None if the plan can run. `keywords` are those of `Parallel`."""
+        if keywords.get("tp", 1) == 1:
+            return None
+        tensor = tensor_cut(Parallel.of({key: keywords[key] for key in ("tp", "tensor", "box", "sequence") if key in keywords}))
+        assert tensor is not None
+        flat = self._flat
+        columns = {node.target: node.size.shape for node in flat.nodes if node.kind is NodeKind.COLUMN and node.size is not None}
+        shapes = {name: (rows or shape[0], *shape[1:]) for name, shape in columns.items()}
+        starts = list(keywords.get("stages") or ())
+        places = choose_cuts(self.model, flat, len(starts) + 1, at=starts or None).places
+        try:
+            shard_plan(self.model, flat, tensor, shapes, places=places)
+        except MeshwrightError as error:
+            return error.what
+        return None

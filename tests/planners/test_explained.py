@@ -1,0 +1,240 @@
+"""The explanation of a plan is true: parts add up, stated changes help, and answers change where they are said to change."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("numpy")
+
+import meshwright as mw
+from meshwright import Cluster, Device, LayerCost, MeshwrightError, Profile
+from meshwright.cli._verbs import app
+from meshwright.ir.cluster import Host, Link
+from meshwright.planners import NothingFitsError
+from meshwright.planners._flip_points import batch_scale, signature, with_links, with_memory
+from meshwright.planners._limits import Asked, PlanLimits
+from meshwright.planners._nearest_fit import with_least_memory
+from tests.support.paths import ROOT
+
+SLOW = pytest.mark.slow
+
+
+def problem(seed: int, *, hosts: int = 2) -> tuple[Profile, Cluster, int]:
+    """A small model with random layers, on hosts of one device, and a batch. Memory is tight for every second seed."""
+    choose = random.Random(seed)
+    count = choose.randint(3, 4)
+    layers = []
+    for n in range(count):
+        one = [choose.uniform(0.5, 2.0) * 1e-3 for _ in range(3)]
+        times = [(t, 1.8 * t, 3.4 * t) for t in one]
+        sizes = {"output_bytes": 1e6, "saved_bytes": choose.uniform(2e6, 6e6), "parameter_bytes": choose.uniform(2e6, 2e7)}
+        layers.append(LayerCost(f"block {n}", *times, **sizes, transient_bytes=5e5, flops=1e9))
+    profile = Profile(tuple(layers), rows=(1, 2, 4), tokens_per_row=64)
+    held = sum(layer.parameter_bytes for layer in layers)
+    size = choose.uniform(2.0, 5.0) * held if seed % 2 else 1e11
+    device = Device("gpu", size, {"fp32": 1e13}, bytes_per_s=1e12)
+    host = Host(1, Link(1e-6, 4e10), Link(1e-5, choose.choice((2e9, 1e10))))
+    return profile, Cluster(devices=(device,) * hosts, hosts=(host,) * hosts), choose.choice((8, 16))
+
+
+def planned(profile: Profile, cluster: Cluster, batch: int, **more: Any) -> mw.Plan:
+    return mw.plan(profile, cluster, batch=batch, planner="search", **more)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=SLOW) for seed in range(4, 16))])
+def test_parts_add_up(seed: int) -> None:
+    profile, cluster, batch = problem(seed)
+    try:
+        plan = planned(profile, cluster, batch)
+    except NothingFitsError:
+        pytest.skip("nothing fits")
+    assert sum(plan.causes.values()) == pytest.approx(plan.step_s, rel=1e-9)
+    assert set(plan.causes) == {"compute", "tensor communication", "fill and drain", "sync", "update"}
+    assert min(plan.causes.values()) >= -1e-12
+    assert [use.total for use in plan.memory] == pytest.approx(list(plan.peak_bytes), rel=1e-9)
+    assert plan.step_s >= plan.lower_bound_s > 0 and plan.name
+    assert {other.row.get("schedule") for other in plan.alternatives if other.row}.isdisjoint({plan.row["schedule"]})
+    for rival in plan.rivals:
+        assert rival.row["seconds"] == pytest.approx(rival.step_s - plan.step_s)
+    for other in plan.alternatives:
+        assert other.reason.split(":")[0].split(" ")[0] in {"slower", "as", "memory", "not"}, other
+
+
+@pytest.mark.parametrize(
+    ("seed", "asked"),
+    [(1, {"schedule": "onef1b"}), *(pytest.param(seed, {}, marks=SLOW) for seed in (0, 1, 2, 3, 4, 5, 7, 9))],
+)
+def test_answers_change_where_they_are_said_to(seed: int, asked: dict[str, Any]) -> None:
+    """5 % beyond a flip point the answer is another one, 5 % before it is the present one."""
+    profile, cluster, batch = problem(seed)
+
+    def answer(cluster: Cluster, batch: int) -> str:
+        try:
+            return signature(planned(profile, cluster, batch, **asked))
+        except NothingFitsError:
+            return signature(None)
+
+    plan = planned(profile, cluster, batch, explain=True, **asked)
+    mine, kinds = signature(plan), set()
+    for flip in plan.flips:
+        more, kinds = flip["direction"] == "more", kinds | {flip["what"]}
+        if flip["what"] == "batch":
+            scale = batch_scale(plan, Asked(profile, cluster, None, batch, PlanLimits()))
+            at = flip["size"] / scale.step
+            sizes = [round(scale.step * value) for value in (scale.before(at, more=more), at, scale.beyond(at, more=more))]
+            before, here, beyond = (answer(cluster, size) for size in sizes)
+        else:
+            change = with_links if flip["what"] == "links" else with_memory
+            near, far = (0.95, 1.05) if more else (1.05, 0.95)
+            nearer = flip["factor"] * near
+            nearer = max(nearer, 1.0) if more else min(nearer, 1.0)
+            factors = (nearer, flip["factor"], flip["factor"] * far)
+            before, here, beyond = (answer(change(cluster, factor), batch) for factor in factors)
+        assert before == mine, flip
+        assert here != mine and beyond != mine, flip
+    assert kinds or seed != 1
+
+
+def test_links_are_scaled_with_cards_and_racks() -> None:
+    host = Host(2, Link(1e-6, 1e10), Link(1e-5, 1e9), cards=1, rack=1)
+    cluster = Cluster(hosts=(host, host), spine=Link(1e-5, 5e8))
+    assert with_links(cluster, 1.0) == cluster
+    twice = with_links(cluster, 2.0)
+    assert twice.hosts[0] == replace(host, inside=Link(1e-6, 2e10), card=Link(1e-5, 2e9)) and twice.spine == Link(1e-5, 1e9)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in range(1, 8))])
+def test_every_change_that_is_said_to_fit_fits(seed: int) -> None:
+    profile, cluster, batch = problem(seed)
+    asked = {"schedule": "gpipe"} if seed % 3 == 0 else {"tensor": False} if seed % 3 == 1 else {}
+    small = replace(cluster, devices=tuple(replace(d, memory_bytes=2.5e7) for d in cluster.devices))
+    with pytest.raises(NothingFitsError, match="no plan fits") as error:
+        planned(profile, small, batch, **asked)
+    assert error.value.changes, "there is always a change"
+    for change in error.value.changes:
+        match change:
+            case {"memory_bytes": size}:
+                assert size == error.value.needed_bytes and planned(profile, with_least_memory(small, size), batch, **asked)
+            case {"batch": size}:
+                assert size < batch and planned(profile, small, size, **asked)
+            case {"without": _}:
+                assert planned(profile, small, batch)
+
+
+def run(*flags: str) -> tuple[int, str, str]:
+    found = CliRunner().invoke(app, ["plan", *flags])
+    if isinstance(found.exception, MeshwrightError):
+        return 2, found.stdout, str(found.exception)
+    return found.exit_code, found.stdout, found.stderr
+
+
+TEXT = str(ROOT / "tests/data/bert-24-pbs-6.txt")
+
+
+@pytest.fixture
+def eight(tmp_path: Path) -> str:
+    matrix = [[0.0 if a == b else 2.5e10 for b in range(8)] for a in range(8)]
+    path = tmp_path / "matrix.json"
+    path.write_text(json.dumps({"memory_bytes": [16e9] * 8, "bytes_per_s": matrix, "latency_s": 1e-5}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "fix"),
+    [
+        (["--pp", "16"], "pp 16 needs 16 devices, the cluster has 8", "--pp 8"),
+        (["--pp", "4", "--dp", "4"], "pp 4 x dp 4 needs 16 devices", "--dp 2"),
+        (["--schedule", "chimera", "--pp", "3"], "chimera does not run with pp 3, 16 microbatches on 8 devices", "--pp 8"),
+        (["--schedule", "pipedream"], "delayed parameters", "onef1b"),
+        (["--planner", "spp", "--schedule", "chimera"], "it takes no --schedule chimera", "--planner search"),
+        (["--planner", "spp", "--pp", "2"], "it takes no --pp 2", "--planner search"),
+        (["--split-rows", "odd"], "one of even, uneven, ignore, got 'odd'", "--split-rows uneven"),
+        (["--split-rows", "even"], "rows of a microbatch, which are not known", "--rows"),
+        (["--split-rows", "even", "--rows", "6", "--dp", "4"], "4 copies cannot share the 6 rows", "--rows 4"),
+        (["--batch", "30", "--microbatches", "16"], "30 cannot be cut into 16 microbatches", "--batch 16"),
+        (["--batch", "32", "--planner", "search"], "in rows, but this profile does not know its rows", "microbatches"),
+        (["--seconds", "nan"], "nan seconds", "--seconds"),
+    ],
+)
+def test_contradictions_are_refused_with_numbers(eight: str, flags: list[str], what: str, fix: str) -> None:
+    code, _, error = run("--profile", TEXT, "--cluster", eight, *flags)
+    assert code == 2 and what in error and fix in error.split("try:")[1], error
+
+
+def test_requests_of_a_microbatch_choose_the_search(eight: str) -> None:
+    """A schedule that was asked for is never ignored, whatever the default planner."""
+    code, text, _ = run("--profile", TEXT, "--cluster", eight, "-n", "8", "--schedule", "chimera", "--pp", "8", "--json")
+    found = json.loads(text)
+    assert code == 0 and found["parallel"]["schedule"] == "chimera" and found["parallel"]["pp"] == 8
+    kinds = {"step_s": float, "lower_bound_s": float, "gap": float, "planning_s": float, "parallel": dict, "stages": list}
+    assert all(isinstance(found[key], kind) for key, kind in kinds.items())
+    assert len(found["peak_bytes"]) == 8 and all(0 < peak <= 16e9 for peak in found["peak_bytes"])
+    for stage in found["stages"]:
+        first, last = stage["layers"]
+        assert first <= last and stage["width"] == len(stage["devices"]) and 0 <= stage["recompute"] <= 1
+    assert all({"plan", "step_s", "reason"} <= set(other) for other in found["alternatives"])
+
+
+def test_rows_of_a_text_profile_limit_widths(eight: str) -> None:
+    code, text, _ = run("--profile", TEXT, "--cluster", eight, "-n", "8", "--rows", "3", "--split-rows", "even", "--json")
+    assert code == 0 and all(stage["width"] in (1, 3) for stage in json.loads(text)["stages"])
+
+
+def test_the_next_commands_run(eight: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    given = ["--profile", TEXT, "--cluster", eight, "--microbatches", "8", "--planner", "search", "--no-explain"]
+    code, text, _ = run(*given)
+    assert code == 0
+    steps = [line.strip() for line in text.split("next:")[1].splitlines() if line.strip()]
+    write = shlex.split(steps[0].replace("-o plan.json", f"-o {file}"))
+    assert write[:2] == ["meshwright", "plan"] and CliRunner().invoke(app, write[1:]).exit_code == 0 and file.exists()
+    look = shlex.split(steps[1].replace("plan.json", str(file)))
+    done = CliRunner().invoke(app, look[1:])
+    assert look[:2] == ["meshwright", "simulate"] and done.exit_code == 0, done.output
+
+
+def test_a_single_device(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps({"memory_bytes": [64e9], "bytes_per_s": [[0]], "latency_s": 0.0}))
+    for planner in ("even", "spp", "search"):
+        code, text, _ = run("--profile", TEXT, "--cluster", str(path), "-n", "4", "--planner", planner, "--json")
+        found = json.loads(text)
+        assert code == 0 and [stage["devices"] for stage in found["stages"]] == [[0]]
+
+
+def test_earlier_errors_are_the_band(tmp_path: Path, eight: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.report.prediction_log import keep_prediction
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_prediction("", 1.3, 1.0)
+    flags = ["--profile", TEXT, "--cluster", eight, "-n", "8", "--planner", "search", "--no-explain"]
+    assert json.loads(run(*flags, "--json")[1])["error"] == pytest.approx(0.3)
+    text = run(*flags)[1]
+    assert "1 earlier run" in text and "uncertain by 30%" in text
+
+
+def test_tensor_modes_that_cannot_run_are_never_returned() -> None:
+    """The planner asks whether the model can run under the mode of a plan, marks what cannot, and takes the next best."""
+    profile, cluster, batch = problem(1, hosts=4)
+    profile = replace(profile, layers=tuple(replace(layer, saved_bytes=4e7) for layer in profile.layers))
+    cluster = with_links(cluster, 50.0)
+    cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=3.5e8) for d in cluster.devices))
+    free = planned(profile, cluster, batch, pp=1, dp=1)
+    assert free.parallel["tp"] > 1
+    asked: list[tuple[Any, Any]] = []
+
+    def refusal(keywords: Any, rows: int | None) -> str | None:
+        asked.append((keywords["tp"], rows))
+        return "3 heads do not divide by 4" if keywords["tp"] == 4 else None
+
+    found = planned(profile, cluster, batch, pp=1, dp=1, refusal=refusal)
+    assert found.parallel.get("tp", 1) != 4 and asked
+    assert "not runnable: 3 heads do not divide by 4" in {other.reason for other in found.alternatives}
