@@ -63,6 +63,7 @@ def plan(
     from meshwright.planners._planned_text import planned_text
     from meshwright.report.plan_text import plan_text
     from meshwright.report.prediction_log import error_band
+    from meshwright.report.progress import SearchBar
 
     outputs.refuse_output(output)
     machine = read_cluster(cluster)
@@ -74,22 +75,24 @@ def plan(
         rows = _rows(batch, microbatches, rows)
         batch = None
     try:
-        found = planners.plan(
-            layers,
-            machine,
-            microbatches=microbatches,
-            batch=batch,
-            rows=rows,
-            planner=planner or ("search" if batch is not None else "spp"),
-            split_rows=split_rows,
-            memory_free=memory_free,
-            schedule=schedule,
-            pp=pp,
-            dp=dp,
-            tensor=not no_tensor,
-            seconds=float("inf") if seconds is None else seconds,
-            explain=explain,
-        )
+        with SearchBar(quiet=as_json) as bar:
+            found = planners.plan(
+                layers,
+                machine,
+                microbatches=microbatches,
+                batch=batch,
+                rows=rows,
+                planner=planner or ("search" if batch is not None else "spp"),
+                split_rows=split_rows,
+                memory_free=memory_free,
+                schedule=schedule,
+                pp=pp,
+                dp=dp,
+                tensor=not no_tensor,
+                seconds=float("inf") if seconds is None else seconds,
+                explain=explain,
+                progress=bar.at,
+            )
     except planners.NothingFitsError as error:
         if as_json:
             sys.stdout.write(json.dumps({"fits": False, "reason": error.what, "needed_bytes": error.needed_bytes}) + "\n")

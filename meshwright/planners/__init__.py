@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.ir.analysis.order import no_collection
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
@@ -51,6 +53,7 @@ def plan(
     tensor: bool = True,
     seconds: float = float("inf"),
     explain: bool = False,
+    progress: Callable[[float, str], None] | None = None,
 ) -> Plan:
     """Choose stages, replicas and devices for a model on a cluster; `search` also chooses schedule, degrees and memory modes.
 
@@ -69,6 +72,7 @@ def plan(
         tensor: Whether ranks may share the tensors of a layer.
         seconds: End the search after this time, with the best plan so far.
         explain: Find out, too, when another plan would be better (`Plan.flips`).
+        progress: Called during a search with the share of its work that is done, and with what it has found in words.
 
     Returns:
         The plan.
@@ -103,7 +107,7 @@ def plan(
         )
     chosen = SplitRows.UNEVEN if split_rows is None and profile.rows else SplitRows(split_rows or SplitRows.IGNORE)
     known = rows if profile.rows and batch is None else None
-    limits = PlanLimits(known, chosen, memory_free, schedule, pp, dp, tensor, seconds, explain)
+    limits = PlanLimits(known, chosen, memory_free, schedule, pp, dp, tensor, seconds, explain, progress)
     try:
         module = importlib.import_module(f"{__name__}.{planner}")
     except ModuleNotFoundError as error:
@@ -112,10 +116,12 @@ def plan(
         raise MeshwrightError("planning needs numpy, which is not installed", fix="pip install 'meshwright[fast]'") from error
     start = perf_counter()
     best: Plan
-    *_, best = module.plan(profile=profile, cluster=cluster, microbatches=microbatches, batch=batch, limits=limits)
+    with no_collection():
+        *_, best = module.plan(profile=profile, cluster=cluster, microbatches=microbatches, batch=batch, limits=limits)
     best = replace(best, planning_s=perf_counter() - start)
     if not explain:
         return best
     from meshwright.planners._flip_points import flip_points
 
-    return replace(best, flips=flip_points(module.plan, best, Asked(profile, cluster, microbatches, batch, limits)))
+    asked = Asked(profile, cluster, microbatches, batch, replace(limits, progress=None))
+    return replace(best, flips=flip_points(module.plan, best, asked))

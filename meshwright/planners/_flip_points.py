@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster, Host, Link
+from meshwright.ir.cluster import Cluster, Link
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._limits import Asked
 
@@ -100,10 +100,11 @@ def _with_links(cluster: Cluster, scale: float) -> Cluster:
     def faster(link: Link) -> Link:
         return Link(link.latency_s, link.bytes_per_s * scale)
 
-    hosts = tuple(Host(host.devices, faster(host.inside), faster(host.card)) for host in cluster.hosts)
+    hosts = tuple(replace(host, inside=faster(host.inside), card=faster(host.card)) for host in cluster.hosts)
+    spine = faster(cluster.spine) if cluster.spine is not None else None
     links = {pair: faster(link) for pair, link in cluster.links.items()}
     rates = tuple(tuple(rate * scale for rate in row) for row in cluster.bandwidths)
-    return replace(cluster, link=faster(cluster.link), links=links, hosts=hosts, bandwidths=rates)
+    return replace(cluster, link=faster(cluster.link), links=links, hosts=hosts, bandwidths=rates, spine=spine)
 
 
 def _with_memory(cluster: Cluster, scale: float) -> Cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -22,7 +23,8 @@ class SplitRows(StrEnum):
 class PlanLimits:
     """The rows of a microbatch, None if they are not known, how they may be split, and what a plan has to be.
 
-    `schedule`, `pp` and `dp` fix a choice; `seconds` ends a search early. `explain` asks for rivals and flip points.
+    `schedule`, `pp` and `dp` fix a choice; `seconds` ends a search early. `explain` asks for rivals and flip points. A search
+    calls `progress` with the share of its work that is done, and with what it has found in words.
     """
 
     rows: int | None = None
@@ -34,6 +36,7 @@ class PlanLimits:
     tensor: bool = True
     seconds: float = float("inf")
     explain: bool = False
+    progress: Callable[[float, str], None] | None = None
 
     def allows(self, width: int) -> bool:
         """Returns whether so many devices may share a stage."""

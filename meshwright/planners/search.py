@@ -21,7 +21,7 @@ from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._limits import PlanLimits
-from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
+from meshwright.planners._search.candidates import Candidate, Enumeration, Enumerator, WidePlan
 from meshwright.planners._search.chosen import nothing_fits, plan_of
 from meshwright.planners._search.pool import Pool, SearchTally
 from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs
@@ -29,9 +29,11 @@ from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import (
     EVERY,
     Stages,
+    allowed,
     as_plans,
     bound_s,
     count_of_all,
+    descended,
     every_plan,
     neighbours,
     orders,
@@ -51,7 +53,8 @@ ATTEMPTS = 3
 WIDE = 1024
 """On more devices only plans of one width are tried."""
 POLISHED = 200
-"""The most forwards of a plan whose order is searched."""
+"""The most forwards of a plan whose order is searched, on at most FEW devices: it takes longer than all else."""
+FEW = 16
 TRIALS = 150
 """The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
 ROUNDS = 12
@@ -88,10 +91,7 @@ class Search:
             yield plan_of(self.pricer, self.pool, self.tally, first)
         if not self._over():
             self._wide_plans()
-        rest = self._best_first(rest)
-        self._families(listed.fit)
-        self.tally.open_s = rest[0].bound_s if rest else float("inf")
-        yield self._proved(listed.misfit)
+        yield self._proved(rest, listed)
 
     def _over(self) -> bool:
         return perf_counter() > self.end
@@ -149,7 +149,7 @@ class Search:
             self.tally.bounded += len(ranked)
             for bound, _, source, stages in ranked:
                 self._try_stages(stages, bound, microbatches, rows, source)
-            self._improve(microbatches, rows)
+            self._improve(microbatches, rows, [stages for _, _, _, stages in ranked])
             self._polish(microbatches, rows)
 
     def _try_stages(self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str) -> float:
@@ -162,19 +162,23 @@ class Search:
         found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, source)]
         return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
 
-    def _improve(self, microbatches: int, rows: int | None) -> None:
-        """Walks from the best plans with stages of any width to better neighbours."""
+    def _improve(self, microbatches: int, rows: int | None, plans: list[Stages]) -> None:
+        """Walks from the best plans with stages of any width to better neighbours; on few devices for each number of stages."""
         problem = self.problem
         if problem.devices > 32:
             return
         last = self.pricer.simulated + (TRIALS if problem.devices > 10 else 8 * TRIALS)
         tried: set[Stages] = set()
-        for start in self.pool.best_stages(6):
-            stages, step = start
+        starts = self.pool.best_stages(6)
+        if problem.devices <= 10 and count_of_all(problem.layers, problem.devices) > EVERY:
+            for lowest in {len(each): each for each in reversed(plans)}.values():
+                found = descended(problem, lowest, microbatches, rows)
+                starts.append((found, self._try_neighbour(found, microbatches, rows)))
+        for stages, step in starts:
             for _ in range(ROUNDS):
                 ways = [each for each in neighbours(stages, problem.devices, problem.layers) if each not in tried]
                 tried.update(ways)
-                ways = [each for each in ways if all(problem.limits.allows(stage.width) for stage in each)]
+                ways = [each for each in ways if allowed(problem, each)]
                 self.tally.bounded += len(ways)
                 ranked = sorted(
                     ((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways)), key=lambda pair: pair
@@ -192,7 +196,9 @@ class Search:
                 stages = better
 
     def _polish(self, microbatches: int, rows: int | None) -> None:
-        """Tries orders that are made for the costs of the best stages; only where that takes no time."""
+        """Tries orders that are made for the costs of the best stages; only where that takes little time."""
+        if self.problem.devices > FEW:
+            return
         for stages, _ in self.pool.best_stages(80):
             best = self.pool.best()
             close = best is not None and bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
@@ -207,17 +213,25 @@ class Search:
         found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, "improved")]
         return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
 
-    def _proved(self, misfit: list[Candidate]) -> Plan:
-        """Returns the best plan that the engine proves and that fits by the engine's memory curve."""
-        while (best := self.pool.best()) is not None:
+    def _proved(self, rest: list[Candidate], listed: Enumeration) -> Plan:
+        """Returns the best plan that the engine proves. If its memory curve exceeds a device, the search goes on without it."""
+        compared = False
+        while True:
+            rest = self._best_first(rest)
+            if not compared:
+                self._families(listed.fit)
+                compared = True
+            best = self.pool.best()
+            if best is None:
+                raise nothing_fits(self.pricer, self.pool, listed.misfit)
             timeline, uses = self.pricer.engine(best)
             if best.over_bytes <= 0:
+                self.tally.open_s = rest[0].bound_s if rest else float("inf")
                 self._keep_order(best)
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
             self.tally.died += 1
             self.pool.drop(best)
             self.pool.misfits.append(best)
-        raise nothing_fits(self.pricer, self.pool, misfit)
 
     def _keep_order(self, best: Priced) -> None:
         """Stores the order itself in a plan whose order was made for its links: a run does not know them."""

@@ -108,6 +108,7 @@ class Enumerator:
         self._grids: dict[tuple[object, ...], DeviceGrid] = {}
         self._rates: dict[tuple[object, ...], tuple[Floats, int]] = {}
         self._tensor: dict[tuple[int, int | None], TensorChoice | None] = {}
+        self._lives: dict[tuple[object, ...], Floats] = {}
 
     def run(self) -> Enumeration:
         """Returns all candidates, the most promising first."""
@@ -205,7 +206,7 @@ class Enumerator:
                 ("tensor", found.tensor),
                 ("saved", arrays.saved / tp),
             ):
-                found.sums[name] = np.concatenate([[0.0], np.cumsum(values)]).tolist()
+                found.sums[name] = np.concatenate([[0.0], np.cumsum(values)])
             self._timed[key] = found
         return self._timed[key]
 
@@ -231,8 +232,7 @@ class Enumerator:
                 found = self.grid(pp, dp, tp, layout, reverse)
                 group = self._group(family, pp, (rows, share), tensor, recompute, found)
                 bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group))
-                capacity = problem.memory[found.devices].min(axis=(1, 2))
-                alive = np.array([family.live(w, pp, count) for w in range(pp)], dtype=np.float64)
+                alive, capacity = self._alive(family, pp, count), self._capacity(found)
                 for zero in zeros:
                     over = group.over_bytes(problem, zero, shares, alive, capacity) if self.limited else -np.inf
                     if zero != zeros[0] and first <= -ROOMY * self.least_memory:
@@ -243,21 +243,34 @@ class Enumerator:
                         family, pp, dp, tensor, rows, share, count, zero, recompute, layout, group.ends, step, over, reverse
                     )
 
+    def _alive(self, family: Family, pp: int, count: int) -> Floats:
+        """The least activations of each worker."""
+        key = (family, pp, count)
+        if key not in self._lives:
+            self._lives[key] = np.array([family.live(w, pp, count) for w in range(pp)], dtype=np.float64)
+        return self._lives[key]
+
+    def _capacity(self, found: DeviceGrid) -> Floats:
+        """The memory of each worker: of its smallest device."""
+        memory = self.problem.memory
+        return memory[:1] if self.problem.uniform else np.asarray(memory[found.devices].min(axis=(1, 2)))
+
     def _group(
         self, family: Family, pp: int, rows: tuple[int | None, int], tensor: TensorChoice, recompute: bool, found: DeviceGrid
     ) -> GroupBounds:
-        workers = worker_slowness(self.problem, found)
-        slow = (float(workers[0]),) if self.problem.uniform else tuple(workers.tolist())
+        problem = self.problem
+        workers = problem.slowness[:1] if problem.uniform else worker_slowness(problem, found)
+        slow = tuple(workers.tolist())
         key = (family, pp, rows, tensor, recompute, slow)
         if key not in self._groups:
             placement = placement_of(family, pp)
-            stages = slow * placement.stages if self.problem.uniform else tuple(stage_slowness(placement, workers))
+            stages = slow * placement.stages if problem.uniform else tuple(stage_slowness(placement, workers).tolist())
             timed = self.timed(*rows, tensor)
             cut_key = (rows, tensor, recompute, stages)
             if cut_key not in self._cuts:
                 self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
             self._groups[key] = GroupBounds(
-                self.problem, family, placement, timed, self._cuts[cut_key], stages, recompute, tensor, rows
+                problem, family, placement, timed, self._cuts[cut_key], stages, recompute, tensor, rows
             )
         return self._groups[key]
 
@@ -269,8 +282,7 @@ class Enumerator:
         key = (family if replicas > 1 else None, pp, dp, tensor.tp, layout, reverse)
         if key not in self._rates:
             found = self.grid(pp, dp, tensor.tp, layout, reverse)
-            lone = replicas == 1
-            groups = list(found.devices[:, :, 0]) if lone else sync_groups(found, placement_of(family, pp))
+            groups = list(found.devices[:, :, 0]) if replicas == 1 else sync_groups(found, placement_of(family, pp))
             self._rates[key] = (self.problem.links.gather_rates(groups), min(map(len, groups)))
         rates, count = self._rates[key]
         if replicas == 1:

@@ -226,7 +226,7 @@ def nothing_fits(pricer: Pricer, pool: Pool, misfit: Sequence[Candidate]) -> Mes
     """The error if no plan fits: the least memory with which one would, by the engine's memory curve."""
     nearest = sorted(misfit, key=lambda c: (c.over_bytes, c.key))[:40]
     tried = [priced for each in nearest[:8] if (priced := pricer.quick(each)) is not None]
-    small = [each for each in (*tried, *pool.misfits) if 2 * each.workers * each.microbatches * each.family.chunks < 200_000]
+    small = [each for each in (*tried, *pool.misfits) if each.actions < 200_000]
     small = sorted(small, key=lambda each: (each.over_bytes, each.step_s))[:4]
     if not small:
         return NothingFitsError("no plan fits on these devices", fix="more devices, or --memory-free", needed_bytes=float("inf"))

@@ -6,38 +6,35 @@ its memory curve decides whether a plan fits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from meshwright.costs.memory_classes import (
-    largest_transient,
-    memory_use,
-    optimizer_state,
-    reserve_bytes,
-    stage_parameters,
-    static_bytes,
-)
+from meshwright.costs.memory_classes import memory_use, optimizer_state, reserve_bytes, static_bytes
 from meshwright.costs.stages import stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
+from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
-from meshwright.passes.check import prove
 from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
 from meshwright.planners._search.families import Family
-from meshwright.planners._search.grid_layout import stage_slowness, sync_groups, worker_links, worker_slowness
+from meshwright.planners._search.grid_layout import DeviceGrid, stage_slowness, sync_groups, worker_links, worker_slowness
 from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
 from meshwright.schedules import build, parameters
 from meshwright.simulate.quick_memory import activation_peaks
 from meshwright.simulate.quick_sweep import QuickProgram
-from meshwright.simulate.simulator import simulate_with_peaks
+from meshwright.simulate.simulator import proved_with_peaks
+
+SMALL = 8192
+"""Up to so many actions, lists are kept for the next search."""
 
 
 @dataclass
@@ -50,7 +47,6 @@ class Priced:
     microbatches: int
     costs: tuple[StageCost, ...]
     links: Cluster
-    stages: tuple[PlanStage, ...]
     capacity: tuple[float, ...]
     transient: tuple[float, ...]
     static: tuple[float, ...]
@@ -58,9 +54,25 @@ class Priced:
     tensor_s: float
     sharding: Sharding
     copies: int
-    parallel: Mapping[str, Any]
+    details: Callable[[], tuple[tuple[PlanStage, ...], Mapping[str, Any]]]
+    """Makes stages and keywords: most plans are only compared by their times."""
     step_s: float = float("inf")
     peak_bytes: tuple[float, ...] = ()
+
+    @property
+    def actions(self) -> int:
+        """About how many actions a simulation has."""
+        return 2 * self.workers * self.microbatches * self.family.chunks
+
+    @cached_property
+    def stages(self) -> tuple[PlanStage, ...]:
+        """The stages with their layers and devices."""
+        return self.details()[0]
+
+    @cached_property
+    def parallel(self) -> Mapping[str, Any]:
+        """The keywords of `Parallel`."""
+        return self.details()[1]
 
     @property
     def over_bytes(self) -> float:
@@ -84,9 +96,9 @@ class Pricer:
         except MeshwrightError:
             return None
         self.simulated += 1
-        self.actions += 2 * priced.workers * priced.microbatches * priced.family.chunks
+        self.actions += priced.actions
         if program.lists is None:
-            self._simulated(priced, self.schedule(priced))
+            self.engine(priced)
             return priced
         priced.step_s = program.makespan_s(priced.costs, priced.links) + priced.update_s
         held = activation_peaks(program.lists, priced.costs)
@@ -99,27 +111,22 @@ class Pricer:
         costs: dict[str, Any] = {"costs": priced.costs} if shaped_by_costs(priced.family) else {}
         if costs and priced.family.schedule in ("listed", "onef1b"):
             costs["cluster"] = priced.links
-        given: dict[str, Any] = {**priced.family.options, **costs}
-        built = build(priced.family.schedule, workers=priced.workers, microbatches=priced.microbatches, **given)
-        return replace(built, sharding=priced.sharding)
+        return _built(priced.family, priced.workers, priced.microbatches, priced.sharding, **costs)
 
     def _program(self, priced: Priced) -> QuickProgram:
-        key = (priced.family, priced.workers, priced.microbatches, priced.sharding)
         if shaped_by_costs(priced.family):
             return QuickProgram(self.schedule(priced))
+        key = (priced.family, priced.workers, priced.microbatches, priced.sharding)
+        if priced.actions <= SMALL:
+            return _small_program(*key)
         if key not in self._programs:
-            self._programs[key] = QuickProgram(self.schedule(priced))
+            self._programs[key] = QuickProgram(_built(*key))
         return self._programs[key]
 
     def engine(self, priced: Priced) -> tuple[Timeline, tuple[MemoryUse, ...]]:
         """Proves a plan and simulates it with the engine: its timeline, and its memory by class."""
-        schedule = self.schedule(priced)
-        prove(schedule)
+        timeline, kinds = proved_with_peaks(self.schedule(priced), priced.costs, priced.links, copies=priced.copies)
         self.proved += 1
-        return self._simulated(priced, schedule)
-
-    def _simulated(self, priced: Priced, schedule: Schedule) -> tuple[Timeline, tuple[MemoryUse, ...]]:
-        timeline, kinds = simulate_with_peaks(schedule, priced.costs, priced.links, copies=priced.copies)
         uses = tuple(
             memory_use(of_worker, transient=scratch, capacity=cap)
             for of_worker, scratch, cap in zip(kinds, priced.transient, priced.capacity, strict=True)
@@ -136,64 +143,53 @@ class Pricer:
         problem, tp = self.problem, plan.tensor.tp
         placement = placement_of(plan.family, plan.pp)
         found = self.enumerator.grid(plan.pp, plan.dp, tp, plan.layout, plan.reverse)
-        timed = self.enumerator.timed(plan.rows, plan.share, plan.tensor)
+        sums = self.enumerator.timed(plan.rows, plan.share, plan.tensor).sums
+        arrays = problem.arrays(plan.rows, plan.share)
+        first, end = np.array((0, *plan.ends[:-1])), np.array(plan.ends)
         slow = stage_slowness(placement, worker_slowness(problem, found))
         groups = sync_groups(found, placement)
-        arrays = problem.arrays(plan.rows, plan.share)
-        whole_copy = 1 if plan.tensor.tensor == "line" and not plan.tensor.sequence else tp
-        costs, stages, sizes, scratch = [], [], [], []
-        for s, (first, end) in enumerate(zip((0, *plan.ends[:-1]), plan.ends, strict=True)):
-            layers = range(first, end)
-            size = stage_parameters(problem.profile, layers) / tp
-            call = float(problem.launch[groups[s]].max())
-            forward = slow[s] * (timed.sums["forward"][end] - timed.sums["forward"][first]) + call
-            is_last = s == placement.stages - 1
-            output = 0.0 if is_last else float(arrays.output[end - 1]) / whole_copy
-            sync_s, gather_s = self._sums(groups[s], size, plan.zero)
-            costs.append(
-                StageCost(
-                    forward_s=forward,
-                    input_s=slow[s] * (timed.sums["input"][end] - timed.sums["input"][first]) + call,
-                    weight_s=slow[s] * (timed.sums["weight"][end] - timed.sums["weight"][first]),
-                    recompute_s=forward if plan.recompute else 0.0,
-                    sync_s=sync_s,
-                    gather_s=gather_s,
-                    activation_bytes=timed.sums["saved"][end] - timed.sums["saved"][first],
-                    output_bytes=output,
-                    gradient_bytes=output,
-                    parameter_bytes=size,
-                    optimizer_bytes=optimizer_state(problem.profile, size),
-                )
-            )
-            holders = sorted({placement.teams[r][s][0][0] for r in range(placement.replicas)})
-            devices = tuple(int(d) for d in found.devices[holders].ravel())
-            stages.append(PlanStage(first, end - 1, devices, 1.0 if plan.recompute else 0.0))
-            sizes.append(size)
-            scratch.append(largest_transient(arrays.transient.tolist(), layers) / tp)
+        call = [float(problem.launch[group].max()) for group in groups] if problem.launch.any() else [0.0] * len(groups)
+        forward = slow * (sums["forward"][end] - sums["forward"][first]) + call
+        output = arrays.output[end - 1] / (1 if plan.tensor.tensor == "line" and not plan.tensor.sequence else tp)
+        output[-1] = 0.0
+        sizes = problem.stage_parameters(first, end) / tp
+        both = [self._sums(group, size, plan.zero) for group, size in zip(groups, sizes.tolist(), strict=True)]
+        columns = {
+            "forward_s": forward,
+            "input_s": slow * (sums["input"][end] - sums["input"][first]) + call,
+            "weight_s": slow * (sums["weight"][end] - sums["weight"][first]),
+            "recompute_s": forward if plan.recompute else 0.0 * forward,
+            "sync_s": np.array([sync for sync, _ in both]),
+            "gather_s": np.array([gather for _, gather in both]),
+            "activation_bytes": sums["saved"][end] - sums["saved"][first],
+            "output_bytes": output,
+            "gradient_bytes": output,
+            "parameter_bytes": sizes,
+            "optimizer_bytes": optimizer_state(problem.profile, 1.0) * sizes,
+        }
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        costs = tuple(StageCost(**dict(zip(columns, row, strict=True))) for row in rows)
         shares = plan.dp * plan.family.replicas
         held = [[s for _, s in pairs] for pairs in placement.held]
-        state = [optimizer_state(problem.profile, size) for size in sizes]
-        static = tuple(sum(static_bytes(sizes[s], state[s], zero=plan.zero, shares=shares) for s in of) for of in held)
-        largest = max(sum(sizes[s] for s in of) for of in held) / (1 if plan.zero == "replicated" else shares)
-        tensor_s = plan.microbatches * max(
-            sum(timed.sums["tensor"][plan.ends[s]] - timed.sums["tensor"][(0, *plan.ends)[s]] for s in of) for of in held
-        )
+        static = [static_bytes(c.parameter_bytes, c.optimizer_bytes, zero=plan.zero, shares=shares) for c in costs]
+        largest = max(sum(costs[s].parameter_bytes for s in of) for of in held) / (1 if plan.zero == "replicated" else shares)
+        scratch = (np.maximum.reduceat(arrays.transient, first) / tp).tolist()
+        tensor_s = (sums["tensor"][end] - sums["tensor"][first]).tolist()
         return Priced(
             plan,
             plan.family,
             plan.pp,
             plan.microbatches,
-            tuple(costs),
+            costs,
             worker_links(problem, found, placement),
-            tuple(stages),
             tuple(problem.memory[found.devices].min(axis=(1, 2)).tolist()),
             tuple(max(scratch[s] for s in of) for of in held),
-            static,
+            tuple(sum(static[s] for s in of) for of in held),
             problem.update_s(largest, int(found.devices[0, 0, 0])),
-            tensor_s / plan.family.replicas,
+            plan.microbatches * max(sum(tensor_s[s] for s in of) for of in held) / plan.family.replicas,
             Sharding.NONE if plan.zero == "replicated" else Sharding(plan.zero),
             plan.dp,
-            self._keywords(plan, found.ranks, tuple(costs)),
+            lambda: (_grid_stages(plan, found, placement), self._keywords(plan, found.ranks, costs)),
         )
 
     def _sums(self, group: np.ndarray[Any, Any], size: float, zero: str) -> tuple[float, float]:
@@ -220,7 +216,6 @@ class Pricer:
             plan.microbatches,
             costs,
             stage_links(stages, problem.cluster, groups=problem.links),
-            stages,
             tuple(float(problem.memory[list(stage.devices)].min()) for stage in stages),
             tuple(map(float, transient)),
             tuple(static),
@@ -228,7 +223,7 @@ class Pricer:
             0.0,
             Sharding.NONE,
             1,
-            self._wide_keywords(plan, stages, costs),
+            lambda: (stages, self._wide_keywords(plan, stages, costs)),
         )
 
     def _keywords(self, plan: Candidate, ranks: tuple[int, ...], costs: tuple[StageCost, ...]) -> dict[str, Any]:
@@ -262,6 +257,28 @@ class Pricer:
         }
 
 
+def _grid_stages(plan: Candidate, found: DeviceGrid, placement: Placement) -> tuple[PlanStage, ...]:
+    """The stages of a plan, each with its devices in all copies."""
+    stages = []
+    for s, (first, end) in enumerate(zip((0, *plan.ends[:-1]), plan.ends, strict=True)):
+        holders = sorted({placement.teams[r][s][0][0] for r in range(placement.replicas)})
+        devices = tuple(found.devices[holders].ravel().tolist())
+        stages.append(PlanStage(first, end - 1, devices, 1.0 if plan.recompute else 0.0))
+    return tuple(stages)
+
+
+def _built(family: Family, workers: int, microbatches: int, sharding: Sharding, **more: Any) -> Schedule:
+    built = build(family.schedule, workers=workers, microbatches=microbatches, **{**family.options, **more})
+    return replace(built, sharding=sharding)
+
+
+@lru_cache(maxsize=64)
+def _small_program(family: Family, workers: int, microbatches: int, sharding: Sharding) -> QuickProgram:
+    """The lists of a small schedule that does not depend on costs: the next search needs them again."""
+    return QuickProgram(_built(family, workers, microbatches, sharding))
+
+
+@cache
 def shaped_by_costs(family: Family) -> bool:
     """Whether the order of a schedule depends on costs, which are then part of the plan."""
     shaped = {"zbv", "zero_bubble", "chimera", "listed", "onef1b"}
