@@ -83,12 +83,13 @@ class Search:
 
     def run(self) -> Iterator[Plan]:
         """Enumerates, searches best first, improves, and proves."""
+        for simple in self.enumerator.run(few=True).fit:
+            if (first := self.try_plan(simple)) is not None:
+                yield plan_of(self.pricer, self.pool, self.tally, first)
+                break
         listed = self.enumerator.run()
         self.tally.bounded, self.tally.died = listed.bounded, len(listed.misfit)
         rest = self._best_first(listed.fit)
-        first = self.pool.best()
-        if first is not None:
-            yield plan_of(self.pricer, self.pool, self.tally, first)
         if not self._over():
             self._wide_plans()
         yield self._proved(rest, listed)
@@ -99,6 +100,7 @@ class Search:
     def try_plan(self, found: Candidate | WidePlan) -> Priced | None:
         """Simulates a plan and keeps it; None if it cannot be built or does not fit."""
         priced = self.pricer.quick(found)
+        self._say()
         if priced is None:
             return None
         if priced.over_bytes > 0:
@@ -107,6 +109,13 @@ class Search:
             return None
         self.pool.add(priced)
         return priced
+
+    def _say(self) -> None:
+        """Reports how far the search is."""
+        if (progress := self.problem.limits.progress) is not None:
+            best = self.pool.best()
+            found = f"{self.tally.bounded:,} plans bounded, {self.pricer.simulated:,} simulated"
+            progress(min(1.0, self.pricer.actions / ACTIONS), found + (f", best step {best.step_s:.4g} s" if best else ""))
 
     def _best_first(self, candidates: list[Candidate]) -> list[Candidate]:
         """Simulates by bound until the next one cannot be better. Returns what was not simulated."""

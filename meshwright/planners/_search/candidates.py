@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,17 +111,19 @@ class Enumerator:
         self._tensor: dict[tuple[int, int | None], TensorChoice | None] = {}
         self._lives: dict[tuple[object, ...], Floats] = {}
 
-    def run(self) -> Enumeration:
-        """Returns all candidates, the most promising first."""
+    def run(self, *, few: bool = False) -> Enumeration:
+        """Returns all candidates, the most promising first; or a few simple ones, so that a first plan is there at once."""
         fit: list[Candidate] = []
         misfit: list[Candidate] = []
         bounded = 0
         for pp, dp, tp in self._degrees():
-            for rows, share, count in self.problem.splits(dp):
+            if few and (pp & (pp - 1) or tp not in (1, 8)):
+                continue
+            for rows, share, count in self.problem.splits(dp)[: 1 if few else None]:
                 tensor = self.tensor(tp, rows)
                 if tensor is None:
                     continue
-                for family in self._families(pp, dp, count):
+                for family in islice(self._families(pp, dp, count), 1 if few else None):
                     tight = False
                     for recompute in (False, True):
                         if recompute and not tight:
@@ -232,7 +235,8 @@ class Enumerator:
                 found = self.grid(pp, dp, tp, layout, reverse)
                 group = self._group(family, pp, (rows, share), tensor, recompute, found)
                 bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group))
-                alive, capacity = self._alive(family, pp, count), self._capacity(found)
+                alive = self._alive(family, pp, count)
+                capacity = problem.memory[:1] if problem.uniform else problem.memory[found.devices].min(axis=(1, 2))
                 for zero in zeros:
                     over = group.over_bytes(problem, zero, shares, alive, capacity) if self.limited else -np.inf
                     if zero != zeros[0] and first <= -ROOMY * self.least_memory:
@@ -249,11 +253,6 @@ class Enumerator:
         if key not in self._lives:
             self._lives[key] = np.array([family.live(w, pp, count) for w in range(pp)], dtype=np.float64)
         return self._lives[key]
-
-    def _capacity(self, found: DeviceGrid) -> Floats:
-        """The memory of each worker: of its smallest device."""
-        memory = self.problem.memory
-        return memory[:1] if self.problem.uniform else np.asarray(memory[found.devices].min(axis=(1, 2)))
 
     def _group(
         self, family: Family, pp: int, rows: tuple[int | None, int], tensor: TensorChoice, recompute: bool, found: DeviceGrid
