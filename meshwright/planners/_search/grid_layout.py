@@ -8,6 +8,7 @@ The tensor ranks of a worker are always neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.ir.cluster import Cluster, Link
 from meshwright.ir.placement import Placement
+from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.planners._search.problem import Problem
 
 Ints = NDArray[np.int64]
@@ -79,3 +81,12 @@ def sync_groups(found: DeviceGrid, placement: Placement) -> list[Ints]:
 def worker_table(placement: Placement) -> Ints:
     """The worker of each [replica, stage]."""
     return np.array([[teams[0][0] for teams in replica] for replica in placement.teams], np.int64)
+
+
+def grid_stages(found: DeviceGrid, placement: Placement, ends: Sequence[int], recompute: float) -> tuple[PlanStage, ...]:
+    """The stages of a plan that end at these layers, each with its devices in all copies."""
+    holders = [np.unique(workers) for workers in worker_table(placement).T]
+    return tuple(
+        PlanStage(first, end - 1, tuple(found.devices[workers].ravel().tolist()), recompute)
+        for first, end, workers in zip((0, *ends[:-1]), ends, holders, strict=True)
+    )

@@ -6,7 +6,7 @@ its memory curve decides whether a plan fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -17,14 +17,13 @@ from meshwright.costs.memory_classes import memory_use, optimizer_state, reserve
 from meshwright.costs.stages import stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
 from meshwright.planners._search.families import Family
-from meshwright.planners._search.grid_layout import DeviceGrid, stage_slowness, sync_groups, worker_links, worker_slowness
+from meshwright.planners._search.grid_layout import grid_stages, stage_slowness, sync_groups, worker_links, worker_slowness
 from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
@@ -100,10 +99,12 @@ class Pricer:
         if program.lists is None:
             self.engine(priced)
             return priced
-        priced.step_s = program.makespan_s(priced.costs, priced.links) + priced.update_s
+        times = program.times(priced.costs, priced.links)
+        priced.step_s = times.makespan_s + priced.update_s
         held = activation_peaks(program.lists, priced.costs)
-        sums = zip(priced.static, held, priced.transient, priced.capacity, strict=True)
-        priced.peak_bytes = tuple(s + h + t + reserve_bytes(c) for s, h, t, c in sums)
+        late = _waiting_bytes(priced, times.computed_s)
+        sums = zip(priced.static, held, late, priced.transient, priced.capacity, strict=True)
+        priced.peak_bytes = tuple(s + h + w + t + reserve_bytes(c) for s, h, w, t, c in sums)
         return priced
 
     def schedule(self, priced: Priced) -> Schedule:
@@ -189,7 +190,7 @@ class Pricer:
             plan.microbatches * max(sum(tensor_s[s] for s in of) for of in held) / plan.family.replicas,
             Sharding.NONE if plan.zero == "replicated" else Sharding(plan.zero),
             plan.dp,
-            lambda: (_grid_stages(plan, found, placement), self._keywords(plan, found.ranks, costs)),
+            lambda: (grid_stages(found, placement, plan.ends, float(plan.recompute)), self._keywords(plan, found.ranks, costs)),
         )
 
     def _sums(self, group: np.ndarray[Any, Any], size: float, zero: str) -> tuple[float, float]:
@@ -257,14 +258,16 @@ class Pricer:
         }
 
 
-def _grid_stages(plan: Candidate, found: DeviceGrid, placement: Placement) -> tuple[PlanStage, ...]:
-    """The stages of a plan, each with its devices in all copies."""
-    stages = []
-    for s, (first, end) in enumerate(zip((0, *plan.ends[:-1]), plan.ends, strict=True)):
-        holders = sorted({placement.teams[r][s][0][0] for r in range(placement.replicas)})
-        devices = tuple(found.devices[holders].ravel().tolist())
-        stages.append(PlanStage(first, end - 1, devices, 1.0 if plan.recompute else 0.0))
-    return tuple(stages)
+def _waiting_bytes(priced: Priced, computed_s: Sequence[float]) -> list[float]:
+    """The gradients that wait for their sums when a worker has computed all, if each is added up alone; one of a stage at least."""
+    if not priced.sharding.sums_singly:
+        return [0.0] * priced.workers
+    placement, costs = placement_of(priced.family, priced.workers), priced.costs
+    each = priced.microbatches / placement.replicas
+    return [
+        sum(costs[s].parameter_bytes * max(1.0, each - time / (costs[s].sync_s or time or 1.0)) for _, s in held)
+        for held, time in zip(placement.held, computed_s, strict=True)
+    ]
 
 
 def _built(family: Family, workers: int, microbatches: int, sharding: Sharding, **more: Any) -> Schedule:

@@ -63,6 +63,9 @@ def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | Non
 
 def orders(problem: Problem) -> list[list[int]]:
     """Orders of devices to cut into stages: by links, both ways; unequal devices also by speed, and without slow ones."""
+    along = problem.links.rates()[np.ix_(problem.order, problem.order)]
+    if problem.uniform and np.array_equal(along, along[::-1, ::-1]):
+        return [problem.order]  # both ways are alike
     found = [problem.order, problem.order[::-1]]
     if not problem.uniform:
         slow = problem.slowness
