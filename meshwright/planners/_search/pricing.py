@@ -259,7 +259,7 @@ class Pricer:
 
 
 def _waiting_bytes(priced: Priced, computed_s: Sequence[float]) -> list[float]:
-    """The gradients that wait for their sums when a worker has computed all, if each is added up alone; one of a stage at least."""
+    """The gradients that wait for their sums when a worker has computed all, if each is added up alone; at least one a stage."""
     if not priced.sharding.sums_singly:
         return [0.0] * priced.workers
     placement, costs = placement_of(priced.family, priced.workers), priced.costs

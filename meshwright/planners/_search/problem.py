@@ -82,7 +82,11 @@ class Problem:
     @cached_property
     def order(self) -> list[int]:
         """Devices in an order in which neighbours have fast links, and are of one kind where links do not say otherwise."""
-        return device_order(self.links.rates(), kinds=self.slowness.tolist())
+        links = self.links
+        if links.by_host and len(set(np.bincount(links.seat))) == 1 and links.inside.min() >= links.card.max() and self.uniform:
+            hosts = device_order(links.rate)  # devices of a host are neighbours
+            return [device for host in hosts for device in np.flatnonzero(links.seat == host).tolist()]
+        return device_order(links.rates(), kinds=self.slowness.tolist())
 
     @cached_property
     def uniform(self) -> bool:
