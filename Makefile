@@ -28,6 +28,7 @@ full: setup ## everything: whole matrices, proofs of optimality, fuzz
 
 bench: setup ## time bars; fails when one is missed
 	$(BIN)/python -m benchmarks.simulator
+	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python -m benchmarks.transport
 	$(BIN)/python -m benchmarks.executor
 	$(BIN)/python -m benchmarks.lengths

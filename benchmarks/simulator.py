@@ -160,9 +160,9 @@ def results() -> Iterator[Result]:
     yield from checks()
 
 
-def main() -> int:
-    """Print every result, or one object; 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def report(results: Callable[[], Iterator[Result]], about: str | None) -> int:
+    """Print every result, or one object with --json; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     as_json = parser.parse_args().json
     found = []
@@ -179,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(results, __doc__))

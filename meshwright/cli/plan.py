@@ -80,6 +80,7 @@ def plan(
     from meshwright.planners._planned_text import planned_text
     from meshwright.report.plan_text import plan_text
     from meshwright.report.prediction_log import with_earlier_errors
+    from meshwright.report.progress import SearchBar
 
     outputs.refuse_output(output)
     machine = read_cluster(cluster)
@@ -94,23 +95,25 @@ def plan(
     planner = planner or ("spp" if free else "search")
     usual_s = EXPLAIN_S if planner == "search" and not as_json else 0.0
     try:
-        found = planners.plan(
-            layers,
-            machine,
-            microbatches=microbatches,
-            batch=batch,
-            rows=rows,
-            planner=planner,
-            split_rows=split_rows,
-            memory_free=memory_free,
-            schedule=schedule,
-            pp=pp,
-            dp=dp,
-            tensor=not no_tensor,
-            seconds=float("inf") if seconds is None else seconds,
-            explain=usual_s if explain is None else explain,
-            refusal=refusal,
-        )
+        with SearchBar(quiet=as_json) as bar:
+            found = planners.plan(
+                layers,
+                machine,
+                microbatches=microbatches,
+                batch=batch,
+                rows=rows,
+                planner=planner,
+                split_rows=split_rows,
+                memory_free=memory_free,
+                schedule=schedule,
+                pp=pp,
+                dp=dp,
+                tensor=not no_tensor,
+                seconds=float("inf") if seconds is None else seconds,
+                explain=usual_s if explain is None else explain,
+                refusal=refusal,
+                progress=bar.at,
+            )
     except planners.NothingFitsError as error:
         raise _nothing_fits(error, as_json=as_json) from None
     found = with_earlier_errors(replace(found, notes=(*found.notes, _about(cluster, machine))), layers.device)

@@ -1,7 +1,8 @@
 """Costs of the stages of a plan, and links between them, from a profile and a cluster. Planners and `simulate` both use this.
 
 The devices that share a stage act as one worker. They run their rows at the same time, so a stage takes the time of the largest
-share. Between two stages, each pair of devices sends the rows that both have; the slowest pair decides the time.
+share. Between two stages, each pair of devices sends the rows that both have; the slowest pair decides the time. Pairs that
+cross the same network card divide its rate.
 
     ROWS    as a run sends them: the rows that two devices have in common, at most d / max(r, r')
     PAIRS   as in the paper of SPP: every pair sends d / (r r')
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
@@ -33,6 +35,9 @@ class GroupLinks(Protocol):
 
     def gather_s(self, ranks: Sequence[int], size: float) -> float:
         """How long these devices need to gather a buffer of which each has an equal part."""
+
+    def shared_links(self, pairs: Sequence[tuple[int, int]]) -> list[Link]:
+        """The link of each pair (source, target) if all of them are used at once."""
 
 
 class Charge(StrEnum):
@@ -158,8 +163,30 @@ def stage_links(
     stages: Sequence[PlanStage], cluster: Cluster, *, charge: Charge = Charge.ROWS, groups: GroupLinks | None = None
 ) -> Cluster:
     """Returns the links between groups of devices, each group as one worker. SPP has links without latency, in one direction."""
-    links: dict[tuple[int, int], Link] = {}
-    for number, (one, other) in enumerate(pairwise(stages)):
-        slowest = (groups or cluster).slowest(one.devices, other.devices)
-        links[number, number + 1] = Link(0.0, slowest.bytes_per_s) if charge is Charge.PAIRS else slowest
+    asked = groups or cluster
+    found = [asked.slowest(one.devices, other.devices) for one, other in pairwise(stages)]
+    if charge is Charge.PAIRS:
+        found = [Link(0.0, link.bytes_per_s) for link in found]
+    elif cluster.has_cards:
+        found = _shared(found, stages, asked)
+    links = {(number, number + 1): link for number, link in enumerate(found)}
     return Cluster(Link(), links, Duplex.HALF if charge is Charge.PAIRS else cluster.duplex)
+
+
+def _shared(links: list[Link], stages: Sequence[PlanStage], cluster: GroupLinks) -> list[Link]:
+    """Returns the links between stages if all pairs of devices that exchange rows use their network cards at once."""
+    crossing = [
+        (number, one.devices[a], other.devices[b])
+        for number, (one, other) in enumerate(pairwise(stages))
+        for a, b in common_rows(one.width, other.width)
+    ]
+    pairs = [(a, b) for _, a, b in crossing] + [(b, a) for _, a, b in crossing]
+    for (number, _, _), link in zip(crossing * 2, cluster.shared_links(pairs), strict=True):
+        links[number] = links[number].slower(link)
+    return links
+
+
+@lru_cache(maxsize=1024)
+def common_rows(one: int, other: int) -> tuple[tuple[int, int], ...]:
+    """Returns which of `one` devices and which of `other` devices have rows in common if both divide them equally."""
+    return tuple((a, b) for a in range(one) for b in range(a * other // one, -(-(a + 1) * other // one)))

@@ -72,12 +72,17 @@ class Cluster:
         return len(self.order) or len(self.devices) or len(self.bandwidths) or sum(host.devices for host in self.hosts)
 
     @cached_property
-    def host_of(self) -> tuple[int, ...]:
-        """The host of each device; empty if hosts are not known."""
-        return tuple(host for host, _ in self._places)
+    def has_cards(self) -> bool:
+        """True if some devices share the network cards of their host."""
+        return any(host.cards for host in self.hosts) and not self.bandwidths
 
     @cached_property
-    def _places(self) -> tuple[Pair, ...]:
+    def host_of(self) -> tuple[int, ...]:
+        """The host of each device; empty if hosts are not known."""
+        return tuple(host for host, _ in self.places)
+
+    @cached_property
+    def places(self) -> tuple[Pair, ...]:
         """The host of each device, and its number in the host."""
         found = tuple((number, place) for number, host in enumerate(self.hosts) for place in range(host.devices))
         return tuple(found[number] for number in self.order) if self.order and found else found
@@ -239,11 +244,17 @@ class Cluster:
         A card is divided statically: its rate by the pairs that leave through it, and by those that arrive. Only these pairs
         change. Hosts whose `cards` are 0 have nothing to divide.
         """
-        if not any(host.cards for host in self.hosts) or self.bandwidths:
+        if not self.has_cards:
             return self
         half = self.duplex is Duplex.HALF
-        found = divided_cards(self.hosts, pairs, self._places.__getitem__, self.spine, half=half)
-        return replace(self, links={**found, **self.links})
+        found = divided_cards(self.hosts, pairs, self.places.__getitem__, self.spine, half=half)
+        own = {*self.links, *((b, a) for a, b in self.links)}
+        return replace(self, links={**{pair: link for pair, link in found.items() if pair not in own}, **self.links})
+
+    def shared_links(self, pairs: Sequence[tuple[int, int]]) -> list[Link]:
+        """Returns the link of each pair (source, target) if all of them are used at once."""
+        busy = self.shared(pairs)
+        return [busy.between(source, target) for source, target in pairs]
 
     def placed(self, ranks: Sequence[int]) -> Cluster:
         """Returns the cluster whose device w is device `ranks[w]` of this one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -52,7 +52,7 @@ class StageCost:
     gather_s: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = astuple(self)
+        numbers = [getattr(self, name) for name in self.__slots__]
         if min(numbers) < 0 or not sum(numbers) < float("inf"):
             raise MeshwrightError(f"costs are numbers of at least 0, got {self}")
 

@@ -14,7 +14,7 @@ from itertools import chain
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Entry, Transfer
-from meshwright.ir.analysis.order import Blocked, no_collection, rendezvous
+from meshwright.ir.analysis.order import Blocked, Flow, Place, no_collection, rendezvous
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.text_grid import excerpt
 from meshwright.passes.laws import border, structure
@@ -110,6 +110,17 @@ def prove(schedule: Schedule) -> Schedule:
     return replace(schedule, proof=schedule.digest)
 
 
+def proved_run(schedule: Schedule, flow: Flow) -> list[tuple[Place, ...]]:
+    """Proves a schedule in the form to which it was lowered, and returns its blocking run. Raises if a law is broken."""
+    for violation in chain(structure(schedule), border(schedule)):
+        found = _broken(schedule, violation)
+        raise broken(schedule, found.law, found.worker, found.action, found.reason)
+    found, events = _followed(flow)
+    if not found.ok:
+        raise broken(flow.schedule, found.law, found.worker, found.action, found.reason)
+    return events
+
+
 def refuse_unproved(schedule: Schedule) -> None:
     """Raises if an already lowered schedule breaks a law. Lowering itself makes schedules that keep the laws."""
     if schedule.lowered:
@@ -130,16 +141,21 @@ def _proved(schedule: Schedule) -> CheckResult:
         return _broken(error.schedule, error.violation)
     except MeshwrightError as error:
         return _broken(schedule, Violation(Law.CHANNEL, 0, 0, None, error.what))
+    return _followed(flow)[0]
+
+
+def _followed(flow: Flow) -> tuple[CheckResult, list[tuple[Place, ...]]]:
+    """Runs lowered lists with everything blocking, and follows each copy of each value; returns that run, too."""
     events, blocked = rendezvous(flow.schedule)
     if blocked is not None:
-        return _broken(flow.schedule, _deadlock(flow.schedule, blocked))
+        return _broken(flow.schedule, _deadlock(flow.schedule, blocked)), events
     copies = ValueCopies(flow)
     for event in events:
         if broken := copies.follow(event):
-            return _broken(flow.schedule, broken)
+            return _broken(flow.schedule, broken), events
     for violation in chain(copies.leftover(), reduced(flow, events)):
-        return _broken(flow.schedule, violation)
-    return CheckResult(True, peak_activations=tuple(copies.peak), receive_depth=copies.depth)
+        return _broken(flow.schedule, violation), events
+    return CheckResult(True, peak_activations=tuple(copies.peak), receive_depth=copies.depth), events
 
 
 def _broken(schedule: Schedule, violation: Violation) -> CheckResult:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.ir.analysis.order import no_collection
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
@@ -53,6 +54,7 @@ def plan(
     seconds: float = float("inf"),
     explain: bool | float = False,
     refusal: Refusal | None = None,
+    progress: Callable[[float, str], None] | None = None,
 ) -> Plan:
     """Choose stages, replicas and devices for a model on a cluster; `search` also chooses schedule, degrees and memory modes.
 
@@ -72,6 +74,7 @@ def plan(
         seconds: End the search after this time, with the best plan so far.
         explain: Find out, too, when another plan would be better (`Plan.flips`); a number gives it so many seconds.
         refusal: Called with the keywords of a chosen plan and the rows of its microbatches; says why the model cannot run so.
+        progress: Called during a search with the share of its work that is done, and with what it has found in words.
 
     Returns:
         The plan.
@@ -96,7 +99,7 @@ def plan(
     if profile.rows and rows is None and batch is None:
         raise MeshwrightError("this profile knows its rows, so a plan needs the rows of a microbatch", fix="rows=8, or batch=64")
     chosen = SplitRows(split_rows or (SplitRows.UNEVEN if profile.rows else SplitRows.IGNORE))
-    limits = PlanLimits(rows, chosen, memory_free, schedule, pp, dp, tensor, seconds, refusal)
+    limits = PlanLimits(rows, chosen, memory_free, schedule, pp, dp, tensor, seconds, refusal, progress)
     try:
         module = importlib.import_module(f"{__name__}.{planner}")
     except ModuleNotFoundError as error:
@@ -111,10 +114,12 @@ def plan(
     refuse_contradictions(planner, asked)
     start = perf_counter()
     try:
-        best = answered(module.plan, asked)
+        with no_collection():
+            best = answered(module.plan, asked)
     except NothingFitsError as error:
         raise with_nearest_fit(error, module.plan, asked) from None
     best = replace(best, planning_s=perf_counter() - start)
+    asked = replace(asked, limits=replace(limits, progress=None))
     return with_flips(module.plan, best, asked, float("inf") if explain is True else explain) if explain else best
 
 

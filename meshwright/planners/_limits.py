@@ -28,6 +28,7 @@ class PlanLimits:
     """The rows of a microbatch, None if they are not known, how they may be split, and what a plan has to be.
 
     `schedule`, `pp` and `dp` fix a choice; `seconds` ends a search early. `refusal` says why a plan cannot run the model.
+    A search calls `progress` with the share of its work that is done, and with what it has found in words.
     """
 
     rows: int | None = None
@@ -39,6 +40,7 @@ class PlanLimits:
     tensor: bool = True
     seconds: float = float("inf")
     refusal: Refusal | None = None
+    progress: Callable[[float, str], None] | None = None
 
     def allows(self, width: int, rows: int | None) -> bool:
         """Returns whether so many devices may share a stage, if a microbatch has so many rows."""

@@ -34,9 +34,11 @@ from meshwright.planners._search.tensor_costs import TensorChoice
 from meshwright.planners._search.wide_plans import (
     EVERY,
     Stages,
+    allowed,
     as_plans,
     bound_s,
     count_of_all,
+    descended,
     every_plan,
     neighbours,
     orders,
@@ -56,7 +58,8 @@ ATTEMPTS = 3
 WIDE = 1024
 """On more devices only plans of one width are tried."""
 POLISHED = 200
-"""The most forwards of a plan whose order is searched."""
+"""The most forwards of a plan whose order is searched, on at most FEW devices: it takes longer than all else."""
+FEW = 16
 TRIALS = 150
 """The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
 SHAPES = 6
@@ -106,18 +109,21 @@ class Search:
 
     def run(self) -> Iterator[Plan]:
         """Enumerates, searches best first, improves, and proves."""
+        for simple in self.enumerator.run(few=True).fit:
+            asks = (
+                self.problem.limits.refusal is not None and simple.tensor.tp > 1
+            )  # whether the model runs so is asked at the end
+            if not asks and (first := self.try_plan(simple)) is not None:
+                yield plan_of(self.pricer, self.pool, self.tally, first)
+                break
         listed = self.pool.listed = self.enumerator.run()
         self.tally.bounded, self.tally.died = listed.bounded, len(listed.misfit)
         rest = self._best_first(listed.fit)
-        first = self.pool.best()
-        if first is not None and (tensor_of(first.plan).tp == 1 or self.problem.limits.refusal is None):
-            yield plan_of(self.pricer, self.pool, self.tally, first)
         if not self._over():
             self._wide_plans()
         rest = self._best_first(rest)
         self._swap_devices()
         self._families(listed.fit)
-        self.tally.open_s = rest[0].bound_s if rest else float("inf")
         yield self._proved(rest)
 
     def _over(self) -> bool:
@@ -126,6 +132,7 @@ class Search:
     def try_plan(self, found: Candidate | WidePlan) -> Priced | None:
         """Simulates a plan and keeps it; None if it cannot be built or does not fit."""
         priced = self.pricer.quick(found)
+        self._say()
         if priced is None:
             return None
         if priced.over_bytes > 0:
@@ -134,6 +141,13 @@ class Search:
             return None
         self.pool.add(priced)
         return priced
+
+    def _say(self) -> None:
+        """Reports how far the search is."""
+        if (progress := self.problem.limits.progress) is not None:
+            best = self.pool.best()
+            found = f"{self.tally.bounded:,} plans bounded, {self.pricer.simulated:,} simulated"
+            progress(min(1.0, self.pricer.actions / ACTIONS), found + (f", best step {best.step_s:.4g} s" if best else ""))
 
     def _best_first(self, candidates: list[Candidate]) -> list[Candidate]:
         """Simulates by bound until the next one cannot be better. Returns what was not simulated."""
@@ -176,7 +190,7 @@ class Search:
             self.tally.bounded += len(ranked)
             for bound, _, source, stages in ranked:
                 self._try_stages(stages, bound, microbatches, rows, source)
-            self._improve(microbatches, rows)
+            self._improve(microbatches, rows, [stages for _, _, _, stages in ranked])
             self._polish(microbatches, rows)
 
     def _try_stages(self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str) -> float:
@@ -189,19 +203,23 @@ class Search:
         found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, source)]
         return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
 
-    def _improve(self, microbatches: int, rows: int | None) -> None:
-        """Walks from the best plans with stages of any width to better neighbours."""
+    def _improve(self, microbatches: int, rows: int | None, plans: list[Stages]) -> None:
+        """Walks from the best plans with stages of any width to better neighbours; on few devices for each number of stages."""
         problem = self.problem
         if problem.devices > 32:
             return
         last = self.pricer.simulated + (TRIALS if problem.devices > 10 else 8 * TRIALS)
         tried: set[Stages] = set()
-        for start in self.pool.best_stages(6):
-            stages, step = start
+        starts = self.pool.best_stages(6)
+        if problem.devices <= 10 and count_of_all(problem.layers, problem.devices) > EVERY:
+            for lowest in {len(each): each for each in reversed(plans)}.values():
+                found = descended(problem, lowest, microbatches, rows)
+                starts.append((found, self._try_neighbour(found, microbatches, rows)))
+        for stages, step in starts:
             for _ in range(ROUNDS):
                 ways = [each for each in neighbours(stages, problem.devices, problem.layers) if each not in tried]
                 tried.update(ways)
-                ways = [each for each in ways if all(problem.limits.allows(stage.width, rows) for stage in each)]
+                ways = [each for each in ways if allowed(problem, each, rows)]
                 self.tally.bounded += len(ways)
                 ranked = sorted(
                     ((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways)), key=lambda pair: pair
@@ -237,7 +255,9 @@ class Search:
             self._polish(microbatches, rows)
 
     def _polish(self, microbatches: int, rows: int | None) -> None:
-        """Tries orders that are made for the costs of the best stages; only where that takes no time."""
+        """Tries orders that are made for the costs of the best stages; only where that takes little time."""
+        if self.problem.devices > FEW:
+            return
         for stages, _ in self.pool.best_stages(80):
             best = self.pool.best()
             close = best is not None and bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
@@ -253,17 +273,16 @@ class Search:
         return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
 
     def _proved(self, rest: list[Candidate]) -> Plan:
-        """Returns the best plan that the engine proves and that fits by the engine's memory curve.
-
-        If none of those that were simulated does, the search goes on with the rest.
-        """
-        while (best := self.pool.best()) is not None or rest:
+        """Returns the best plan that the engine proves. If its memory curve exceeds a device, the search goes on without it."""
+        while True:
+            rest = self._best_first(rest)
+            best = self.pool.best()
             if best is None:
-                rest = self._best_first(rest)
-                continue
+                break
             timeline, uses = self.pricer.engine(best)
             if best.over_bytes <= 0:
                 self._refuse_mode(best)
+                self.tally.open_s = rest[0].bound_s if rest else float("inf")
                 self._keep_order(best)
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
             self.tally.died += 1

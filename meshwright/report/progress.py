@@ -44,6 +44,27 @@ class TerminalBar:
         self.progress.stop()
 
 
+class SearchBar:
+    """A bar while a search runs, with what it has found so far. It disappears at the end; without a terminal there is none."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+        self.task = self.progress.add_task("", total=1.0)
+
+    def at(self, done: float, found: str) -> None:
+        """Shows which share of its work a search has done, and what it has found."""
+        self.progress.update(self.task, completed=done, description=found)
+
+    def __enter__(self) -> SearchBar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+
 class Stream(StrEnum):
     """Where lines are written."""
 

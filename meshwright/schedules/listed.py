@@ -7,6 +7,8 @@ The makespan is at most (M + 4S - 4) C + max A, where C is the work of the busie
     strict=true   uses these lists unchanged, for stages and channels; stage n starts 4(S - n) forwards ahead
     strict=false  work-conserving: runs the first ready element of the list, decided from costs
     memory        from costs, with at most this many activations alive: the best of several orders, both above included
+
+From costs, each direction of a link is a channel of its own if the cluster says that links work both ways at once.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.action import Action
-from meshwright.ir.cluster import Cluster
+from meshwright.ir.action import Action, Op
+from meshwright.ir.cluster import Cluster, Duplex
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import ChannelOrder, Schedule
@@ -51,19 +53,21 @@ def build(
     conserving = in_time(limits, [0.0] * wide, chain, warm=ahead)
     assert conserving is not None
     if memory is None:
-        return _schedule(workers, microbatches, conserving)
+        return _schedule(workers, microbatches, conserving, both_ways=bool(chain.there))
     capped = [word(min(a, k), microbatches) for a, k in zip(ahead, limits, strict=True)]
-    return _schedule(workers, microbatches, search(chain, limits, [capped, conserving]))
+    return _schedule(workers, microbatches, search(chain, limits, [capped, conserving]), both_ways=bool(chain.there))
 
 
 def _chain(costs: Sequence[StageCost], microbatches: int, cluster: Cluster) -> Chain:
-    """Returns the stages and the half-duplex channels between them. Channels without a transfer time are left out."""
-    plain = Chain.of(costs, microbatches, cluster.link.latency_s)
+    """Returns the stages and the channels between them: resources of their own if both directions of a link share it."""
     links = [cluster.between(s, s + 1) for s in range(len(costs) - 1)]
-    there = [link.busy_s(cost.output_bytes) for link, cost in zip(links, costs, strict=False)]
-    back = [link.busy_s(cost.gradient_bytes) for link, cost in zip(links, costs, strict=False)]
+    there = tuple(link.busy_s(cost.output_bytes) for link, cost in zip(links, costs, strict=False))
+    back = tuple(link.busy_s(cost.gradient_bytes) for link, cost in zip(links, costs, strict=False))
+    plain = Chain.of(costs, microbatches, max((link.latency_s for link in links), default=0.0))
     if not any(there) and not any(back):
         return plain
+    if cluster.duplex is Duplex.FULL:
+        return plain._replace(there=there, back=back)
     between = (0.0,) * len(there)
     return Chain(_mixed(plain.forward, there), _mixed(plain.backward, back), 0.0, _mixed(plain.after, between), microbatches)
 
@@ -73,13 +77,14 @@ def _mixed(stages: Sequence[float], channels: Sequence[float]) -> tuple[float, .
     return tuple(stages[k // 2] if k % 2 == 0 else channels[k // 2] for k in range(2 * len(stages) - 1))
 
 
-def _schedule(workers: int, microbatches: int, words: Words) -> Schedule:
-    """Builds lists for the stages and, if the words contain them, for the channels."""
+def _schedule(workers: int, microbatches: int, words: Words, *, both_ways: bool = False) -> Schedule:
+    """Builds lists for the stages and, if the words contain them, for the channels. `both_ways`: one for each direction."""
+    stages = words[::2] if len(words) > workers else words
+    lists: tuple[tuple[Action, ...], ...] = actions_of(stages)
+    rows = actions_of(words[1::2]) if len(words) > workers else lists[:-1] if both_ways else ()
     channels: list[ChannelOrder] = []
-    if len(words) > workers:
-        for k, row in enumerate(actions_of(words[1::2])):
-            producers = tuple(a if a.op.value == "F" else a._replace(stage=a.stage + 1) for a in row)
-            channels.append(ChannelOrder((k, k + 1), producers))
-        words = words[::2]
-    lists: tuple[tuple[Action, ...], ...] = actions_of(words)
+    for k, row in enumerate(rows):
+        producers = tuple(a if a.op is Op.F else a._replace(stage=a.stage + 1) for a in row)
+        split = [tuple(a for a in producers if a.op is op) for op in (Op.F, Op.B)] if both_ways else [producers]
+        channels += [ChannelOrder((k, k + 1), each) for each in split]
     return Schedule("listed", Placement.line(workers), microbatches, lists, channels=tuple(channels))

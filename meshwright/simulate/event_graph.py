@@ -22,6 +22,7 @@ from meshwright.ir.analysis.effects import collective
 from meshwright.ir.analysis.order import JOINT, Flow, Place, rendezvous
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Duplex
+from meshwright.ir.schedule import Schedule
 
 
 class Message(NamedTuple):
@@ -35,7 +36,7 @@ class Message(NamedTuple):
 class EventGraph:
     """Nodes in an order in which each comes after everything it waits for."""
 
-    def __init__(self, flow: Flow, duplex: Duplex = Duplex.FULL) -> None:
+    def __init__(self, flow: Flow, duplex: Duplex = Duplex.FULL, events: list[tuple[Place, ...]] | None = None) -> None:
         schedule = flow.schedule
         self.schedule = schedule
         self.duplex = duplex
@@ -51,14 +52,7 @@ class EventGraph:
         self._brought: list[dict[int, int]] = [{} for _ in range(schedule.workers)]
         self._link: dict[tuple[int, int], int] = {}
         self._narrow = all(len(team) == 1 for replica in schedule.placement.teams for teams in replica for team in teams)
-        events, blocked = rendezvous(schedule)
-        if blocked is not None:
-            worker, index = next(iter(blocked.at.items()))
-            raise MeshwrightError(
-                f"{schedule.name} deadlocks: worker {worker} waits at {schedule.lists[worker][index]}",
-                fix="meshwright check shows the cycle",
-            )
-        for event in events:
+        for event in events if events is not None else _run(schedule):
             self._add(event)
 
     def _add(self, event: tuple[Place, ...]) -> None:
@@ -137,6 +131,18 @@ class EventGraph:
             price.message_s(*what) if isinstance(what, Message) else (price.entry_s(worker, what), 0.0)
             for worker, what in self.classes
         ]
+
+
+def _run(schedule: Schedule) -> list[tuple[Place, ...]]:
+    """Returns an order of all entries in which nothing waits for what comes later."""
+    events, blocked = rendezvous(schedule)
+    if blocked is not None:
+        worker, index = next(iter(blocked.at.items()))
+        raise MeshwrightError(
+            f"{schedule.name} deadlocks: worker {worker} waits at {schedule.lists[worker][index]}",
+            fix="meshwright check shows the cycle",
+        )
+    return events
 
 
 def sweep(program: EventGraph, table: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

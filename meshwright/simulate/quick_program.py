@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,11 @@ class QuickLists:
     microbatches: int
     last_gradients: list[dict[int, list[int]]]
     """For each worker and unit the places in its list that make a gradient."""
+
+    @cached_property
+    def joined(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Where each list begins, and classes, reads and writes of all lists, one after the other."""
+        return (*joined(self.classes), np.concatenate(self.reads), np.concatenate(self.writes))
 
 
 def fits(schedule: Schedule) -> bool:

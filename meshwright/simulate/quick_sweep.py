@@ -190,7 +190,6 @@ class _Sweep:
         """Adds syncs, the reduction of the norm, updates and gathers to the lists."""
         schedule = self.schedule
         insert = self._due()
-        columns: list[list[Ints]] = [[], [], [], [], []]  # class, event, kind, reads, writes
         units = list(reversed(range(schedule.units)))
         norm = self._event(tuple(range(schedule.workers)))
         gathers: dict[int, int] = {}
@@ -201,30 +200,25 @@ class _Sweep:
             self.seconds[number] = self.price.sync_s(unit)
         for unit, number in gathers.items():
             self.seconds[number] = self.price.gather_s(unit)
+        first, classes, reads, writes = self.lists.joined
+        added: list[tuple[int, int, int]] = []  # place in all lists, event, kind
+        begins = [0]
         for worker in range(schedule.workers):
-            end: list[tuple[int, int]] = [(norm, NORM)]
+            start, end = int(first[worker]), int(first[worker + 1])
+            added += [(start + place, event, REDUCES) for place, event in insert[worker]]
+            added.append((end, norm, NORM))
             for unit in units:
                 if worker in schedule.holders[unit]:
-                    end += [(-1, UPDATES), *([(gathers[unit], REDUCES)] if gathers else [])]
-            self._list(worker, insert[worker], end, columns)
-        first, classes = joined(columns[0])
-        event, kind = np.concatenate(columns[1]), np.concatenate(columns[2])
+                    added += [(end, -1, UPDATES), *([(end, gathers[unit], REDUCES)] if gathers else [])]
+            begins.append(end + len(added))
+        places, events, kinds = (np.array(column, np.int64) for column in zip(*added, strict=True))
+        none = np.full(len(classes), -1, np.int64)
+        classes, event = np.insert(classes, places, -1), np.insert(none, places, events)
+        kind = np.insert(np.full(len(none), COMPUTES, np.int64), places, kinds)
         duration = np.where(classes >= 0, self.plain[np.maximum(classes, 0)], 0.0)
         duration = np.where(event >= 0, self.seconds[np.maximum(event, 0)], duration)
-        return _Rows(first, classes, np.concatenate(columns[3]), np.concatenate(columns[4]), duration, event, kind)
-
-    def _list(self, worker: int, insert: list[tuple[int, int]], end: list[tuple[int, int]], columns: list[list[Ints]]) -> None:
-        """Appends one list with its syncs, given as (place, event), and what comes at its end."""
-        lists = self.lists
-        length = len(lists.classes[worker])
-        places = np.array([place for place, _ in insert] + [length] * len(end), np.int64)
-        events = np.array([event for _, event in insert] + [event for event, _ in end], np.int64)
-        kinds = np.array([REDUCES] * len(insert) + [kind for _, kind in end], np.int64)
-        columns[0].append(np.insert(lists.classes[worker], places, -1))
-        columns[1].append(np.insert(np.full(length, -1, np.int64), places, events))
-        columns[2].append(np.insert(np.full(length, COMPUTES, np.int64), places, kinds))
-        columns[3].append(np.insert(lists.reads[worker], places, -1, axis=0))
-        columns[4].append(np.insert(lists.writes[worker], places, -1, axis=0))
+        reads, writes = np.insert(reads, places, -1, axis=0), np.insert(writes, places, -1, axis=0)
+        return _Rows(np.array(begins, np.int64), classes, reads, writes, duration, event, kind)
 
     def _event(self, members: tuple[int, ...]) -> int:
         self.events.append(members)
@@ -261,22 +255,13 @@ class _Sweep:
 
     def _positions(self, swept: bool) -> list[Ints]:
         """The positions of each list's entries in a linear order: list after list, or by a sweep without delays."""
-        lists = self.lists
-        first, classes = joined(lists.classes)
+        first, classes, reads, writes = self.lists.joined
+        workers = range(len(first) - 1)
         if not swept:
-            return [np.arange(first[w], first[w + 1]) for w in range(len(lists.classes))]
+            return [np.arange(first[w], first[w + 1]) for w in workers]
         none = np.full(len(classes), -1, np.int64)
         zero = np.zeros_like(self.wires.latency)
-        sequence = self._sequence(
-            first,
-            np.concatenate(lists.reads),
-            np.concatenate(lists.writes),
-            self.plain[classes],
-            none,
-            np.ones(1, np.int64),
-            zero,
-            zero,
-        )
+        sequence = self._sequence(first, reads, writes, self.plain[classes], none, np.ones(1, np.int64), zero, zero)
         position = np.empty(len(sequence), np.int64)
         position[sequence] = np.arange(len(sequence))
-        return [position[first[w] : first[w + 1]] for w in range(len(lists.classes))]
+        return [position[first[w] : first[w + 1]] for w in workers]

@@ -13,7 +13,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.timeline import Lane, Span, Timeline
-from meshwright.passes.check import refuse_unproved
+from meshwright.passes.check import proved_run, refuse_unproved
 from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
 from meshwright.simulate.event_graph import EventGraph, Message, sweep
@@ -54,26 +54,30 @@ def simulate(
         >>> timeline.makespan_s, timeline.bubble_ratio, timeline.lower_bound_s
         (16.0, 0.25, 16.0)
     """
-    return _simulated(schedule, costs, cluster or Cluster(), sync, overlap, copies)[0]
+    refuse_unproved(schedule)
+    cluster = cluster or Cluster()
+    flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
+    price = Price(flow.schedule, costs, cluster, overlap=overlap, copies=copies)
+    return _simulated(EventGraph(flow, cluster.duplex), price)[0]
 
 
 @no_collection()
-def simulate_with_peaks(
+def proved_with_peaks(
     schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster | None = None, *, copies: int = 1
 ) -> tuple[Timeline, tuple[dict[str, float], ...]]:
-    """Returns the timeline of `simulate`, and for each worker what its peak consists of, in bytes by kind of value."""
-    timeline, held = _simulated(schedule, costs, cluster or Cluster(), Sync.EAGER, 0.0, copies)
-    return timeline, tuple(at_peak(found, times) for found, times in held)
+    """Proves a schedule as `check` does, and simulates it: its timeline, and what the peak of each worker consists of.
+
+    The second is in bytes by kind of value. What is proved is what is simulated. Raises if a law is broken.
+    """
+    cluster = cluster or Cluster()
+    flow = lowered_flow(schedule, costs=costs, cluster=cluster, checked=True)
+    program = EventGraph(flow, cluster.duplex, proved_run(schedule, flow))
+    found, held = _simulated(program, Price(flow.schedule, costs, cluster, copies=copies))
+    return found, tuple(at_peak(of_worker, times) for of_worker, times in held)
 
 
-def _simulated(
-    schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster, sync: Sync | str, overlap: float, copies: int
-) -> tuple[Timeline, list[tuple[list[Life], list[tuple[float, float]]]]]:
+def _simulated(program: EventGraph, price: Price) -> tuple[Timeline, list[tuple[list[Life], list[tuple[float, float]]]]]:
     """Returns the timeline, and for each worker what it holds and the times of its entries."""
-    refuse_unproved(schedule)
-    flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
-    program = EventGraph(flow, cluster.duplex)
-    price = Price(flow.schedule, costs, cluster, overlap=overlap, copies=copies)
     starts, ready = sweep(program, program.table(price))
     return _timeline(program, price, starts, ready)
 

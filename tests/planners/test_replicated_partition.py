@@ -9,7 +9,7 @@ import pytest
 from meshwright import Profile
 from meshwright.costs.stages import shared_chain
 from meshwright.planners._replicated_partition import Cutting, cuttings
-from tests.support.plans import Rates, all_plans, bottleneck, random_profile, random_rates
+from tests.support.plans import Rates, all_plans, bottleneck, random_profile, random_rates, solved_bottleneck
 
 SIZES = [(2, 2), (3, 2), (4, 3), (5, 4), (7, 5), (6, 4), (1, 3), (4, 1)]
 M = 4
@@ -28,14 +28,23 @@ def widths(cutting: Cutting) -> list[int]:
 @pytest.mark.parametrize(("layers", "devices"), SIZES)
 def test_no_plan_has_a_smaller_bottleneck(layers: int, devices: int, seed: int) -> None:
     """Over 500 pairs of a problem and a number of stages; each plan found costs what the table says."""
-    profile, rates = random_profile(seed, layers), random_rates(seed, devices)
-    cuts = found(profile, rates)
+    profile, rates, count = random_profile(seed, layers), random_rates(seed, devices), 1 + seed % 9
+    cuts = found(profile, rates, count)
     assert len(cuts) == min(layers, devices)
     for stages, cutting in enumerate(cuts, start=1):
         assert len(cutting.ends) == stages and cutting.ends[-1] == layers and cutting.used[-1] <= devices
-        own = bottleneck(profile, rates, M, cutting.ends, widths(cutting))
-        best = min(bottleneck(profile, rates, M, ends, wide) for ends, wide in all_plans(layers, devices, stages))
+        own = bottleneck(profile, rates, count, cutting.ends, widths(cutting))
+        best = min(bottleneck(profile, rates, count, ends, wide) for ends, wide in all_plans(layers, devices, stages))
         assert own == pytest.approx(cutting.bottleneck_s, rel=1e-12) and own == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_mixed_integer_program_finds_the_same(seed: int) -> None:
+    """36 pairs of a problem and a number of stages."""
+    pytest.importorskip("scipy")
+    profile, rates = random_profile(seed, 4), random_rates(seed, 3)
+    for stages, cutting in enumerate(found(profile, rates), start=1):
+        assert cutting.bottleneck_s == pytest.approx(solved_bottleneck(profile, rates, M, stages), rel=1e-6)
 
 
 def test_all_devices_can_be_asked_for() -> None:
@@ -50,8 +59,13 @@ def test_faster_links_and_smaller_layers_never_hurt(seed: int) -> None:
         tuple(rate * (2 if {a, b} == {seed % 4, (seed + 1) % 4} else 1) for b, rate in enumerate(row))
         for a, row in enumerate(rates)
     )
-    for before, after in zip(found(profile, rates), found(profile, faster), strict=True):
-        assert after.bottleneck_s <= before.bottleneck_s * (1 + 1e-12)
+    first, *rest = profile.layers
+    smaller = [replace(first, forward_s=(first.forward_s[0] / 2,))]
+    smaller += [replace(first, output_bytes=first.output_bytes / 2), replace(first, parameter_bytes=first.parameter_bytes / 2)]
+    others = [(profile, faster), *((replace(profile, layers=(each, *rest)), rates) for each in smaller)]
+    for other in others:
+        for before, after in zip(found(profile, rates), found(*other), strict=True):
+            assert after.bottleneck_s <= before.bottleneck_s * (1 + 1e-12)
 
 
 def test_times_and_sizes_scale() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from meshwright import Cluster, Duplex, Link, StageCost, Timeline, check, lower, schedules, simulate
+from meshwright import Cluster, Duplex, Lane, Link, StageCost, Timeline, check, lower, schedules, simulate
 from meshwright.ir.action import Kind, Op, Transfer
 from tests.support.helpers import peaks, run
 from tests.support.thin import thinned
@@ -42,12 +44,53 @@ def guarantee(costs: list[StageCost], microbatches: int) -> float:
     return max((microbatches + 4 * stages - 2 - 2 * n) * busiest + costs[n - 1].sync_s for n in range(1, stages + 1))
 
 
+def refuse_wrong_times(found: Timeline, costs: list[StageCost], microbatches: int) -> None:
+    """Each action and message once and in its time, none before what it needs, none beside another on its stage or link."""
+    runs: dict[tuple[str, int, int], tuple[float, float]] = {}
+    lanes: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    ends = {}
+    for worker, lane, entry, start, end in found.spans:
+        if isinstance(entry, Transfer):
+            if lane is not Lane.SEND or entry.value.kind not in (Kind.ACT, Kind.GRAD):
+                continue
+            where, key = ("link", entry.value.stage), (entry.value.kind.value, entry.value.stage, entry.value.mb)
+        elif entry.op is Op.S:
+            ends[worker] = (start, end)
+            continue
+        elif entry.op in (Op.F, Op.B):
+            where, key = ("stage", worker), (entry.op.value, worker, entry.mb)
+        else:
+            continue
+        assert key not in runs
+        runs[key] = (start, end)
+        lanes.setdefault(where, []).append((start, end))
+    stages = len(costs)
+    for stage, cost in enumerate(costs):
+        for mb in range(microbatches):
+            tour = [("F", stage, cost.forward_s), ("act", stage, cost.output_bytes), ("F", stage + 1, None)]
+            turn = [("F", stage, None), ("B", stage, cost.backward_s)]
+            home = [("B", stage + 1, None), ("grad", stage, cost.gradient_bytes), ("B", stage, cost.backward_s)]
+            for way in (tour, home) if stage < stages - 1 else (turn, [("F", stage, cost.forward_s)]):
+                times = [runs[what, place, mb] for what, place, _ in way]
+                assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(times))
+                assert all(
+                    n is None or end - start == pytest.approx(n) for (start, end), (_, _, n) in zip(times, way, strict=True)
+                )
+        last = runs["B", stage, microbatches - 1][1]
+        start, end = ends.get(stage, (last, last))
+        assert start >= last - 1e-9 and end - start == pytest.approx(cost.sync_s if stage in ends else 0.0)
+    assert len(runs) == 2 * microbatches * (2 * stages - 1)
+    for spans in lanes.values():
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(sorted(spans)))
+
+
 @pytest.mark.parametrize("part", thinned(range(4), 4))
 def test_the_guarantee_holds_on_three_thousand_instances(part: int) -> None:
     dice = random.Random(part)
     for _ in range(750):
         costs, microbatches = instance(dice)
         found = listed(costs, microbatches, strict=True)
+        refuse_wrong_times(found, costs, microbatches)
         assert found.lower_bound_s - 1e-9 <= found.makespan_s <= guarantee(costs, microbatches) + 1e-9
 
 
@@ -81,6 +124,43 @@ def test_uniform_stages_without_transfers_take_the_time_of_gpipe() -> None:
         assert run("listed", s, m).makespan_s == run("gpipe", s, m).makespan_s
         found = run("listed", s, m)
         assert all(peak <= max(1, 4 * (s - 1 - stage)) for stage, peak in enumerate(peaks(found)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_many_microbatches_reach_the_busiest_resource(seed: int) -> None:
+    """T / (M C) goes to 1, and what remains is at most (4 S - 4) C."""
+    dice = random.Random(seed)
+    costs = [replace(cost, sync_s=0.0) for cost in instance(dice)[0]]
+    busiest = max([c.forward_s + c.backward_s for c in costs] + [c.output_bytes + c.gradient_bytes for c in costs[:-1]])
+    rest = [listed(costs, m, strict=True).makespan_s - m * busiest for m in (4, 32, 128)]
+    assert all(-1e-9 <= more <= (4 * len(costs) - 4) * busiest + 1e-9 for more in rest)
+    assert rest[-1] / (128 * busiest) <= 0.2
+
+
+@pytest.mark.parametrize("scale", [2, pytest.param(6, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)])
+def test_against_proved_optima(scale: int) -> None:
+    """30 instances for each weight of transfers, up to 4 stages and 6 microbatches, both directions of a link share it."""
+    pytest.importorskip("ortools")
+    from tests.support.plan_oracle import Line, shortest
+
+    dice, ratios, plain = random.Random(scale), [], []
+    cluster = Cluster(Link(0.0, 1.0), duplex=Duplex.HALF)
+    for _ in range(30):
+        stages, microbatches = dice.randint(2, 4), dice.randint(2, 6)
+        forward, backward, sync = (tuple(dice.randint(1, 9) for _ in range(stages)) for _ in range(3))
+        there = tuple(dice.randint(0, scale) for _ in range(stages - 1))
+        sizes = [*map(float, there), 0.0]
+        costs = [
+            StageCost(float(f), float(b), sync_s=float(a), output_bytes=d, gradient_bytes=d)
+            for f, b, a, d in zip(forward, backward, sync, sizes, strict=True)
+        ]
+        found = listed(costs, microbatches, strict=True).makespan_s
+        best = shortest(Line(forward, backward, there, sync), microbatches, round(found), half=True)
+        ratios.append(found / best)
+        order = schedules.build("onef1b", workers=stages, microbatches=microbatches)
+        plain.append(simulate(order, costs, cluster).makespan_s / best)
+    assert sum(ratios) / 30 <= 1.02 and max(ratios) <= 1.15
+    assert min(ratios) >= 1.0 - 1e-12 and sum(plain) > sum(ratios)
 
 
 def test_1f1b_is_clearly_worse_when_transfers_matter() -> None:

@@ -82,8 +82,8 @@ def best_step(model: SmallModel, *, start: int) -> int:
     return best
 
 
-def shortest(line: Line, count: int, limit: int) -> int:
-    """The shortest order of one plan, or `limit` if none is shorter. Both directions of a link work at the same time."""
+def shortest(line: Line, count: int, limit: int, *, half: bool = False) -> int:
+    """The shortest order of one plan, or `limit` if none is shorter. Unless `half`, a link works both ways at the same time."""
     model = cp_model.CpModel()
     last = len(line.forward) - 1
     lanes: dict[tuple[str, int], list[cp_model.IntervalVar]] = {}
@@ -105,7 +105,7 @@ def shortest(line: Line, count: int, limit: int) -> int:
         for s in range(last, -1, -1):
             tour.append((("stage", s), "B", line.backward[s]))
             if s:
-                tour.append((("back", s - 1), "B", line.there[s - 1]))
+                tour.append((("there" if half else "back", s - 1), "B", line.there[s - 1]))
         for lane, way, length in tour:
             start = job(lane, length)
             model.add(start >= at)

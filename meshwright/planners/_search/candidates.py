@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,18 +111,21 @@ class Enumerator:
         self._grids: dict[tuple[object, ...], DeviceGrid] = {}
         self._rates: dict[tuple[object, ...], tuple[Floats, int]] = {}
         self._tensor: dict[tuple[int, int | None], TensorChoice | None] = {}
+        self._lives: dict[tuple[object, ...], Floats] = {}
 
-    def run(self) -> Enumeration:
-        """Returns all candidates, the most promising first."""
+    def run(self, *, few: bool = False) -> Enumeration:
+        """Returns all candidates, the most promising first; or a few simple ones, so that a first plan is there at once."""
         fit: list[Candidate] = []
         misfit: list[Candidate] = []
         bounded = 0
         for pp, dp, tp in self._degrees():
-            for rows, share, count in self.problem.splits(dp):
+            if few and (pp & (pp - 1) or tp not in (1, 8)):
+                continue
+            for rows, share, count in self.problem.splits(dp)[: 1 if few else None]:
                 tensor = self.tensor(tp, rows)
                 if tensor is None:
                     continue
-                for family in self._families(pp, dp, count):
+                for family in islice(self._families(pp, dp, count), 1 if few else None):
                     tight = False
                     for recompute in (False, True):
                         if recompute and not tight:
@@ -208,7 +212,7 @@ class Enumerator:
                 ("tensor", found.tensor),
                 ("saved", arrays.saved / tp),
             ):
-                found.sums[name] = np.concatenate([[0.0], np.cumsum(values)]).tolist()
+                found.sums[name] = np.concatenate([[0.0], np.cumsum(values)])
             self._timed[key] = found
         return self._timed[key]
 
@@ -240,8 +244,8 @@ class Enumerator:
                 found = self.grid(pp, dp, tp, layout, reverse)
                 group = self._group(family, pp, (rows, share), tensor, recompute, found)
                 bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group))
-                capacity = problem.memory[found.devices].min(axis=(1, 2))
-                alive = np.array([family.live(w, pp, count) for w in range(pp)], dtype=np.float64)
+                alive = self._alive(family, pp, count)
+                capacity = problem.memory[:1] if problem.uniform else problem.memory[found.devices].min(axis=(1, 2))
                 for zero in zeros:
                     over = group.over_bytes(problem, zero, shares, alive, capacity) if self.limited else -np.inf
                     if zero != zeros[0] and first <= -ROOMY * self.least_memory:
@@ -252,21 +256,29 @@ class Enumerator:
                         family, pp, dp, tensor, rows, share, count, zero, recompute, layout, group.ends, step, over, reverse
                     )
 
+    def _alive(self, family: Family, pp: int, count: int) -> Floats:
+        """The least activations of each worker."""
+        key = (family, pp, count)
+        if key not in self._lives:
+            self._lives[key] = np.array([family.live(w, pp, count) for w in range(pp)], dtype=np.float64)
+        return self._lives[key]
+
     def _group(
         self, family: Family, pp: int, rows: tuple[int | None, int], tensor: TensorChoice, recompute: bool, found: DeviceGrid
     ) -> GroupBounds:
-        workers = worker_slowness(self.problem, found)
-        slow = (float(workers[0]),) if self.problem.uniform else tuple(workers.tolist())
+        problem = self.problem
+        workers = problem.slowness[:1] if problem.uniform else worker_slowness(problem, found)
+        slow = tuple(workers.tolist())
         key = (family, pp, rows, tensor, recompute, slow)
         if key not in self._groups:
             placement = placement_of(family, pp)
-            stages = slow * placement.stages if self.problem.uniform else tuple(stage_slowness(placement, workers))
+            stages = slow * placement.stages if problem.uniform else tuple(stage_slowness(placement, workers).tolist())
             timed = self.timed(*rows, tensor)
             cut_key = (rows, tensor, recompute, stages)
             if cut_key not in self._cuts:
                 self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
             self._groups[key] = GroupBounds(
-                self.problem, family, placement, timed, self._cuts[cut_key], stages, recompute, tensor, rows
+                problem, family, placement, timed, self._cuts[cut_key], stages, recompute, tensor, rows
             )
         return self._groups[key]
 
@@ -278,8 +290,7 @@ class Enumerator:
         key = (family if replicas > 1 else None, pp, dp, tensor.tp, layout, reverse)
         if key not in self._rates:
             found = self.grid(pp, dp, tensor.tp, layout, reverse)
-            lone = replicas == 1
-            groups = list(found.devices[:, :, 0]) if lone else sync_groups(found, placement_of(family, pp))
+            groups = list(found.devices[:, :, 0]) if replicas == 1 else sync_groups(found, placement_of(family, pp))
             self._rates[key] = (self.problem.links.gather_rates(groups), min(map(len, groups)))
         rates, count = self._rates[key]
         if replicas == 1:

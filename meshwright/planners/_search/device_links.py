@@ -1,95 +1,99 @@
 """Links of a cluster as arrays: many pairs and many groups of devices at once.
 
-`ir/cluster.py` answers for one pair. A search asks for thousands of pairs and groups, so links are looked up by the hosts of
-devices where a cluster has hosts, and in the matrix of bandwidths where it has one.
+`ir/cluster.py` answers for one pair or one group. A search asks for thousands. Devices of one host have the same links, so the
+tables are by host where a cluster has hosts, else by device. `tests/planners/test_device_links.py` holds both equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.ir.cluster import Cluster, Link
-from meshwright.ir.links.host_links import crossing
+from meshwright.ir.cluster import Cluster, Duplex, Link
+from meshwright.ir.links.collectives import flat_s
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-SMALL = 12
-"""Groups up to this size ask the cluster itself, which knows more ways to reduce."""
+Ranks = Sequence[int] | Ints
 
 
 class DeviceLinks:
-    """Latency and bandwidth between devices."""
+    """Latency and bandwidth between devices. `seat[d]` is the row of device d in the tables."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.size = cluster.size
-        plain = bool(cluster.hosts) and not cluster.bandwidths and cluster.spine is None
-        self.host = np.array(cluster.host_of, np.int64) if plain else None
-        self.matrix, self.latency = (None, None) if plain else _matrices(cluster)
-        self._groups: dict[tuple[object, ...], float] = {}
-        if self.host is not None:
-            self.inside = np.array([(h.inside.latency_s, h.inside.bytes_per_s) for h in cluster.hosts])
-            self.card = np.array([(h.card.latency_s, h.card.bytes_per_s) for h in cluster.hosts])
-            kinds = {pair: n for n, pair in enumerate(dict.fromkeys((h.inside, h.card) for h in cluster.hosts))}
-            self.kind = np.array([kinds[h.inside, h.card] for h in cluster.hosts], np.int64)
-        self._exceptions = dict(cluster.links)
+        self.cluster, self.size = cluster, cluster.size
+        self.seat, self.latency, self.rate = _tables(cluster)
+        self.worst_latency, self.worst_rate = np.maximum(self.latency, self.latency.T), np.minimum(self.rate, self.rate.T)
+        self.by_host = bool(cluster.hosts) and not cluster.bandwidths and not cluster.links
+        self._gathers: dict[tuple[object, ...], float] = {}
+        self._slowest: dict[tuple[object, ...], Link] = {}
+        self._signatures: dict[object, tuple[object, ...]] = {}
+        if self.by_host:
+            kinds = {host: n for n, host in enumerate(dict.fromkeys(cluster.hosts))}
+            self.kind = np.array([kinds[host] for host in cluster.hosts], np.int64)
+            self.inside = np.array([host.inside.bytes_per_s for host in cluster.hosts])
+            self.card = np.array([host.card.bytes_per_s for host in cluster.hosts])
 
     def between(self, source: Ints, target: Ints) -> tuple[Floats, Floats]:
         """Returns latency and bandwidth from each device to the one at the same place."""
-        if self._exceptions:
-            found = [self.cluster.between(int(a), int(b)) for a, b in zip(source.ravel(), target.ravel(), strict=True)]
-            latency = np.array([link.latency_s for link in found]).reshape(source.shape)
-            return latency, np.array([link.bytes_per_s for link in found]).reshape(source.shape)
-        if self.matrix is not None:
-            latency = np.full(source.shape, self.cluster.link.latency_s) if self.latency is None else self.latency[source, target]
-            return latency, self.matrix[source, target]
-        if self.host is not None:
-            here, there = self.host[source], self.host[target]
-            same = here == there
-            latency = np.where(same, self.inside[here, 0], np.maximum(self.card[here, 0], self.card[there, 0]))
-            return latency, np.where(same, self.inside[here, 1], np.minimum(self.card[here, 1], self.card[there, 1]))
-        shape = source.shape
-        return np.full(shape, self.cluster.link.latency_s), np.full(shape, self.cluster.link.bytes_per_s)
+        here, there = self.seat[source], self.seat[target]
+        return self.latency[here, there], self.rate[here, there]
+
+    def shared(self, source: Ints, target: Ints) -> tuple[Floats, Floats]:
+        """Returns the same if all these pairs, each given once, are used at once: they divide network cards among them."""
+        latency, rate = self.between(source, target)
+        if not self.cluster.has_cards:
+            return latency, rate
+        if not self.by_host:  # single pairs have links of their own
+            links = self.cluster.shared_links(list(zip(source.ravel().tolist(), target.ravel().tolist(), strict=True)))
+            return latency, np.array([link.bytes_per_s for link in links]).reshape(rate.shape)
+        here, there = self.seat[source], self.seat[target]
+        crossing = here != there
+        leaving, arriving = self._card[source], self._card[target]
+        count = int(self._card.max()) + 1
+        out, into = np.bincount(leaving[crossing], minlength=count), np.bincount(arriving[crossing], minlength=count)
+        if self.cluster.duplex is Duplex.HALF:
+            out = into = out + into
+        for ends, flows, seats in ((leaving, out, here), (arriving, into, there)):
+            divided = self.card[seats] / np.maximum(flows[ends], 1)
+            rate = np.where(crossing & self._divides[seats], np.minimum(rate, divided), rate)
+        return latency, rate
+
+    def shared_links(self, pairs: Sequence[tuple[int, int]]) -> list[Link]:
+        """Returns the link of each pair if all of them are used at once."""
+        source, target = np.array(pairs, np.int64).reshape(-1, 2).T
+        return [Link(*each) for each in zip(*(found.tolist() for found in self.shared(source, target)), strict=True)]
 
     def rates(self) -> Floats:
         """Returns the bandwidths of all pairs; infinite from a device to itself."""
-        count = np.arange(self.size)
-        found = np.array(self.between(*np.broadcast_arrays(count[:, None], count[None, :]))[1], dtype=np.float64)
+        found: Floats = self.rate[np.ix_(self.seat, self.seat)]
         np.fill_diagonal(found, np.inf)
         return found
 
-    def slowest(self, ranks: Sequence[int] | Ints, others: Sequence[int] | Ints | None = None) -> Link:
+    def slowest(self, ranks: Ranks, others: Ranks | None = None) -> Link:
         """Returns the largest latency and the lowest bandwidth among some devices, or between them and others."""
-        group = np.asarray(ranks, np.int64)
-        rest = group if others is None else np.asarray(others, np.int64)
-        if self.host is not None and not self._exceptions:
-            hosts = np.unique(self.host[np.concatenate([group, rest])])
-            table = self.inside if len(hosts) == 1 else self.card
-            latency, rate = table[hosts, 0].max(), table[hosts, 1].min()
-            if others is not None and len(hosts) > 1:  # pairs inside a host may be slower than the cards
-                shared = np.intersect1d(self.host[group], self.host[rest])
-                latency = max([latency, *self.inside[shared, 0]])
-                rate = min([rate, *self.inside[shared, 1]])
-            return Link(float(latency), float(rate))
-        a, b = (x.ravel() for x in np.meshgrid(group, rest))
-        keep = a != b
-        if not keep.any():
-            return Link()
-        latency, rate = self.between(a[keep], b[keep])
-        again_latency, again = self.between(b[keep], a[keep])
-        return Link(float(max(latency.max(), again_latency.max())), float(min(rate.min(), again.min())))
+        one, other = tuple(ranks), tuple(ranks if others is None else others)
+        found = self._slowest.get((one, other))
+        if found is None:
+            together = np.bincount(self.seat[list({*one, *other})], minlength=len(self.rate))
+            a, b = np.unique(self.seat[list(one)]), np.unique(self.seat[list(other)])
+            pairs = (a[:, None] != b) | (together[b] > 1)  # a device has no link to itself
+            latency = np.max(self.worst_latency[np.ix_(a, b)], where=pairs, initial=0.0)
+            found = Link(float(latency), float(np.min(self.worst_rate[np.ix_(a, b)], where=pairs, initial=np.inf)))
+            self._slowest[one, other] = found
+        return found
 
     def gather_rates(self, groups: Sequence[Ints]) -> Floats:
         """Returns for each group a rate at which no gather of it is faster: of its slowest link, or of hosts and then devices."""
         if max(map(len, groups)) < 2:
             return np.full(len(groups), np.inf)
-        if self.host is not None and not self._exceptions and len(set(map(len, groups))) == 1:
-            hosts = np.sort(self.host[np.stack(list(groups))], axis=1)
+        if self.by_host and len(set(map(len, groups))) == 1:
+            hosts = np.sort(self.seat[np.stack(list(groups))], axis=1)
             count, many = hosts.shape[1], 1 + (np.diff(hosts, axis=1) > 0).sum(axis=1)
-            inside, card = self.inside[hosts, 1], self.card[hosts, 1]
+            inside, card = self.inside[hosts], self.card[hosts]
             flat = np.where(many == 1, inside[:, 0], card.min(axis=1))
             each = count / many  # devices of a host
             by_hosts = (many - 1) / many / each / card.max(axis=1) + (each - 1) / each / inside.max(axis=1)
@@ -97,55 +101,73 @@ class DeviceLinks:
             return found
         return np.array([self.slowest(group).bytes_per_s for group in groups])
 
-    def gather_s(self, ranks: Sequence[int] | Ints, size: float) -> float:
+    def gather_s(self, ranks: Ranks, size: float) -> float:
         """Returns how long a group needs to gather a buffer of which each device has an equal part."""
-        group = np.asarray(ranks, np.int64)
-        count = len(group)
+        count = len(ranks)
         if count < 2 or size <= 0:
             return 0.0
-        key = (count, size, *self._signature(group))
-        found = self._groups.get(key)
+        if not self.cluster.hosts:
+            return flat_s(count, size, self.slowest(ranks))
+        key = (size, *self._signature(ranks))
+        if key not in self._gathers:
+            self._gathers[key] = self.cluster.gather_s([int(device) for device in ranks], size)
+        return self._gathers[key]
+
+    def all_reduce_s(self, ranks: Ranks, size: float) -> float:
+        """Returns how long a group needs to add up a buffer: as long as a scatter of sums and a gather."""
+        return 2 * self.gather_s(ranks, size)
+
+    def _signature(self, ranks: Ranks) -> tuple[object, ...]:
+        """What decides the time of a group: how many of its devices hosts of each kind have, or the devices themselves."""
+        devices = ranks.tobytes() if isinstance(ranks, np.ndarray) else tuple(ranks)
+        found = self._signatures.get(devices)
         if found is None:
-            if count <= SMALL:
-                found = self.cluster.gather_s([int(device) for device in group], size)
-            else:
-                link = self.slowest(group)
-                steps = count.bit_length() - 1 if count & (count - 1) == 0 else count - 1
-                found = steps * link.latency_s + (count - 1) / count * size / link.bytes_per_s
-            self._groups[key] = found
+            found = (devices,)
+            if self.by_host:
+                hosts, counts = np.unique(self.seat[np.asarray(ranks, np.int64)], return_counts=True)
+                found = tuple(sorted(zip(self.kind[hosts].tolist(), counts.tolist(), strict=True)))
+            self._signatures[devices] = found
         return found
 
-    def all_reduce_s(self, ranks: Sequence[int] | Ints, size: float) -> float:
-        """Returns how long a group needs to add up a buffer."""
-        group = np.asarray(ranks, np.int64)
-        if len(group) <= SMALL and len(group) > 1 and size > 0:
-            key = ("sum", len(group), size, *self._signature(group))
-            if key not in self._groups:
-                self._groups[key] = self.cluster.all_reduce_s([int(device) for device in group], size)
-            return self._groups[key]
-        return 2 * self.gather_s(group, size)
+    @cached_property
+    def _divides(self) -> NDArray[np.bool_]:
+        """Whether the devices of a host share its cards."""
+        return np.array([host.cards > 0 for host in self.cluster.hosts])
 
-    def _signature(self, group: Ints) -> tuple[object, ...]:
-        """What decides the time of a group: how many of its devices hosts of each kind have, or the devices themselves."""
-        if self.host is None or self._exceptions:
-            return tuple(int(device) for device in group)
-        hosts, counts = np.unique(self.host[group], return_counts=True)
-        return tuple(sorted(zip(self.kind[hosts].tolist(), counts.tolist(), strict=True)))
+    @cached_property
+    def _card(self) -> Ints:
+        """The card of each device, with a number of its own."""
+        seen: dict[tuple[int, int], int] = {}
+        found = [(host, self.cluster.hosts[host].card_of(place)) for host, place in self.cluster.places]
+        return np.array([seen.setdefault(card, len(seen)) for card in found], np.int64)
 
 
-def _matrices(cluster: Cluster) -> tuple[Floats | None, Floats | None]:
-    """Returns bandwidths and latencies of all pairs; None if one link, or one latency, is that of all."""
-    seats = list(cluster.order or range(cluster.size))
-    pick = np.ix_(seats, seats)
+def _tables(cluster: Cluster) -> tuple[Ints, Floats, Floats]:
+    """Returns the row of each device, latency and bandwidth by rows. A row may be a host, with its inner link on the diagonal."""
+    count = cluster.size
     if cluster.bandwidths:
-        return np.array(cluster.bandwidths)[pick], np.array(cluster.latencies)[pick] if cluster.latencies else None
-    if not cluster.hosts:
-        return None, None
-    host = np.array(cluster.host_of, np.int64)
-    found = [[crossing(a, b, cluster.spine) for b in cluster.hosts] for a in cluster.hosts]
-    for number, each in enumerate(cluster.hosts):
-        found[number][number] = each.inside
-    rates, latencies = (
-        np.array([[getattr(link, name) for link in row] for row in found]) for name in ("bytes_per_s", "latency_s")
-    )
-    return rates[np.ix_(host, host)], latencies[np.ix_(host, host)]
+        order = np.array(cluster.order or range(count), np.int64)
+        rate = np.array(cluster.bandwidths)[np.ix_(order, order)]
+        known = np.array(cluster.latencies)[np.ix_(order, order)] if cluster.latencies else cluster.link.latency_s
+        seat, latency = np.arange(count), np.broadcast_to(known, rate.shape).copy()
+    elif cluster.hosts:
+        seat, hosts = np.array(cluster.host_of, np.int64), cluster.hosts
+        cards, inside = ([getattr(host, name) for host in hosts] for name in ("card", "inside"))
+        latency = np.maximum.outer(*[np.array([link.latency_s for link in cards])] * 2)
+        rate = np.minimum.outer(*[np.array([link.bytes_per_s for link in cards])] * 2)
+        if cluster.spine is not None:
+            racks = np.array([host.rack for host in hosts])
+            far = racks[:, None] != racks
+            latency = np.where(far, np.maximum(latency, cluster.spine.latency_s), latency)
+            rate = np.where(far, np.minimum(rate, cluster.spine.bytes_per_s), rate)
+        np.fill_diagonal(latency, [link.latency_s for link in inside])
+        np.fill_diagonal(rate, [link.bytes_per_s for link in inside])
+    else:
+        seat = np.zeros(count, np.int64)
+        latency, rate = np.array([[cluster.link.latency_s]]), np.array([[cluster.link.bytes_per_s]])
+    if cluster.links:
+        latency, rate, seat = latency[np.ix_(seat, seat)], rate[np.ix_(seat, seat)], np.arange(count)
+        for a, b in [(a, b) for pair in cluster.links for a, b in (pair, pair[::-1]) if max(pair) < count]:
+            link = cluster.between(a, b)
+            latency[a, b], rate[a, b] = link.latency_s, link.bytes_per_s
+    return seat, latency, rate

@@ -8,48 +8,60 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.simulate.quick_kernels import njit
+
+Floats = NDArray[np.float64]
 STEPS = 60
 """Halvings of the interval in which the bottleneck lies."""
 
 
-def even_cuts(sums: Sequence[float], slowness: Sequence[float]) -> tuple[int, ...]:
+def even_cuts(sums: Floats, slowness: Sequence[float]) -> tuple[int, ...]:
     """Returns where each stage ends. `sums[l]` is the work of the first l layers; stage k takes `slowness[k]` times its work."""
     layers, stages = len(sums) - 1, len(slowness)
     assert 1 <= stages <= layers
     if stages == 1:
         return (layers,)
-    total = sums[-1]
-    largest = max(b - a for a, b in pairwise(sums)) if layers > 1 else total
-    low = total / sum(1.0 / s for s in slowness)
-    high = (low + largest) * max(slowness) * (1 + 1e-9)
-    high = high if _reach(sums, slowness, high) else total * max(slowness)
+    slow, ends = np.array(slowness), np.empty(stages, np.int64)
+    limit = float(_least_limit(sums, slow, float(np.diff(sums).max()), ends))
+    return _spread(sums.tolist(), slowness, limit, ends.tolist())
+
+
+@njit(cache=True)
+def _least_limit(sums: Any, slowness: Any, largest: float, ends: Any) -> Any:
+    """Returns the least work of the busiest stage, and puts where stages end at the latest into `ends`."""
+    low = sums[-1] / (1.0 / slowness).sum()
+    high = (low + largest) * slowness.max() * (1 + 1e-9)
+    if not _reach(sums, slowness, high, ends):
+        high = sums[-1] * slowness.max()
     for _ in range(STEPS):
         if high - low <= 1e-9 * high:
             break
         middle = (low + high) / 2
-        if _reach(sums, slowness, middle):
+        if _reach(sums, slowness, middle, ends):
             high = middle
         else:
             low = middle
-    left = _reach(sums, slowness, high)
-    assert left is not None
-    return _spread(sums, slowness, high, left)
+    _reach(sums, slowness, high, ends)
+    return high
 
 
-def _reach(sums: Sequence[float], slowness: Sequence[float], limit: float) -> list[int] | None:
-    """Where stages end at the latest if none works longer than `limit`; None if the layers do not fit."""
+@njit(cache=True)
+def _reach(sums: Any, slowness: Any, limit: float, ends: Any) -> bool:
+    """Finds where stages end at the latest if none works longer than `limit`; False if the layers do not fit."""
     layers, stages = len(sums) - 1, len(slowness)
-    ends: list[int] = []
     at = 0
-    for k, slow in enumerate(slowness):
-        room = layers - (stages - 1 - k)
-        at = min(bisect_right(sums, sums[at] + limit / slow * (1 + 1e-12)) - 1, room)
-        if at <= (ends[-1] if ends else 0):
-            return None
-        ends.append(at)
-    return ends if at == layers else None
+    for k in range(stages):
+        before = at
+        at = min(np.searchsorted(sums, sums[at] + limit / slowness[k] * (1 + 1e-12), side="right") - 1, layers - (stages - 1 - k))
+        if at <= before:
+            return False
+        ends[k] = at
+    return bool(at == layers)
 
 
 def _spread(sums: Sequence[float], slowness: Sequence[float], limit: float, left: Sequence[int]) -> tuple[int, ...]:

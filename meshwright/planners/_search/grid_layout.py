@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.ir.cluster import Cluster, Link
 from meshwright.ir.placement import Placement
+from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.planners._search.problem import Problem
 
 Ints = NDArray[np.int64]
@@ -48,30 +50,43 @@ def worker_slowness(problem: Problem, found: DeviceGrid) -> Floats:
     return slow
 
 
-def stage_slowness(placement: Placement, workers: Floats) -> list[float]:
+def stage_slowness(placement: Placement, workers: Floats) -> Floats:
     """The slowest worker of each stage."""
-    return [max(float(workers[placement.teams[r][s][0][0]]) for r in range(placement.replicas)) for s in range(placement.stages)]
+    found: Floats = workers[worker_table(placement)].max(axis=0)
+    return found
 
 
 def worker_links(problem: Problem, found: DeviceGrid, placement: Placement) -> Cluster:
-    """Returns the links between workers: for each pair the slowest over all copies and tensor ranks."""
-    pairs = {
-        tuple(sorted((placement.teams[r][s][0][0], placement.teams[r][s + 1][0][0])))
-        for r in range(placement.replicas)
-        for s in range(placement.stages - 1)
-    }
-    links: dict[tuple[int, int], Link] = {}
-    for a, b in sorted(pair for pair in pairs if pair[0] != pair[1]):
-        latency, rate = problem.links.between(found.devices[a], found.devices[b])
-        back_latency, back = problem.links.between(found.devices[b], found.devices[a])
-        links[a, b] = Link(float(max(latency.max(), back_latency.max())), float(min(rate.min(), back.min())))
-    return Cluster(Link(), links, problem.cluster.duplex)
+    """Returns the links between workers: for each pair the slowest over all copies and tensor ranks, all used at once."""
+    table = worker_table(placement)
+    ends = {(min(a, b), max(a, b)) for row in table.tolist() for a, b in pairwise(row)}
+    pairs = sorted((a, b) for a, b in ends if a != b)
+    if not pairs:
+        return Cluster(duplex=problem.cluster.duplex)
+    here, there = (found.devices[list(side)] for side in zip(*pairs, strict=True))
+    latency, rate = problem.links.shared(np.concatenate([here, there]), np.concatenate([there, here]))
+    late = latency.max(axis=(1, 2)).reshape(2, -1).max(axis=0).tolist()
+    slow = rate.min(axis=(1, 2)).reshape(2, -1).min(axis=0).tolist()
+    return Cluster(Link(), dict(zip(pairs, map(Link, late, slow), strict=True)), problem.cluster.duplex)
 
 
 def sync_groups(found: DeviceGrid, placement: Placement) -> list[Ints]:
     """For each stage the devices that add up its gradients: all holders in all copies, at the first tensor coordinate."""
-    groups: list[Ints] = []
-    for s in range(placement.stages):
-        holders = sorted({placement.teams[r][s][0][0] for r in range(placement.replicas)})
-        groups.append(np.unique(found.devices[holders, :, 0]))
-    return groups
+    table = worker_table(placement)
+    if len(table) == 1:
+        return list(found.devices[table[0], :, 0])
+    return [np.unique(found.devices[np.unique(holders), :, 0]) for holders in table.T]
+
+
+def worker_table(placement: Placement) -> Ints:
+    """The worker of each [replica, stage]."""
+    return np.array([[teams[0][0] for teams in replica] for replica in placement.teams], np.int64)
+
+
+def grid_stages(found: DeviceGrid, placement: Placement, ends: Sequence[int], recompute: float) -> tuple[PlanStage, ...]:
+    """The stages of a plan that end at these layers, each with its devices in all copies."""
+    holders = [np.unique(workers) for workers in worker_table(placement).T]
+    return tuple(
+        PlanStage(first, end - 1, tuple(found.devices[workers].ravel().tolist()), recompute)
+        for first, end, workers in zip((0, *ends[:-1]), ends, holders, strict=True)
+    )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from meshwright.costs.memory_classes import RESERVE, static_bytes
 from meshwright.ir.placement import Placement
 from meshwright.planners._search.families import Family
+from meshwright.planners._search.grid_layout import worker_table
 from meshwright.planners._search.problem import Floats, Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
 
@@ -26,7 +27,7 @@ class Timed:
     weight: Floats
     tensor: Floats
     """Seconds of tensor collectives of a layer, forward and backward."""
-    sums: dict[str, list[float]] = field(default_factory=dict)
+    sums: dict[str, Floats] = field(default_factory=dict)
 
 
 class GroupBounds:
@@ -46,13 +47,12 @@ class GroupBounds:
     ) -> None:
         self.ends, self.family = ends, family
         self.swaps = 1 if recompute and family.split else 0  # what is recomputed takes the place of what was kept
-        self.worker = worker_table(family, placement.workers)
+        self.worker = worker_table(placement)
         at, before = np.array(ends), np.array((0, *ends[:-1]))
         slow = np.array(slowness)
 
         def stage_sums(name: str) -> Floats:
-            sums = np.array(timed.sums[name])
-            found: Floats = sums[at] - sums[before]
+            found: Floats = timed.sums[name][at] - timed.sums[name][before]
             return found
 
         forward = stage_sums("forward") * slow
@@ -87,10 +87,9 @@ class GroupBounds:
         before, at = ends
         workers, flat = len(self.work), self.worker.ravel()
         replicas = len(self.worker)
-        saved = np.array(timed.sums["saved"])
-        kept = saved[at] - saved[before]
+        kept = timed.sums["saved"][at] - timed.sums["saved"][before]
         arrays = problem.arrays(*rows)
-        scratch = np.array([arrays.transient[a:b].max(initial=0.0) for a, b in zip(before, at, strict=True)]) / tensor.tp
+        scratch = np.maximum.reduceat(arrays.transient, before) / tensor.tp
         if recompute:
             scratch = scratch + kept
             kept = np.where(before > 0, arrays.output[np.maximum(before - 1, 0)], 0.0)
@@ -126,10 +125,3 @@ class GroupBounds:
 def placement_of(family: Family, pp: int) -> Placement:
     """Where the stages of a family live."""
     return family.placement(pp)
-
-
-@cache
-def worker_table(family: Family, pp: int) -> Ints:
-    """The worker of each [replica, stage]."""
-    placement = placement_of(family, pp)
-    return np.array([[teams[0][0] for teams in replica] for replica in placement.teams], np.int64)

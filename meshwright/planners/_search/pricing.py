@@ -6,19 +6,14 @@ its memory curve decides whether a plan fits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
-from meshwright.costs.memory_classes import (
-    largest_transient,
-    memory_use,
-    optimizer_state,
-    reserve_bytes,
-    stage_parameters,
-    static_bytes,
-)
+import numpy as np
+
+from meshwright.costs.memory_classes import memory_use, optimizer_state, reserve_bytes, static_bytes
 from meshwright.costs.stages import of_microbatch, stage_links, sum_seconds
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -26,17 +21,19 @@ from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
-from meshwright.passes.check import prove
 from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
 from meshwright.planners._search.families import Family
-from meshwright.planners._search.grid_layout import stage_slowness, sync_groups, worker_links, worker_slowness
+from meshwright.planners._search.grid_layout import grid_stages, stage_slowness, sync_groups, worker_links, worker_slowness
 from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
 from meshwright.schedules import build, parameters
 from meshwright.simulate.quick_memory import activation_peaks
 from meshwright.simulate.quick_sweep import QuickProgram
-from meshwright.simulate.simulator import simulate_with_peaks
+from meshwright.simulate.simulator import proved_with_peaks
+
+SMALL = 8192
+"""Up to so many actions, lists are kept for the next search."""
 
 
 @dataclass
@@ -49,7 +46,6 @@ class Priced:
     microbatches: int
     costs: tuple[StageCost, ...]
     links: Cluster
-    stages: tuple[PlanStage, ...]
     capacity: tuple[float, ...]
     transient: tuple[float, ...]
     static: tuple[float, ...]
@@ -57,7 +53,8 @@ class Priced:
     tensor_s: float
     sharding: Sharding
     copies: int
-    parallel: Mapping[str, Any]
+    details: Callable[[], tuple[tuple[PlanStage, ...], Mapping[str, Any]]]
+    """Makes stages and keywords: most plans are only compared by their times."""
     step_s: float = float("inf")
     peak_bytes: tuple[float, ...] = ()
 
@@ -67,6 +64,21 @@ class Priced:
         wide = isinstance(self.plan, WidePlan)
         costs = of_microbatch(self.costs, [stage.width for stage in self.stages]) if wide else self.costs
         return {**self.parallel, "costs": [asdict(cost) for cost in costs]}
+
+    @property
+    def actions(self) -> int:
+        """About how many actions a simulation has."""
+        return 2 * self.workers * self.microbatches * self.family.chunks
+
+    @cached_property
+    def stages(self) -> tuple[PlanStage, ...]:
+        """The stages with their layers and devices."""
+        return self.details()[0]
+
+    @cached_property
+    def parallel(self) -> Mapping[str, Any]:
+        """The keywords of `Parallel`."""
+        return self.details()[1]
 
     @property
     def over_bytes(self) -> float:
@@ -90,14 +102,16 @@ class Pricer:
         except MeshwrightError:
             return None
         self.simulated += 1
-        self.actions += 2 * priced.workers * priced.microbatches * priced.family.chunks
+        self.actions += priced.actions
         if program.lists is None:
-            self._simulated(priced, self.schedule(priced))
+            self.engine(priced)
             return priced
-        priced.step_s = program.makespan_s(priced.costs, priced.links) + priced.update_s
+        times = program.times(priced.costs, priced.links)
+        priced.step_s = times.makespan_s + priced.update_s
         held = activation_peaks(program.lists, priced.costs)
-        sums = zip(priced.static, held, priced.transient, priced.capacity, strict=True)
-        priced.peak_bytes = tuple(s + h + t + reserve_bytes(c) for s, h, t, c in sums)
+        late = _waiting_bytes(priced, times.computed_s)
+        sums = zip(priced.static, held, late, priced.transient, priced.capacity, strict=True)
+        priced.peak_bytes = tuple(s + h + w + t + reserve_bytes(c) for s, h, w, t, c in sums)
         return priced
 
     def schedule(self, priced: Priced) -> Schedule:
@@ -105,27 +119,22 @@ class Pricer:
         costs: dict[str, Any] = {"costs": priced.costs} if shaped_by_costs(priced.family) else {}
         if costs and priced.family.schedule in ("listed", "onef1b"):
             costs["cluster"] = priced.links
-        given: dict[str, Any] = {**priced.family.options, **costs}
-        built = build(priced.family.schedule, workers=priced.workers, microbatches=priced.microbatches, **given)
-        return replace(built, sharding=priced.sharding)
+        return _built(priced.family, priced.workers, priced.microbatches, priced.sharding, **costs)
 
     def _program(self, priced: Priced) -> QuickProgram:
-        key = (priced.family, priced.workers, priced.microbatches, priced.sharding)
         if shaped_by_costs(priced.family):
             return QuickProgram(self.schedule(priced))
+        key = (priced.family, priced.workers, priced.microbatches, priced.sharding)
+        if priced.actions <= SMALL:
+            return _small_program(*key)
         if key not in self._programs:
-            self._programs[key] = QuickProgram(self.schedule(priced))
+            self._programs[key] = QuickProgram(_built(*key))
         return self._programs[key]
 
     def engine(self, priced: Priced) -> tuple[Timeline, tuple[MemoryUse, ...]]:
         """Proves a plan and simulates it with the engine: its timeline, and its memory by class."""
-        schedule = self.schedule(priced)
-        prove(schedule)
+        timeline, kinds = proved_with_peaks(self.schedule(priced), priced.costs, priced.links, copies=priced.copies)
         self.proved += 1
-        return self._simulated(priced, schedule)
-
-    def _simulated(self, priced: Priced, schedule: Schedule) -> tuple[Timeline, tuple[MemoryUse, ...]]:
-        timeline, kinds = simulate_with_peaks(schedule, priced.costs, priced.links, copies=priced.copies)
         uses = tuple(
             memory_use(of_worker, transient=scratch, capacity=cap)
             for of_worker, scratch, cap in zip(kinds, priced.transient, priced.capacity, strict=True)
@@ -142,64 +151,57 @@ class Pricer:
         problem, tp = self.problem, plan.tensor.tp
         placement = placement_of(plan.family, plan.pp)
         found = self.enumerator.grid_of(plan)
-        timed = self.enumerator.timed(plan.rows, plan.share, plan.tensor)
+        sums = self.enumerator.timed(plan.rows, plan.share, plan.tensor).sums
+        arrays = problem.arrays(plan.rows, plan.share)
+        first, end = np.array((0, *plan.ends[:-1])), np.array(plan.ends)
         slow = stage_slowness(placement, worker_slowness(problem, found))
         groups = sync_groups(found, placement)
-        arrays = problem.arrays(plan.rows, plan.share)
-        whole_copy = 1 if plan.tensor.tensor == "line" and not plan.tensor.sequence else tp
-        costs, stages, sizes, scratch = [], [], [], []
-        for s, (first, end) in enumerate(zip((0, *plan.ends[:-1]), plan.ends, strict=True)):
-            layers = range(first, end)
-            size = stage_parameters(problem.profile, layers) / tp
-            call = float(problem.launch[groups[s]].max())
-            forward = slow[s] * (timed.sums["forward"][end] - timed.sums["forward"][first]) + call
-            is_last = s == placement.stages - 1
-            output = 0.0 if is_last else float(arrays.output[end - 1]) / whole_copy
-            sync_s, gather_s = sum_seconds(problem.links, groups[s].tolist(), size, divided=plan.zero != "replicated")
-            costs.append(
-                StageCost(
-                    forward_s=forward,
-                    input_s=slow[s] * (timed.sums["input"][end] - timed.sums["input"][first]) + call,
-                    weight_s=slow[s] * (timed.sums["weight"][end] - timed.sums["weight"][first]),
-                    recompute_s=forward if plan.recompute else 0.0,
-                    sync_s=sync_s,
-                    gather_s=gather_s,
-                    activation_bytes=timed.sums["saved"][end] - timed.sums["saved"][first],
-                    output_bytes=output,
-                    gradient_bytes=output,
-                    parameter_bytes=size,
-                    optimizer_bytes=optimizer_state(problem.profile, size),
-                )
-            )
-            holders = sorted({placement.teams[r][s][0][0] for r in range(placement.replicas)})
-            devices = tuple(int(d) for d in found.devices[holders].ravel())
-            stages.append(PlanStage(first, end - 1, devices, 1.0 if plan.recompute else 0.0))
-            sizes.append(size)
-            scratch.append(largest_transient(arrays.transient.tolist(), layers) / tp)
+        call = [float(problem.launch[group].max()) for group in groups] if problem.launch.any() else [0.0] * len(groups)
+        forward = slow * (sums["forward"][end] - sums["forward"][first]) + call
+        output = arrays.output[end - 1] / (1 if plan.tensor.tensor == "line" and not plan.tensor.sequence else tp)
+        output[-1] = 0.0
+        sizes = problem.stage_parameters(first, end) / tp
+        divided = plan.zero != "replicated"
+        both = [
+            sum_seconds(problem.links, group.tolist(), size, divided=divided)
+            for group, size in zip(groups, sizes.tolist(), strict=True)
+        ]
+        columns = {
+            "forward_s": forward,
+            "input_s": slow * (sums["input"][end] - sums["input"][first]) + call,
+            "weight_s": slow * (sums["weight"][end] - sums["weight"][first]),
+            "recompute_s": forward if plan.recompute else 0.0 * forward,
+            "sync_s": np.array([sync for sync, _ in both]),
+            "gather_s": np.array([gather for _, gather in both]),
+            "activation_bytes": sums["saved"][end] - sums["saved"][first],
+            "output_bytes": output,
+            "gradient_bytes": output,
+            "parameter_bytes": sizes,
+            "optimizer_bytes": optimizer_state(problem.profile, 1.0) * sizes,
+        }
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        costs = tuple(StageCost(**dict(zip(columns, row, strict=True))) for row in rows)
         shares = plan.dp * plan.family.replicas
         held = [[s for _, s in pairs] for pairs in placement.held]
-        state = [optimizer_state(problem.profile, size) for size in sizes]
-        static = tuple(sum(static_bytes(sizes[s], state[s], zero=plan.zero, shares=shares) for s in of) for of in held)
-        largest = max(sum(sizes[s] for s in of) for of in held) / (1 if plan.zero == "replicated" else shares)
-        tensor_s = plan.microbatches * max(
-            sum(timed.sums["tensor"][plan.ends[s]] - timed.sums["tensor"][(0, *plan.ends)[s]] for s in of) for of in held
-        )
+        static = [static_bytes(c.parameter_bytes, c.optimizer_bytes, zero=plan.zero, shares=shares) for c in costs]
+        largest = max(sum(costs[s].parameter_bytes for s in of) for of in held) / (1 if plan.zero == "replicated" else shares)
+        scratch = (np.maximum.reduceat(arrays.transient, first) / tp).tolist()
+        tensor_s = (sums["tensor"][end] - sums["tensor"][first]).tolist()
         return Priced(
             plan,
             plan.family,
             plan.pp,
             plan.microbatches,
-            tuple(costs),
+            costs,
             worker_links(problem, found, placement),
-            tuple(stages),
             tuple(problem.memory[found.devices].min(axis=(1, 2)).tolist()),
             tuple(max(scratch[s] for s in of) for of in held),
-            static,
+            tuple(sum(static[s] for s in of) for of in held),
             problem.update_s(largest, int(found.devices[0, 0, 0])),
-            tensor_s / plan.family.replicas,
+            plan.microbatches * max(sum(tensor_s[s] for s in of) for of in held) / plan.family.replicas,
             Sharding.NONE if plan.zero == "replicated" else Sharding(plan.zero),
             plan.dp,
-            _keywords(plan, found.ranks),
+            lambda: (grid_stages(found, placement, plan.ends, float(plan.recompute)), _keywords(plan, found.ranks)),
         )
 
     def _price_wide(self, plan: WidePlan) -> Priced:
@@ -218,7 +220,6 @@ class Pricer:
             plan.microbatches,
             costs,
             stage_links(stages, problem.cluster, groups=problem.links),
-            stages,
             tuple(float(problem.memory[list(stage.devices)].min()) for stage in stages),
             tuple(map(float, transient)),
             tuple(static),
@@ -226,7 +227,7 @@ class Pricer:
             0.0,
             Sharding.NONE,
             1,
-            _wide_keywords(plan, stages),
+            lambda: (stages, _wide_keywords(plan, stages)),
         )
 
 
@@ -256,6 +257,29 @@ def _wide_keywords(plan: WidePlan, stages: tuple[PlanStage, ...]) -> dict[str, A
         "stages": [stage.first for stage in stages[1:]],
         "ranks": [device for stage in stages for device in stage.devices],
     }
+
+
+def _waiting_bytes(priced: Priced, computed_s: Sequence[float]) -> list[float]:
+    """The gradients that wait for their sums when a worker has computed all, if each is added up alone; at least one a stage."""
+    if not priced.sharding.sums_singly:
+        return [0.0] * priced.workers
+    placement, costs = placement_of(priced.family, priced.workers), priced.costs
+    each = priced.microbatches / placement.replicas
+    return [
+        sum(costs[s].parameter_bytes * max(1.0, each - time / (costs[s].sync_s or time or 1.0)) for _, s in held)
+        for held, time in zip(placement.held, computed_s, strict=True)
+    ]
+
+
+def _built(family: Family, workers: int, microbatches: int, sharding: Sharding, **more: Any) -> Schedule:
+    built = build(family.schedule, workers=workers, microbatches=microbatches, **{**family.options, **more})
+    return replace(built, sharding=sharding)
+
+
+@lru_cache(maxsize=64)
+def _small_program(family: Family, workers: int, microbatches: int, sharding: Sharding) -> QuickProgram:
+    """The lists of a small schedule that does not depend on costs: the next search needs them again."""
+    return QuickProgram(_built(family, workers, microbatches, sharding))
 
 
 @cache

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.memory_classes import optimizer_state
+from meshwright.costs.memory_classes import optimizer_state, stage_parameters
 from meshwright.costs.stages import device_slowness, shared_chain, stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -25,6 +25,7 @@ from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search.device_links import DeviceLinks
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,11 @@ class Problem:
     @cached_property
     def order(self) -> list[int]:
         """Devices in an order in which neighbours have fast links, and are of one kind where links do not say otherwise."""
-        return device_order(self.links.rates(), kinds=self.slowness.tolist())
+        links = self.links
+        if links.by_host and len(set(np.bincount(links.seat))) == 1 and links.inside.min() >= links.card.max() and self.uniform:
+            hosts = device_order(links.rate)  # devices of a host are neighbours
+            return [device for host in hosts for device in np.flatnonzero(links.seat == host).tolist()]
+        return device_order(links.rates(), kinds=self.slowness.tolist())
 
     @property
     def step_rows(self) -> int | None:
@@ -132,6 +137,13 @@ class Problem:
         return stage_costs(
             self.profile, stages, self.cluster, rows=rows, groups=self.links, chains=chains, slowness=self._slowness
         )
+
+    def stage_parameters(self, first: Ints, end: Ints) -> Floats:
+        """Returns the bytes of the parameters of stages; tied ones inside a stage count once."""
+        if not self.tied:
+            found: Floats = self.parameter_sums[end] - self.parameter_sums[first]
+            return found
+        return np.array([stage_parameters(self.profile, range(a, b)) for a, b in zip(first, end, strict=True)])
 
     def splits(self, copies: int) -> list[tuple[int | None, int, int]]:
         """The ways in which so many copies divide a step: (rows of a microbatch, devices that share them, microbatches)."""

@@ -6,7 +6,8 @@ Among plans whose every stage and channel is at most `limit`, minimize the time 
 
 T is for the first l layers on the first i devices, the last stage on the r devices before i. Stage work is a difference of prefix
 sums, so the minimum over l' is one over a window that only moves forward. The number of stages is free. A sweep over limits gives
-one plan each; a simulation decides between them.
+one plan each; a simulation decides between them. Under a tight limit i devices cannot have finished more than some layers, nor
+fewer than what the remaining devices can take: other states are skipped (`first` and `last`).
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ def fill(
     limit: float,
     count: int,
     M: int,
+    first: Any,
+    last: Any,
     table: Any,
     from_layer: Any,
     from_width: Any,
 ) -> None:
-    """Fills T and the choices; `works[k]` are the prefix sums of layers on one of `widths[k]` devices."""
+    """Fills T and the choices; `works[k]` are the prefix sums of layers on one of `widths[k]` devices.
+
+    T of i devices is filled for `first[i]` to `last[i]` layers only.
+    """
     layers = works.shape[1] - 1
     kinds = len(widths)
-    table[:] = np.inf
     best = np.empty(layers + 1)
     which = np.empty(layers + 1, np.int64)
     queue = np.empty(layers + 1, np.int64)
@@ -53,31 +58,34 @@ def fill(
             rate = inside[i, k]
             share = 2.0 * (r - 1) / r / rate if r > 1 else 0.0
             left = i - r
+            for l in range(first[i], last[i] + 1):
+                table[i, k, l] = np.inf
             if left == 0:
-                for l in range(1, layers + 1):
+                for l in range(max(1, first[i]), last[i] + 1):
                     if M * works[k, l] + share * weights[l] <= limit:
                         table[i, k, l] = works[k, l]
                         from_layer[i, k, l] = 0
                         from_width[i, k, l] = -1
                 continue
-            for l in range(layers + 1):
-                best[l] = np.inf
-                which[l] = -1
+            start, stop = max(1, first[left]), min(layers - 1, last[left])
+            best[start : stop + 1] = np.inf
             for j in range(kinds):
                 if widths[j] > left:
                     continue
                 per = 1.0 / (max(r, widths[j]) * between[i, k, j])
-                for l in range(1, layers):
+                row = table[left, j]
+                for l in range(start, stop + 1):  # without branches, so that it becomes vector instructions
                     hop = crossing[l] * per
-                    if M * hop <= limit:
-                        found = table[left, j, l] + 2.0 * hop
-                        if found < best[l]:
-                            best[l] = found
-                            which[l] = j
-            head, tail, low = 0, 0, 1
-            for l in range(2, layers + 1):
-                new = l - 1
-                if best[new] < np.inf:
+                    found = row[l] + 2.0 * hop
+                    better = (M * hop <= limit) & (found < best[l])
+                    best[l] = found if better else best[l]
+                    which[l] = j if better else which[l]
+            head, tail, low, new = 0, 0, start, start - 1
+            for l in range(max(start + 1, first[i]), last[i] + 1):
+                while new < min(l - 1, stop):
+                    new += 1
+                    if best[new] == np.inf:
+                        continue
                     value[new] = best[new] - works[k, new]
                     while tail > head and value[queue[tail - 1]] >= value[new]:
                         tail -= 1
@@ -111,13 +119,17 @@ class ThresholdTable:
         self.crossing = np.concatenate([[0.0], crossing])
         self.count, self.M = len(rates), microbatches
         self.inside, self.between = _windows(np.minimum(rates, rates.T), self.widths)
+        self.share = np.concatenate([[0.0], np.cumsum((np.diff(self.works) * self.widths[:, None]).min(axis=0))])
         shape = (self.count + 1, len(self.widths), self.works.shape[1])
-        self.table = np.empty(shape)
+        self.table = np.full(shape, np.inf)
         self.layer_of = np.zeros(shape, np.int16 if shape[2] < 2**15 else np.int32)
         self.width_of = np.zeros(shape, np.int8)
 
     def solve(self, limit: float) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Returns where stages end, in layers and in devices, of the plan with the shortest round trip; None if there is none."""
+        most = np.arange(self.count + 1) * limit / self.M * (1 + 1e-9)  # what so many devices can do in a step, at best
+        first = np.searchsorted(self.share, self.share[-1] - most[::-1])
+        last = np.searchsorted(self.share, most, side="right") - 1
         fill(
             self.works,
             self.weights,
@@ -128,16 +140,17 @@ class ThresholdTable:
             limit,
             self.count,
             self.M,
+            first,
+            last,
             self.table,
             self.layer_of,
             self.width_of,
         )
-        last = self.table[:, :, -1]
-        at = int(last.argmin())
-        i, k = divmod(at, last.shape[1])
-        if not np.isfinite(last[i, k]):
-            return None
         layer = self.works.shape[1] - 1
+        whole = np.where((last == layer)[:, None], self.table[:, :, layer], np.inf)
+        i, k = divmod(int(whole.argmin()), whole.shape[1])
+        if not np.isfinite(whole[i, k]):
+            return None
         ends, used = [], []
         while True:
             ends.append(layer)

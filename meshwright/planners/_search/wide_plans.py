@@ -63,6 +63,9 @@ def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | Non
 
 def orders(problem: Problem) -> list[list[int]]:
     """Orders of devices to cut into stages: by links, both ways; unequal devices also by speed, and without slow ones."""
+    along = problem.links.rates()[np.ix_(problem.order, problem.order)]
+    if problem.uniform and np.array_equal(along, along[::-1, ::-1]):
+        return [problem.order]  # both ways are alike
     found = [problem.order, problem.order[::-1]]
     if not problem.uniform:
         slow = problem.slowness
@@ -78,7 +81,7 @@ def recut(problem: Problem, stages: Stages, rows: int | None) -> Stages:
     if len(stages) == 1:
         return stages
     slow = [float(problem.slowness[list(stage.devices)].max()) / stage.width for stage in stages]
-    ends = even_cuts(problem.arrays(rows).work_sums.tolist(), slow)
+    ends = even_cuts(problem.arrays(rows).work_sums, slow)
     return tuple(
         PlanStage(first, end - 1, stage.devices) for first, end, stage in zip((0, *ends[:-1]), ends, stages, strict=True)
     )
@@ -189,15 +192,30 @@ def neighbours(stages: Stages, devices: int, layers: int) -> Iterator[Stages]:
             )
 
 
+def descended(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> Stages:
+    """Returns the stages to which steps to the neighbour with the lowest bound lead; none of its neighbours has a lower one."""
+    bound = bound_s(problem, stages, microbatches, rows)
+    while True:
+        ways = [each for each in neighbours(stages, problem.devices, problem.layers) if allowed(problem, each, rows)]
+        lowest, best = min(((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways)), default=(bound, -1))
+        if lowest >= bound * (1 - 1e-9):
+            return stages
+        stages, bound = ways[best], lowest
+
+
+def allowed(problem: Problem, stages: Stages, rows: int | None) -> bool:
+    """Whether the devices of each stage can share its rows, and there are as many stages as asked for."""
+    limits = problem.limits
+    return limits.pp in (None, len(stages)) and all(limits.allows(stage.width, rows) for stage in stages)
+
+
 def _with(stages: Stages, changed: dict[int, PlanStage]) -> Stages:
     return tuple(changed.get(n, stage) for n, stage in enumerate(stages))
 
 
 def as_plans(problem: Problem, stages: Stages, microbatches: int, rows: int | None, source: str) -> Iterator[WidePlan]:
     """Yields stages under each schedule that runs them."""
-    if not all(problem.limits.allows(stage.width, rows) for stage in stages):
-        return
-    if problem.limits.pp not in (None, len(stages)):
+    if not allowed(problem, stages, rows):
         return
     for family in line_families(problem):
         yield WidePlan(stages, family, microbatches, rows, source=source)

@@ -174,4 +174,15 @@ def critical(words: Words, now: WordRun, chain: Chain) -> list[tuple[int, int]]:
         if s == 0 and (letter == "F" or p == 0):
             return found
         s += -1 if letter == "F" else 1
+        if hops := chain.there if letter == "F" else chain.back:
+            index = _first_in_line((forwards if letter == "F" else backwards)[s], index, hops[s if letter == "F" else s - 1])
         p = [place for place, other in enumerate(words[s]) if other == letter][index]
+
+
+def _first_in_line(ends: Sequence[float], index: int, busy: float) -> int:
+    """Returns the message before which a link had nothing to carry, so that it and all up to `index` went back to back."""
+    free, first = 0.0, 0
+    for n, end in enumerate(ends[: index + 1]):
+        first = n if end >= free else first
+        free = max(free, end) + busy
+    return first

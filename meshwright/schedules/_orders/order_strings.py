@@ -19,13 +19,18 @@ Words = list[str]
 
 
 class Chain(NamedTuple):
-    """Times of a chain: forward and backward per resource, latency of a hop, and time after a resource's last backward."""
+    """Times of a chain: forward and backward per resource, latency of a hop, and time after a resource's last backward.
+
+    `there` and `back` are how long a message occupies the link to the next resource, one direction of it; empty if no time.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     latency: float
     after: tuple[float, ...]
     microbatches: int
+    there: tuple[float, ...] = ()
+    back: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, costs: Sequence[StageCost], microbatches: int, latency_s: float) -> Chain:
@@ -36,7 +41,13 @@ class Chain(NamedTuple):
     @property
     def reversed(self) -> Chain:
         """The same problem backward in time: forwards and backwards are exchanged."""
-        return self._replace(forward=self.backward, backward=self.forward)
+        return self._replace(forward=self.backward, backward=self.forward, there=self.back, back=self.there)
+
+    @property
+    def hops(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """How long a message occupies the link to a resource: from the one before it, and from the one after it."""
+        none = (0.0,) * (len(self.forward) - 1)
+        return (0.0, *(self.there or none)), (*(self.back or none), 0.0)
 
 
 class WordRun(NamedTuple):
@@ -78,6 +89,8 @@ def run(words: Words, chain: Chain) -> WordRun:
     forwards: list[list[float]] = [[] for _ in words]
     backwards: list[list[float]] = [[] for _ in words]
     position, time = [0] * len(words), [0.0] * len(words)
+    down, up = chain.hops
+    came, returned = [0.0] * len(words), [0.0] * len(words)  # when the last message has arrived from either side
     work = list(range(len(words)))
     while work:
         s = work.pop()
@@ -87,13 +100,19 @@ def run(words: Words, chain: Chain) -> WordRun:
             if letter == "F":
                 if s and len(f) >= len(forwards[s - 1]):
                     break
-                now = max(now, forwards[s - 1][len(f)] + chain.latency if s else 0.0) + chain.forward[s]
+                if s:
+                    came[s] = max(came[s], forwards[s - 1][len(f)]) + down[s]
+                    now = max(now, came[s] + chain.latency)
+                now += chain.forward[s]
                 f.append(now)
             else:
                 inputs = backwards[s + 1] if s < last else f
                 if len(b) >= len(inputs):
                     break
-                now = max(now, inputs[len(b)] + chain.latency if s < last else 0.0) + chain.backward[s]
+                if s < last:
+                    returned[s] = max(returned[s], inputs[len(b)]) + up[s]
+                    now = max(now, returned[s] + chain.latency)
+                now += chain.backward[s]
                 b.append(now)
         position[s], time[s] = len(f) + len(b), now
         if len(b) > before[1] and s:
@@ -117,20 +136,28 @@ def bound(chain: Chain, cap: Sequence[int]) -> float:
 
 def _heads(chain: Chain, cap: Sequence[int], release: Sequence[float]) -> tuple[list[list[float]], list[list[float]]]:
     """Returns the earliest starts of all forwards and backwards."""
-    forward, backward, latency, _, count = chain
+    forward, backward, latency, _, count, *_ = chain
     depth = len(forward)
     f = [[0.0] * count for _ in forward]
     b = [[0.0] * count for _ in forward]
     first = [release[0]]
+    down, up = chain.hops
+    came, returned = [0.0] * depth, [0.0] * depth
     for s in range(1, depth):
-        first.append(max(release[s], first[-1] + forward[s - 1] + latency))
+        first.append(max(release[s], first[-1] + forward[s - 1] + down[s] + latency))
     for i in range(count):
         for s in range(depth):
             start = first[s] + i * forward[s] + max(0, i - cap[s] + 1) * backward[s]
-            start = max(start, f[s - 1][i] + forward[s - 1] + latency if s else 0.0, f[s][i - 1] + forward[s] if i else 0.0)
+            if s:
+                came[s] = max(came[s], f[s - 1][i] + forward[s - 1]) + down[s]
+                start = max(start, came[s] + latency)
+            start = max(start, f[s][i - 1] + forward[s] if i else 0.0)
             f[s][i] = max(start, b[s][i - cap[s]] + backward[s] if i >= cap[s] else 0.0)
         for s in reversed(range(depth)):
-            start = f[s][i] + forward[s] if s == depth - 1 else b[s + 1][i] + backward[s + 1] + latency
+            start = f[s][i] + forward[s]
+            if s < depth - 1:
+                returned[s] = max(returned[s], b[s + 1][i] + backward[s + 1]) + up[s]
+                start = returned[s] + latency
             start = max(start, b[s][i - 1] + backward[s] if i else 0.0)
             b[s][i] = max(start, first[s] + (i + 1) * forward[s] + i * backward[s])
     return f, b
@@ -139,9 +166,10 @@ def _heads(chain: Chain, cap: Sequence[int], release: Sequence[float]) -> tuple[
 def vectors(chain: Chain, cap: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns warm-up vectors: about how many periods a microbatch spends at or after a stage; never growing along the chain."""
     both = [f + b for f, b in zip(chain.forward, chain.backward, strict=True)]
-    stay = list(accumulate(reversed([work + 2 * chain.latency for work in both])))
-    residence = [time - 2 * chain.latency for time in reversed(stay)]
-    busiest = max(both) or 1.0
+    down, up = chain.hops
+    hops = [*(a + b + 2 * chain.latency for a, b in zip(down[1:], up, strict=False)), 0.0]
+    residence = list(accumulate(work + hop for work, hop in zip(reversed(both), reversed(hops), strict=True)))[::-1]
+    busiest = max([*both, *chain.there, *chain.back]) or 1.0
     found: dict[tuple[int, ...], None] = {}
     for period in (busiest, max(busiest, *(time / k for time, k in zip(residence, cap, strict=True)))):
         for eighth in range(9):
@@ -161,21 +189,23 @@ def in_time(
     At most `live[s]` activations are alive. The next backward goes first, unless it would start more than `patience[s]` after
     the next forward could. With `warm`, if both can start at the same time, the forward goes first while fewer are alive.
     """
-    forward, backward, latency, _, count = chain
+    forward, backward, latency, _, count, *_ = chain
     depth = len(forward)
     free = [0.0] * depth
-    fs: list[list[float]] = [[] for _ in forward]
-    bs: list[list[float]] = [[] for _ in forward]
+    done = [[0, 0] for _ in forward]  # forwards and backwards that have started
+    inputs: list[list[float]] = [[0.0] * count, *([] for _ in forward[1:])]  # when forwards can start
+    returns: list[list[float]] = [[] for _ in forward]
     words: list[list[str]] = [[] for _ in forward]
-    tail = [0.0, *accumulate(time + latency for time in backward[:-1])]
+    down, up = chain.hops
+    tail = [0.0, *accumulate(time + hop + latency for time, hop in zip(backward, up[:-1], strict=False))]
 
     def pick(s: int) -> tuple[float, int, str]:
-        i, j = len(fs[s]), len(bs[s])
+        i, j = done[s]
         f = b = INFINITE
-        if i < count and i - j < live[s]:
-            f = free[s] if s == 0 else max(free[s], fs[s - 1][i] + latency) if i < len(fs[s - 1]) else INFINITE
-        if j < i:
-            b = free[s] if s == depth - 1 else max(free[s], bs[s + 1][j] + latency) if j < len(bs[s + 1]) else INFINITE
+        if i < count and i - j < live[s] and i < len(inputs[s]):
+            f = max(free[s], inputs[s][i])
+        if j < len(returns[s]):
+            b = max(free[s], returns[s][j])
         back = b < INFINITE and (b <= f + patience[s] if warm is None or b != f else i - j >= warm[s])
         return (b, s, "B") if back else (f, s, "F")
 
@@ -184,13 +214,19 @@ def in_time(
         at, s, letter = min(nexts)
         if at == INFINITE:
             return None
+        ahead = letter == "F"
         words[s].append(letter)
-        free[s] = at + (forward if letter == "F" else backward)[s]
-        (fs if letter == "F" else bs)[s].append(free[s])
-        if free[s] + (count - len(fs[s])) * forward[s] + (count - len(bs[s])) * backward[s] + tail[s] > limit:
+        free[s] = at + (forward if ahead else backward)[s]
+        done[s][0 if ahead else 1] += 1
+        if free[s] + (count - done[s][0]) * forward[s] + (count - done[s][1]) * backward[s] + tail[s] > limit:
             return None
-        nexts[s] = pick(s)
-        neighbour = s + 1 if letter == "F" else s - 1
-        if 0 <= neighbour < depth:
+        neighbour = s + 1 if ahead else s - 1
+        if neighbour == depth:
+            returns[s].append(free[s])
+        elif neighbour >= 0:
+            came, hop = (inputs, down) if ahead else (returns, up)
+            before = came[neighbour][-1] - latency if came[neighbour] else 0.0
+            came[neighbour].append(max(before, free[s]) + hop[neighbour] + latency)
             nexts[neighbour] = pick(neighbour)
+        nexts[s] = pick(s)
     return ["".join(letters) for letters in words]

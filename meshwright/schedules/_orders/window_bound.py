@@ -20,7 +20,7 @@ still contains the start. If no path is left, no such order exists, and M is too
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.schedules._orders.order_strings import INFINITE, Chain
@@ -95,15 +95,33 @@ def refuted(chain: Chain, cap: Sequence[int], makespan: float) -> bool:
 def _linked(windows: Sequence[Windows], s: int, chain: Chain) -> Windows:
     """Returns the windows of a resource, narrowed by the windows of its neighbours."""
     forward_from, forward_to, backward_from, backward_to = windows[s]
+    there, back = chain.hops
     if s:
         above, down, up = windows[s - 1], chain.forward[s - 1] + chain.latency, chain.backward[s] + chain.latency
-        forward_from = [max(a, b + down) for a, b in zip(forward_from, above.forward_from, strict=True)]
-        backward_to = [min(a, b - up) for a, b in zip(backward_to, above.backward_to, strict=True)]
+        forward_from = [max(a, b) for a, b in zip(forward_from, _arrivals(above.forward_from, down, there[s]), strict=True)]
+        backward_to = [min(a, b) for a, b in zip(backward_to, _departures(above.backward_to, up, back[s - 1]), strict=True)]
     if s + 1 < len(windows):
         below, down, up = windows[s + 1], chain.forward[s] + chain.latency, chain.backward[s + 1] + chain.latency
-        forward_to = [min(a, b - down) for a, b in zip(forward_to, below.forward_to, strict=True)]
-        backward_from = [max(a, b + up) for a, b in zip(backward_from, below.backward_from, strict=True)]
+        forward_to = [min(a, b) for a, b in zip(forward_to, _departures(below.forward_to, down, there[s + 1]), strict=True)]
+        backward_from = [max(a, b) for a, b in zip(backward_from, _arrivals(below.backward_from, up, back[s]), strict=True)]
     return Windows(forward_from, forward_to, backward_from, backward_to)
+
+
+def _arrivals(starts: Sequence[float], more: float, busy: float) -> Iterator[float]:
+    """Yields when messages arrive at the earliest, one after the other over a link; they leave `more` after these starts."""
+    last = 0.0
+    for start in starts:
+        last = max(last, start + more) + busy
+        yield last
+
+
+def _departures(starts: Sequence[float], more: float, busy: float) -> list[float]:
+    """Returns when the senders of messages start at the latest, so that these starts are not missed."""
+    last, found = INFINITE, []
+    for start in reversed(starts):
+        last = min(last, start - more) - busy
+        found.append(last)
+    return found[::-1]
 
 
 def _earliest(windows: Windows, letters: _Letters) -> list[list[float]]:
