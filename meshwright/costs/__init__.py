@@ -12,6 +12,7 @@ tensor_rows       compares all modes for one layer
 planned           the grid and scheme of a plan
 overlap_time      times of pieces that overlap with collectives
 stages            costs of the stages of a plan
+placed_plan       links and sums of a plan on the devices of its ranks
 roofline          time of a layer on another device
 memory_classes    memory of a plan, by class
 """

@@ -11,6 +11,7 @@ grid_layout            workers to devices
 device_links           links as arrays
 tensor_costs           time of tensor-parallel collectives
 pricing                costs, links and memory of a candidate, to simulate it
+mapping                the same plan on other devices, by swaps
 pool                   plans that were simulated
 chosen                 the answer: the best plan, by cause and class
 compared               why other plans lost
