@@ -4,6 +4,7 @@
     split          cuts a captured model into stages of modules
     trace/         model -> flat graph of operations, with torch.export
     cut/           flat graph -> layers, their costs, cut points, stage modules
+    repeat/        many equal blocks -> flat graph, from a few of them, for costs
     shard/         flat graph -> what one rank runs under a tensor mode
     check/         captured layers against the model, before training starts
     weights/       models without weights, and weights for chosen parameters
