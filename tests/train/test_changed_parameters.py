@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.runtime.parameters.absent import hide, show
+from meshwright.runtime.parameters.absent import AbsentParameter, hide, show
 
 ALONE: list[dict[str, Any]] = [
     {"dp": 1, "dp_mode": mode} for mode in ("replicated", "zero-1", "zero-2", "cyclic", "cyclic-zero", "cyclic-pp")
@@ -80,6 +80,7 @@ def test_a_write_to_divided_parameters_is_refused(change: Any) -> None:
         with pytest.raises(MeshwrightError, match="values are on other ranks") as error:
             change(trained)
         assert "load_state_dict" in str(error.value)
+        assert session.evaluate(batch(0)).loss > 0
         state = session.state_dict()
         state["tensors"]["model/gain"] *= 2
         session.load_state_dict(state)
@@ -111,6 +112,12 @@ def test_every_kind_of_write_is_seen(number: int, shape: tuple[int, ...]) -> Non
     show(parameter)
     parameter.data = torch.zeros(shape)
     assert type(parameter) is nn.Parameter and not parameter.any()
+
+
+def test_moving_a_module_to_its_own_device_is_no_write() -> None:
+    layer = nn.Linear(2, 2)
+    hide(layer.weight)
+    assert layer.to("cpu").weight.isnan().all() and type(layer.weight) is AbsentParameter
 
 
 def test_reading_and_gradients_are_free() -> None:

@@ -71,8 +71,8 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 def _writes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a function of torch writes values into a tensor without values."""
     name = getattr(func, "__name__", "")
-    if name == "__set__":
-        return getattr(func, "__self__", None) is Tensor.data
+    if name == "__set__":  # `Module.to` sets what it has got back unchanged
+        return getattr(func, "__self__", None) is Tensor.data and not isinstance(args[1], AbsentTensor | AbsentParameter)
     in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__") and name not in NO_VALUES)
     into = args[0] if in_place else kwargs.get("out")
     return any(isinstance(t, AbsentTensor | AbsentParameter) for t in (into if isinstance(into, list | tuple) else (into,)))
