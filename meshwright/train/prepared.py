@@ -30,7 +30,7 @@ from meshwright.runtime.engine.evaluate import forward_schedule
 from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.parameters.parameters import Rules
-from meshwright.runtime.parameters.unit import Optimizer, Pieces, Scheduler
+from meshwright.runtime.parameters.unit import Pieces, Scheduler, UnitOptimizer
 from meshwright.runtime.stage.batch import Batch, Given
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective
@@ -156,7 +156,7 @@ class PreparedRun:
     def settings(
         self,
         *,
-        optimizer: Optimizer,
+        optimizer: UnitOptimizer,
         scheduler: Scheduler | None = None,
         rules: Rules | None = None,
         seed: int = 0,

@@ -14,7 +14,7 @@ from transformers.optimization import Adafactor
 import meshwright as mw
 from meshwright import MeshwrightError
 from meshwright.train.models import small_models as models
-from meshwright.train.optimizer.coupled_parameters import refuse_coupled
+from meshwright.train.optimizer.coupled_parameters import refuse_coupled, refuse_not_elementwise
 from tests.support.trainers import gpt2, ours, text
 
 
@@ -84,6 +84,69 @@ def test_others_are_not(number: int, caplog: pytest.LogCaptureFixture) -> None:
     assert "could not test whether" not in caplog.text
 
 
+class ByGroup(torch.optim.Optimizer):
+    """Other steps for a group with an option, as Muon beside Adam: by the norm of a matrix, or by the norm of all gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "kind": "plain"})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """By the option `kind`."""
+        every = [p.grad for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            for p in group["params"]:
+                match group["kind"]:
+                    case "matrix":
+                        step = p.grad / p.grad.norm()
+                    case "all":
+                        step = p.grad / sum(g.norm() for g in every)
+                    case "dims":
+                        step = p.grad if p.ndim > 1 else p.grad.sign()
+                    case _:
+                        step = p.grad
+                p.sub_(step * group["lr"])
+
+
+@pytest.mark.parametrize("kind", ["matrix", "dims"])
+def test_every_group_is_tried_on_parts(kind: str) -> None:
+    """The first matrix is in a group with plain steps. Parts have one dimension if ranks divide parameters."""
+    params = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+    group = {params[0]: "plain", params[1]: kind}.__getitem__
+
+    def make(parts: list[nn.Parameter], like: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return ByGroup([{"params": [p], "kind": group(of)} for p, of in zip(parts, like, strict=True)])
+
+    refuse_not_elementwise(make, params[:1], "it is cut", group=group, flat=True)
+    with pytest.raises(MeshwrightError, match=r"ByGroup is not elementwise: .* it is cut"):
+        refuse_not_elementwise(make, params, "it is cut", group=group, flat=True)
+
+
+def test_every_group_is_tried_for_coupling() -> None:
+    units = [[nn.Parameter(torch.randn(4)) for _ in range(2)] for _ in range(2)]
+    group = {p: kind for unit in units for p, kind in zip(unit, ("plain", "all"), strict=True)}.__getitem__
+
+    def make(pair: list[nn.Parameter], like: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return ByGroup([{"params": [p], "kind": group(of)} for p, of in zip(pair, like, strict=True)])
+
+    with pytest.raises(MeshwrightError, match="ByGroup couples parameters"):
+        refuse_coupled(make, units, group)
+
+
+@pytest.mark.parametrize("kind", [NormedSGD, torch.optim.Muon, torch.optim.Adafactor])
+def test_parts_have_an_optimizer_each(kind: Any) -> None:
+    """The norm of all gradients that a rank has is not that of all gradients."""
+    with pytest.raises(MeshwrightError, match=f"{kind.__name__} is not elementwise"):
+        refuse_not_elementwise(lambda parts, _: kind(parts), [nn.Parameter(torch.randn(4, 4))], "it is cut", flat=True)
+
+
+@pytest.mark.parametrize("number", range(len(SEPARATE) - 2))
+@pytest.mark.parametrize("flat", [True, False])
+def test_elementwise_optimizers_take_parts(number: int, flat: bool, caplog: pytest.LogCaptureFixture) -> None:
+    refuse_not_elementwise(lambda parts, _: SEPARATE[number](parts), [nn.Parameter(torch.randn(4, 4))], "it is cut", flat=flat)
+    assert "could not test whether" not in caplog.text
+
+
 def test_a_closure_is_refused() -> None:
     with pytest.raises(MeshwrightError, match="LBFGS needs a closure"):
         tried(torch.optim.LBFGS)
@@ -95,6 +158,16 @@ def test_a_trainer_refuses_under_stages_and_trains_without(tmp_path: Path, worke
     with pytest.raises(MeshwrightError, match="NormedSGD couples parameters"):
         ours(model, tmp_path, text(), workers, parallel={"pp": 2}, optimizers=pair, max_steps=1).train()
     assert ours(model, tmp_path, text(), optimizers=pair, max_steps=1).train().global_step == 1
+
+
+def test_one_unit_that_ranks_divide_has_several_optimizers() -> None:
+    with (
+        pytest.raises(MeshwrightError, match=r"Measured couples parameters: .* ranks that hold parts of parameters"),
+        mw.parallelize(nn.Sequential(*stack()).double(), noise(0), {"dp": 1, "dp_mode": "zero-1"}, optimizer=Measured),
+    ):
+        pass
+    with mw.parallelize(nn.Sequential(*stack()).double(), noise(0), {"dp": 1}, optimizer=Measured) as session:
+        session.step(noise(0))
 
 
 def stack() -> list[nn.Module]:

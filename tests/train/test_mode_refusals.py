@@ -19,6 +19,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"dp_mode": "cyclic-zero", "options": {"rule": "v1"}}, 'dp_mode="cyclic-zero" hands', 'dp_mode="cyclic"'),
     ({"dp_mode": "cyclic-zero", "options": {"chunks": 1}}, 'dp_mode="cyclic-zero" needs as many', ""),
     ({"dp_mode": "cyclic-mp", "options": {"chunks": 3}}, 'dp_mode="cyclic-mp" needs at least one microbatch per stage', ""),
+    ({"dp_mode": "cyclic-mp", "options": {"chunks": 0}}, 'dp_mode="cyclic-mp" needs at least 1 stage, got', "chunks=2"),
+    ({"dp_mode": "cyclic", "options": {"stages": 2}}, "cyclic has no option 'stages'", "stagger=auto|turns|starts"),
     ({"dp_mode": "zero-1", "sync": "ring"}, 'but sync="ring" sums', 'sync="eager"'),
     ({"dp_mode": "zero-3", "sync": "ring"}, 'but sync="ring" sums', 'sync="eager"'),
 ]
@@ -45,3 +47,15 @@ def test_too_few_layers_for_zero_3_name_the_option(listed: bool) -> None:
     with pytest.raises(MeshwrightError) as other:
         prepare(RunRequest(model, batch, Parallel(pp=4, microbatches=4)))
     assert "chunks" not in str(other.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fix"), [("cyclic", 'options={"chunks": 3}'), ("cyclic-zero", "dp=3"), ("cyclic-pp", 'options={"chunks": 3}')]
+)
+def test_too_few_layers_for_a_cyclic_mode_name_what_to_change(mode: str, fix: str) -> None:
+    layers, batch = [nn.Linear(3, 3) for _ in range(3)], (torch.ones(4, 3), torch.zeros(4, 3))
+    with pytest.raises(
+        MeshwrightError, match=rf'cannot be cut into 4 stages, which dp_mode="{mode}" runs on dp=4 copies'
+    ) as error:
+        prepare(RunRequest(nn.Sequential(*layers), batch, Parallel(dp=4, dp_mode=mode)))
+    assert error.value.fix == fix

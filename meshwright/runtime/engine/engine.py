@@ -124,6 +124,8 @@ class Engine:
         """
         self._choose(rounds or self.schedule.steps)
         refuse_hooks_of(self.schedule, self.layers, whole=self._is_whole)
+        for unit in self.units.values():
+            unit.take_over()
         kept = max(self.schedule.stages, self.schedule.steps)  # a walk reads the forms of all its batches first
         batches = Batches(lambda step: self._cut(batch(step)), kept)
         with nullcontext() if self._counts is None else self._counts.walking():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright.runtime.parameters.parameters import Options, Rules
-from meshwright.runtime.parameters.unit import Optimizer, Pieces, Scheduler
+from meshwright.runtime.parameters.unit import Pieces, Scheduler, UnitOptimizer
 from meshwright.runtime.stage.objective import Count, Loss, LossKind
 from meshwright.runtime.stage.precision import Precision
 
@@ -16,7 +16,7 @@ from meshwright.runtime.stage.precision import Precision
 class Settings:
     """How to run a schedule. `microbatches` is per step and data-parallel copy."""
 
-    optimizer: Optimizer
+    optimizer: UnitOptimizer
     microbatches: int
     copies: int = 1
     box: int = 1

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from meshwright.runtime.parameters.absent import hide, show
 from meshwright.runtime.parameters.shares import flat_plans, views_of
 
 
@@ -69,16 +70,18 @@ class Borrowed:
     def show(self, version: int) -> None:
         """Makes the parameters those of an open version."""
         for parameter, leaf in zip(self.params, self.leaves[version], strict=True):
+            show(parameter)
             parameter.data = leaf.data
 
     def hide(self) -> None:
         """Makes the parameters read as NaN, without memory."""
         for parameter in self.params:
-            parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
+            hide(parameter)
 
     def make_room(self) -> None:
         """Gives the parameters memory of their own, for good. Their values are not set."""
         for parameter, strides in zip(self.params, self._strides, strict=True):
+            show(parameter)
             parameter.data = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
 
     def nbytes(self, version: int | None = None) -> int:

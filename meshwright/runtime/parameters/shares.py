@@ -2,7 +2,7 @@
 
     flat        [ p0 ........ | p1 .. | p2 ............... | pad ]      one for each dtype; parameters are views of it
     slices      [ holder 0      | holder 1      | holder 2       ]      equal sizes
-    pieces      [ p0            | p0    p1   p2 | p2             ]      what a slice has of each parameter, in one dimension
+    pieces      [ p0            | p0    p1   p2 | p2             ]      what a slice has of each parameter, without its shape
 
 Gradients are summed by a reduce-scatter: a holder gets the sum of its slice. Its optimizer has only its own pieces, so the state
 of the optimizer is divided too. After the update an all-gather gives every holder all slices.
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from meshwright.runtime.parameters.absent import hide, show
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,23 @@ class Shares:
         self.flats = [
             torch.zeros(plan.width * self.count, dtype=plan.dtype, device=params[plan.places[0][0]].device) for plan in self.plans
         ]
-        for parameter, view in zip(params, self.views(self.flats), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
+        self.take_over()
         self.own = self._slices_of(self.flats) if keeps_whole else [mine.clone() for mine in self._slices_of(self.flats)]
         self.pieces = [self._piece(span) for span in spans(self.plans, self.share)]
         self._under_way: list[dist.Work] = []
         if not keeps_whole:
             self.free()
 
+    def take_over(self) -> None:
+        """Moves parameters into flat storage, if they are in other memory: at first, and after `parameter.data = ...`."""
+        for parameter, view in zip(self.params, self.views(self.flats), strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+
     def _piece(self, span: SliceSpan) -> ParameterPiece:
         whole, mine = self.params[span.param], self.own[span.flat].narrow(0, span.at, span.stop - span.start)
+        mine = mine if whole.dim() else mine.view(())  # its state is a number then, as that of the whole parameter
         return ParameterPiece(nn.Parameter(mine, requires_grad=whole.requires_grad), whole, span)
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -157,14 +165,14 @@ class Shares:
         for flat in self.flats:
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
         for parameter, view in zip(self.params, self.views(self.flats), strict=True):
+            show(parameter)
             parameter.data = view
 
     def free(self) -> None:
         """Frees whole parameters. Until the next gather, a parameter keeps its shape and reads as NaN, integers as 0."""
         assert not self._under_way, "a gather writes into this memory"
         for parameter in self.params:
-            nothing = torch.nan if parameter.is_floating_point() or parameter.is_complex() else 0
-            parameter.data = parameter.data.new_full((), nothing).expand(parameter.shape)
+            hide(parameter)
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
 

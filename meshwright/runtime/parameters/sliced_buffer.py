@@ -34,8 +34,10 @@ class SlicedBuffer(Buffer):
     @property
     def gradients(self) -> list[torch.Tensor]:
         """The parts of this rank's slices that belong to its pieces of parameters."""
-        spans = (piece.span for piece in self.shares.pieces)
-        return [self.slices[span.flat].narrow(0, span.at, span.stop - span.start) for span in spans]
+        return [
+            self.slices[piece.span.flat].narrow(0, piece.span.at, piece.parameter.numel()).view_as(piece.parameter)
+            for piece in self.shares.pieces
+        ]
 
     def whole_gradients(self) -> list[torch.Tensor]:
         """Returns the gradient of each parameter, put together from the slices of all holders."""

@@ -27,6 +27,9 @@ from meshwright.runtime.stage.tensor_parameters import TensorParameters
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Creates an optimizer for some parameters."""
 
+UnitOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]
+"""Creates an optimizer for the parameters of a unit, or None if it trains none of them."""
+
 Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 """Creates a learning-rate scheduler for an optimizer."""
 
@@ -41,7 +44,7 @@ class Unit:
         self,
         params: Sequence[nn.Parameter],
         *,
-        optimizer: Optimizer,
+        optimizer: UnitOptimizer,
         scheduler: Scheduler | None = None,
         adder: Callable[[Sequence[Tensor]], Adder] | None = None,
         versioned: bool = False,
@@ -137,6 +140,13 @@ class Unit:
             buffer.add(self.adder, last=last)
         elif self.adder is not None or self.shares is not None:
             buffer.start(self.adder)
+
+    def take_over(self) -> None:
+        """Follows `parameter.data = ...` between two walks: actions read memory of versions, and updates write flat storage."""
+        if self.versions is not None:
+            self.versions.take_over()
+        if self.shares is not None and self.shares.keeps_whole:
+            self.shares.take_over()
 
     def gather(self) -> None:
         """Starts to gather the slices that the holders have."""

@@ -39,6 +39,17 @@ class Versions:
         if self.late:
             self.leaves[self.first - 1] = _fresh(self.params if previous is None else previous)
 
+    def take_over(self) -> None:
+        """Between two walks, after `parameter.data = ...`: makes this the newest version, and before the first update both."""
+        newest = self.leaves[self.first]
+        older = self.leaves[self.first - 1] if self.late else newest
+        for i, parameter in enumerate(self.params):
+            if parameter.data_ptr() != newest[i].data_ptr():
+                is_first = older[i].data_ptr() == newest[i].data_ptr()
+                (newest[i],) = _fresh([parameter])
+                if is_first:
+                    (older[i],) = _fresh([parameter])
+
     @property
     def previous(self) -> list[Tensor]:
         """Between two walks: the version before the newest, which the next walk reads; empty if it does not."""

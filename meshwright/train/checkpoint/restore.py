@@ -32,7 +32,7 @@ from meshwright.train.checkpoint.run_state import (
     state_part,
 )
 from meshwright.train.checkpoint.tensor_files import described, read_tensors
-from meshwright.train.optimizer.optimizer_facts import put_back, refuse_mixture
+from meshwright.train.optimizer.optimizer_facts import put_back, refuse_kind, refuse_mixture
 from meshwright.train.setup.all_ranks import agree
 
 WHOLE_BYTES = 256 << 20
@@ -97,12 +97,7 @@ def _fits(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], k
         saved, shape = tuple(sizes[key][0]), _shape(engine, key, tensor)
         if saved != shape:
             raise MeshwrightError(f"{key} is {saved} in the checkpoint and {shape} in the model")
-    kinds = {type(u.optimizer).__name__ for u in engine.units.values() if u.optimizer is not None}
-    if kinds - {known["optimizer"]}:
-        raise MeshwrightError(
-            f"the checkpoint was trained with {known['optimizer']}, but the optimizer now is {', '.join(sorted(kinds))}",
-            fix="use the same optimizer, or start from the exported weights",
-        )
+    refuse_kind(engine, known)
     refuse_mixture(engine, known)
     return set(mine)
 

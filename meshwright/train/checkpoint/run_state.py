@@ -24,7 +24,7 @@ from meshwright.ir.schedule import Sharding
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.json_exchange import all_gather_json
 from meshwright.runtime.parameters.unit import Unit
-from meshwright.train.optimizer.optimizer_facts import entries, put_back
+from meshwright.train.optimizer.optimizer_facts import entries, put_back, refuse_kind
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def state_part(engine: Engine, parameter: nn.Parameter, tensor: Tensor) -> Tenso
     piece = None if unit is None else unit.pieces.get(parameter)
     if piece is None or mine.shape != parameter.shape:
         return mine
-    return mine.reshape(-1)[piece.span.start : piece.span.stop]
+    return mine.reshape(-1)[piece.span.start : piece.span.stop].view(piece.parameter.shape)
 
 
 def previous_tensors(engine: Engine) -> dict[str, Tensor]:
@@ -200,6 +200,7 @@ def put_whole(engine: Engine, found: Mapping[str, Tensor], known: Mapping[str, A
     held = {id(p): p for p in params.values()}
     if missing := sorted(set(mine) - set(found)):
         raise MeshwrightError(f"the state has no {', '.join(missing[:3])}", fix="use the model that it was taken from")
+    refuse_kind(engine, known)
     with engine.whole_parameters(writes=True):
         for key, tensor in mine.items():
             saved = part(engine, held[id(tensor)], found[key]) if id(tensor) in held else found[key]

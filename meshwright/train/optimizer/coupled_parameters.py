@@ -25,83 +25,117 @@ SIDE = 4
 _log = logging.getLogger(__name__)
 Made = Callable[[list[nn.Parameter], list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer for trial parameters that represent some parameters."""
+Group = Callable[[nn.Parameter], object]
+"""Returns the parameter group of a parameter."""
 
 
 def refuse_coupled(
-    make: Made, units: Sequence[Sequence[nn.Parameter]], group: Callable[[nn.Parameter], object] = lambda p: None
+    make: Made, units: Sequence[Sequence[nn.Parameter]], group: Group = lambda p: None, *, why: str | None = None
 ) -> None:
     """Raise if the optimizer's step on one unit depends on the gradients of another unit.
 
-    `units` are lists of parameters with one optimizer each. `group` returns the parameter group of a parameter.
+    `units` are lists of parameters with one optimizer each, unless `why` says what else has one. `group` returns the parameter
+    group of a parameter. Every group that several units have is tried: its options may choose another kind of step.
     """
     trained = [found for unit in units if (found := [p for p in unit if p.requires_grad])]
     if len(trained) < 2:
         return
-    first = {group(p): p for p in reversed(trained[0])}
-    alike = ((first[group(p)], p) for unit in trained[1:] for p in unit if group(p) in first)
-    pair = next(alike, (trained[0][0], trained[1][0]))
-    with torch.random.fork_rng(devices=[]):
-        try:
-            calm, wild = (_tried(make, pair, scale) for scale in (1.0, 1000.0))
-        except MeshwrightError:
-            raise
-        except Exception as error:  # the optimizer cannot run on small tensors, for any reason
-            _log.warning("could not test whether the optimizer couples parameters: %s: %s", type(error).__name__, error)
-            return
-    apart = [not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(calm[1], wild[1], strict=True)]
-    if any(apart):
-        raise MeshwrightError(
-            f"{calm[0]} couples parameters: its step on one depends on the gradients of others, and the {len(trained)} units of "
-            f"this plan have an optimizer each (two trials differ from step {apart.index(True) + 1} of {STEPS})",
-            fix="use AdamW, SGD or another that updates each parameter separately, or a plan of one stage (pp=1)",
-        )
+    for pair in _alike(trained, group) or [(trained[0][0], trained[1][0])]:
+        with torch.random.fork_rng(devices=[]):
+            try:
+                calm, wild = (_tried(make, pair, scale) for scale in (1.0, 1000.0))
+            except MeshwrightError:
+                raise
+            except Exception as error:  # the optimizer cannot run on small tensors, for any reason
+                _log.warning("could not test whether the optimizer couples parameters: %s: %s", type(error).__name__, error)
+                continue
+        apart = [not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(calm[1], wild[1], strict=True)]
+        if any(apart):
+            raise MeshwrightError(
+                f"{calm[0]} couples parameters: its step on one depends on the gradients of others, and "
+                f"{why or f'the {len(trained)} units of this plan'} have an optimizer each (two trials differ from step "
+                f"{apart.index(True) + 1} of {STEPS})",
+                fix="use AdamW, SGD or another that updates each parameter separately, or a plan of one stage (pp=1) with whole "
+                "parameters on every rank",
+            )
 
 
-def refuse_not_elementwise(make: Made, cut: Sequence[nn.Parameter], why: str) -> None:
+def _alike(units: Sequence[Sequence[nn.Parameter]], group: Group) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Return two parameters of different units for every group that several units have."""
+    found: dict[object, list[nn.Parameter]] = {}
+    for unit in units:
+        for of, p in {group(p): p for p in reversed(unit)}.items():
+            found.setdefault(of, []).append(p)
+    return [(params[0], params[1]) for params in found.values() if len(params) > 1]
+
+
+def refuse_not_elementwise(
+    make: Made, cut: Sequence[nn.Parameter], why: str, *, group: Group = lambda p: None, flat: bool = False
+) -> None:
     """Raise if the optimizer's step on a part of a tensor is not the part of its step on the whole tensor.
 
-    Optimizers with factored moments, or with norms of whole tensors (Adafactor, LAMB, Muon), would be other optimizers on the
-    parameters in `cut`, of which each rank holds a part. `why` says what cuts them.
+    Optimizers with factored moments, with norms of tensors, or with other steps for matrices than for vectors (Adafactor, LAMB,
+    Muon) would be other optimizers on the parameters in `cut`, of which each rank holds a part. One of every `group` is tried.
+    `why` says what cuts them. With `flat`, the parts have one dimension.
     """
-    like = next((p for p in cut if p.requires_grad and p.dim() > 1), next((p for p in cut if p.requires_grad), None))
-    if like is None:
-        return
-    with torch.random.fork_rng(devices=[]):
-        try:
-            name, whole, parts = _tried_in_parts(make, like)
-        except MeshwrightError:
-            raise
-        except Exception as error:  # the optimizer cannot run on small tensors, for any reason
-            _log.warning("could not test whether the optimizer is elementwise: %s: %s", type(error).__name__, error)
-            return
-    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise MeshwrightError(
-            f"{name} is not elementwise: its step on a part of a tensor depends on the whole tensor, and {why}",
-            fix="use AdamW, SGD or another optimizer that updates each element separately",
-        )
+    trained = sorted((p for p in cut if p.requires_grad), key=lambda p: p.dim() < 2)
+    for like in {group(p): p for p in reversed(trained)}.values():
+        with torch.random.fork_rng(devices=[]):
+            try:
+                name, whole, parts = _tried_in_parts(make, like, flat=flat)
+            except MeshwrightError:
+                raise
+            except Exception as error:  # the optimizer cannot run on small tensors, for any reason
+                _log.warning("could not test whether the optimizer is elementwise: %s: %s", type(error).__name__, error)
+                continue
+        if parts is None or not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise MeshwrightError(
+                f"{name} is not elementwise: its step on a part of a tensor depends on the whole tensor, and {why}",
+                fix="use AdamW, SGD or another optimizer that updates each element separately",
+            )
 
 
-def _tried_in_parts(make: Made, like: nn.Parameter) -> tuple[str, Tensor, Tensor]:
-    """Return a trial parameter after some steps, trained whole, and trained as quarters (halves if it has one dimension)."""
+def _tried_in_parts(make: Made, like: nn.Parameter, *, flat: bool) -> tuple[str, Tensor, Tensor | None]:
+    """Return a trial parameter after some steps: trained whole, and trained in parts with one optimizer each, as ranks do.
+
+    The second is None if the optimizer refuses such parts.
+    """
     torch.manual_seed(0)
     start = torch.randn([SIDE * 2] * min(like.dim(), 2)).to(like.dtype)
-    whole, parts = nn.Parameter(start.clone()), [nn.Parameter(part.clone()) for part in _quarters(start)]
-    one, many = make([whole], [like]), make(list(parts), [like] * len(parts))
-    for optimizer in (one, many):
+    sizes = torch.linspace(0.1, 3.0, start.numel()).to(start.dtype).view_as(start)
+    gradients = [torch.randn_like(start) * sizes for _ in range(STEPS)]
+    cut = _flat_halves if flat else _quarters
+    name, (whole,) = _trained(make, like, [start], [[gradient] for gradient in gradients])
+    try:
+        _, parts = _trained(make, like, cut(start), [cut(gradient) for gradient in gradients])
+    except Exception:  # it does not take them: Muon needs matrices
+        return name, whole, None
+    return name, _joined(cut(whole)), _joined(parts)
+
+
+def _trained(
+    make: Made, like: nn.Parameter, start: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> tuple[str, list[Tensor]]:
+    """Return the name of the optimizer, and tensors after steps with these gradients. Each has an optimizer of its own."""
+    params = [nn.Parameter(part.clone()) for part in start]
+    made = [make([p], [like]) for p in params]
+    for optimizer in made:
         refuse_closure(optimizer)
         _raise_rate(optimizer)
-    for _ in range(STEPS):
-        gradient = torch.randn_like(start) * torch.linspace(0.1, 3.0, start.numel()).to(start.dtype).view_as(start)
-        whole.grad = gradient
-        for part, piece in zip(parts, _quarters(gradient), strict=True):
-            part.grad = piece.clone()
-        one.step()
-        many.step()
-    return (
-        type(one).__name__,
-        torch.cat([q.reshape(-1) for q in _quarters(whole.detach())]),
-        torch.cat([p.detach().reshape(-1) for p in parts]),
-    )
+    for of_step in gradients:
+        for p, gradient, optimizer in zip(params, of_step, made, strict=True):
+            p.grad = gradient.clone()
+            optimizer.step()
+    return type(made[0]).__name__, [p.detach() for p in params]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _flat_halves(tensor: Tensor) -> list[Tensor]:
+    """Return the elements of a tensor in two parts with one dimension."""
+    return list(tensor.reshape(-1).chunk(2))
 
 
 def _quarters(tensor: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.errors import MeshwrightError
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.parameters.unit import Unit
+from meshwright.train.optimizer.used_optimizer import is_initial_state
 
 PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
 """Lists of a learning-rate schedule with one entry per parameter group."""
@@ -88,12 +89,24 @@ def put_back(engine: Engine, known: Mapping[str, Any], kept: Mapping[str, Mappin
             state |= {entry: _uncounted(value) for entry, value in known["counters"].get(names[p], {}).items()}
             if state:
                 unit.optimizer.state[held] = state
+            elif not is_initial_state(unit.optimizer, held):  # it has taken steps after the state was saved
+                del unit.optimizer.state[held]
         for group, params in _groups(unit):
             for key, value in options_of(known, names[params[0]]).items() if params else ():
                 if not key.startswith("scheduler."):
                     group[key] = _like(value, group.get(key))
         if unit.scheduler is not None and known["scheduler"] is not None:
             unit.scheduler.load_state_dict(_whole(known["scheduler"], unit.scheduler.state_dict(), unit, known, names))
+
+
+def refuse_kind(engine: Engine, known: Mapping[str, Any]) -> None:
+    """Raise if the state was saved from an optimizer of another kind."""
+    kinds = {type(u.optimizer).__name__ for u in engine.units.values() if u.optimizer is not None}
+    if kinds - {known["optimizer"]}:
+        raise MeshwrightError(
+            f"the checkpoint was trained with {known['optimizer']}, but the optimizer now is {', '.join(sorted(kinds))}",
+            fix="use the same optimizer, or start from the exported weights",
+        )
 
 
 def refuse_mixture(engine: Engine, known: Mapping[str, Any]) -> None:

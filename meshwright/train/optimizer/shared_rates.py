@@ -53,17 +53,19 @@ class Rates:
         self.followers: list[tuple[torch.optim.Optimizer, list[int]]] = []
         self._planned: dict[int, list[dict[str, Any]]] = {}
 
-    def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make an optimizer for the parameters of a unit, in their groups."""
+    def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """Make an optimizer for the parameters of a unit, in their groups. None if they are in no group.
+
+        Parameters in no group are not trained, as in one process.
+        """
         mine: dict[int, list[nn.Parameter]] = {}
         for p in params:
-            mine.setdefault(self.group_of.get(p, -1), []).append(p)
-        left_out = mine.pop(-1, [])
+            if p in self.group_of:
+                mine.setdefault(self.group_of[p], []).append(p)
+        if not mine:
+            return None
         indices = sorted(mine)
-        groups = [{**self.recipe.groups[i], "params": mine[i]} for i in indices]
-        if left_out:  # parameters in no group are not trained, as in one process
-            groups.append({"params": left_out, "lr": 0.0, "weight_decay": 0.0})
-        made = self.recipe.kind(groups, **self.recipe.options)
+        made = self.recipe.kind([{**self.recipe.groups[i], "params": mine[i]} for i in indices], **self.recipe.options)
         self.followers.append((made, indices))
         return made
 
@@ -93,7 +95,7 @@ class Rates:
     def follow(self) -> None:
         """Copy the current options to the optimizer of every unit."""
         for optimizer, indices in self.followers:
-            for group, index in zip(optimizer.param_groups, indices, strict=False):
+            for group, index in zip(optimizer.param_groups, indices, strict=True):
                 group.update({k: v for k, v in self.reference.param_groups[index].items() if k != "params"})
 
     def plan(self, steps: range) -> list[float]:
@@ -108,7 +110,7 @@ class Rates:
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Give the optimizer of a unit the options of a planned step, whenever it updates with the gradient of that step."""
         indices = next(indices for made, indices in self.followers if made is optimizer)
-        for group, index in zip(optimizer.param_groups, indices, strict=False):
+        for group, index in zip(optimizer.param_groups, indices, strict=True):
             group.update(self._planned[step][index])
 
     def step(self, metric: float | None = None) -> None:

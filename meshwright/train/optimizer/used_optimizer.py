@@ -33,9 +33,14 @@ def refuse_used(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_new(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the state is what the constructor makes: zeros, or in Adagrad a value that its options name."""
+    """Returns whether the state is what the constructor makes."""
+    return all(is_initial_state(optimizer, p) for p in optimizer.state)
+
+
+def is_initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Returns whether a parameter has no state, or what the constructor makes: zeros, or in Adagrad a value of its options."""
     options = [value for group in optimizer.param_groups for value in group.values() if type(value) in (float, int)]
-    return all(_is_start(value, options) for state in optimizer.state.values() for value in state.values())
+    return all(_is_start(value, options) for value in optimizer.state.get(parameter, {}).values())
 
 
 def _is_start(value: Any, options: list[float]) -> bool:

@@ -34,12 +34,12 @@ from meshwright.train.data.batches import Source
 from meshwright.train.data.collate import tensors
 from meshwright.train.data.rank_source import counts_rows, own_of_rank, source_of_rank
 from meshwright.train.data.vocabulary import refuse_ids
-from meshwright.train.optimizer.coupled_parameters import refuse_coupled, refuse_not_elementwise
 from meshwright.train.optimizer.optimizer_facts import facts, merged
 from meshwright.train.optimizer.shared_rates import Rates
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.session.generate import generate, refuse_options, special_tokens
 from meshwright.train.session.model_changes import ModelChanges
+from meshwright.train.session.refuse_optimizer import refuse_optimizer
 from meshwright.train.session.segment import StepResult, train_segment
 from meshwright.train.session.speed import Amount, amount
 from meshwright.train.setup.build_schedule import SEGMENT
@@ -82,12 +82,7 @@ class Session:
         """Opens a prepared run on this rank. `fill(layers, mine)` initializes this rank's layers if they have no values yet."""
         mesh = run.mesh(dist.get_rank())
         schedule, layers = run.schedule, run.open(model, mesh)
-        refuse_coupled(rates.trial, [layers.unit(u) for u in range(schedule.units)], rates.group_of.get)
-        if run.sharded is not None:
-            refuse_not_elementwise(rates.trial, run.sharded.cut_params(layers), f"tp={run.parallel.tp} cuts tensors over ranks")
-        if run.parallel.mode.is_zero:
-            trained = [p for unit in range(schedule.units) for p in layers.unit(unit)]
-            refuse_not_elementwise(rates.trial, trained, f'dp_mode="{run.parallel.mode}" divides tensors among ranks')
+        refuse_optimizer(rates.trial, run, layers, rates.group_of)
         if fill is not None:
             fill(layers, run.held(layers, mesh))
         pipelines = 1 if run.parallel.mode is DpMode.CYCLIC_PP else run.parallel.dp

@@ -112,7 +112,9 @@ def _in_terms_of_mode(error: MeshwrightError, parallel: Parallel) -> MeshwrightE
     said = {f"cyclic: form={each.form}": f'dp_mode="{each}"' for each in DpMode if each.form is not None}
     said |= {f"form={each.form}": f'dp_mode="{each}"' for each in DpMode if each.form is not None}
     said["form=replicated"] = 'dp_mode="cyclic"'
-    what, fix = error.what, error.fix
+    what, fix = error.what, error.fix and re.sub(r", form=[\w|]+$", "", error.fix)  # the mode says which form it is
+    if error.what.startswith("workers must be"):
+        what, fix = f'dp_mode="{mode}" needs at least 1 stage, got the option chunks={chunks}', f"chunks={parallel.dp}"
     for internal, own in said.items():
         what, fix = what.replace(internal, own), fix and fix.replace(internal, own)
     return MeshwrightError(what, fix=fix)
@@ -120,15 +122,16 @@ def _in_terms_of_mode(error: MeshwrightError, parallel: Parallel) -> MeshwrightE
 
 @contextmanager
 def explaining_chunks(parallel: Parallel) -> Iterator[None]:
-    """If a model has fewer layers than zero-3 has stages, raises an error that names the option to change."""
+    """If a model has fewer layers than a data-parallel mode has stages, raises an error that names the option to change."""
     try:
         yield
     except MeshwrightError as error:
         found = re.search(r"(\d+) layers?( and)? cannot be cut into", error.what)
-        if found is None or parallel.mode is not DpMode.ZERO_3:
+        if found is None or not (parallel.mode.is_cyclic or parallel.mode is DpMode.ZERO_3):
             raise
-        what = f'{error.what}, which dp_mode="{parallel.mode}" gathers one after another'
-        raise MeshwrightError(what, fix=f'options={{"chunks": {found[1]}}}') from error
+        why = "gathers one after another" if parallel.mode is DpMode.ZERO_3 else f"runs on dp={parallel.dp} copies"
+        fix = f'options={{"chunks": {found[1]}}}' if parallel.mode is not DpMode.CYCLIC_ZERO else f"dp={found[1]}"
+        raise MeshwrightError(f'{error.what}, which dp_mode="{parallel.mode}" {why}', fix=fix) from error
 
 
 def _rounds(order: Schedule, parallel: Parallel, steps: int) -> Schedule:

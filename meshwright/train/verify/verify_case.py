@@ -26,8 +26,9 @@ from meshwright.runtime.stage.precision import Precision, refuse
 from meshwright.train.data.vocabulary import refuse_ids, vocabularies
 from meshwright.train.inputs.eval_submodules import stay_in_evaluation
 from meshwright.train.inputs.user_arguments import refuse_loss, refuse_seed
-from meshwright.train.optimizer.coupled_parameters import refuse_closure, refuse_coupled, refuse_not_elementwise, wants_more
+from meshwright.train.optimizer.coupled_parameters import refuse_closure, wants_more
 from meshwright.train.prepared import PreparedRun, RunRequest, captured, prepare
+from meshwright.train.session.refuse_optimizer import refuse_optimizer
 from meshwright.train.setup.build_schedule import splits_rows, stages_of
 from meshwright.train.setup.captured_layers import LISTS, Uncut
 from meshwright.train.setup.settled_plan import settled
@@ -167,10 +168,7 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
         _refuse_dtype(case, built)
         run = prepare(request, case.flat)
     layers, schedule = run.open(built), run.schedule
-    trial = lambda params, _: case.optimizer(params)  # noqa: E731
-    refuse_coupled(trial, [layers.unit(u) for u in range(schedule.units)])
-    if run.sharded is not None:
-        refuse_not_elementwise(trial, run.sharded.cut_params(layers), f"tp={case.parallel.tp} cuts tensors over ranks")
+    refuse_optimizer(lambda params, _: case.optimizer(params), run, layers)
     refuse(case.precision, {name: p.dtype for p, name in layers.names.items()}, norm=schedule.norm, name=schedule.name)
     refuse_rules(case.rules, schedule)
     require(case.precision.dtype, torch.device("cpu"))
