@@ -15,8 +15,8 @@ from meshwright.costs.memory_classes import RESERVE
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.planners._answer.plan_row import name
 from meshwright.planners._limits import Asked, NothingFitsError
-from meshwright.planners._search.plan_row import name
 from meshwright.planners._search.pool import Pool
 from meshwright.planners._search.pricing import Priced, Pricer
 

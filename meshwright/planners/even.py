@@ -8,11 +8,11 @@ from dataclasses import replace
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.planners._answer.chosen import plan_of
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._nearest_fit import nothing_fits
 from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.chosen import plan_of
 from meshwright.planners._search.pool import Pool, SearchTally
 from meshwright.planners._search.pricing import Pricer
 from meshwright.planners._search.problem import Problem

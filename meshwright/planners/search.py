@@ -16,21 +16,21 @@ import json
 from collections.abc import Iterator
 from time import perf_counter
 
-from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.planners._answer.chosen import plan_of
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._nearest_fit import nothing_fits
 from meshwright.planners._refused_requests import nothing_runs
-from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
-from meshwright.planners._search.chosen import plan_of
+from meshwright.planners._search.candidate_plans import Candidate, WidePlan
+from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.mapping import Devices, Mapper, shape_of
 from meshwright.planners._search.pool import Pool, SearchTally
 from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs, tensor_of
 from meshwright.planners._search.problem import Problem
-from meshwright.planners._search.tensor_costs import TensorChoice
+from meshwright.planners._search.tensor_costs import NotRunnableError, TensorChoice
 from meshwright.planners._search.wide_plans import (
     EVERY,
     Stages,
@@ -84,14 +84,6 @@ def plan(
             refused[error.mode] = error.what
         else:
             return
-
-
-class NotRunnableError(MeshwrightError):
-    """The best plan has a tensor mode that cannot run the model: the search is repeated without the mode."""
-
-    def __init__(self, mode: TensorChoice, why: str) -> None:
-        super().__init__(why)
-        self.mode = mode
 
 
 class Search:

@@ -86,7 +86,7 @@ def test_copies_divide_a_card() -> None:
     profile = Profile((LayerCost("a", (1.0,), (1.0,), (1.0,), output_bytes=1.0),) * 2)
     problem = Problem(profile, cluster, PlanLimits(), microbatches=4, batch=None)
     for layout, rate in (("stages", 1e10 / 4), ("copies", 1e11)):
-        found = worker_links(problem, grid(problem, 2, 4, 1, layout), Placement.line(2))
+        found = worker_links(problem, grid(problem.order, 2, 4, 1, layout), Placement.line(2))
         assert found.between(0, 1).bytes_per_s == rate
 
 

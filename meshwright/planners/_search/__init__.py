@@ -2,6 +2,7 @@
 
 problem                layers, devices and links as arrays
 families               schedules that a search tries
+candidate_plans        what a plan is before it is simulated
 candidates             enumerates plans with bounds
 group_bounds           bounds for groups of plans
 wide_plans             plans whose stages have different widths
@@ -13,7 +14,4 @@ tensor_costs           time of tensor-parallel collectives
 pricing                costs, links and memory of a candidate, to simulate it
 mapping                the same plan on other devices, by swaps
 pool                   plans that were simulated
-chosen                 the answer: the best plan, by cause and class
-compared               why other plans lost
-plan_row               a plan as a row of a table, and in words
 """

@@ -13,7 +13,8 @@ from itertools import accumulate, combinations, pairwise
 from random import Random
 
 from meshwright.planners._device_order import alike
-from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
+from meshwright.planners._search.candidate_plans import Candidate, WidePlan
+from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.grid_layout import grid
 from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs
 from meshwright.planners._search.problem import Problem

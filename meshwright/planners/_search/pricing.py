@@ -21,7 +21,8 @@ from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
-from meshwright.planners._search.candidates import Candidate, Enumerator, WidePlan
+from meshwright.planners._search.candidate_plans import Candidate, WidePlan
+from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import Family
 from meshwright.planners._search.grid_layout import grid_stages, stage_slowness, sync_groups, worker_links, worker_slowness
 from meshwright.planners._search.group_bounds import placement_of

@@ -14,6 +14,7 @@ import numpy as np
 from meshwright.costs.modes import mode
 from meshwright.costs.planned import row_unit
 from meshwright.costs.scheme import TensorRequest
+from meshwright.errors import MeshwrightError
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.plan import Parallel
 from meshwright.planners._search.problem import Floats
@@ -50,6 +51,14 @@ class TensorChoice:
 
 
 ALONE = TensorChoice(1)
+
+
+class NotRunnableError(MeshwrightError):
+    """The best plan has a tensor mode that cannot run the model: the search is repeated without the mode."""
+
+    def __init__(self, mode: TensorChoice, why: str) -> None:
+        super().__init__(why)
+        self.mode = mode
 
 
 def tensor_choices(profile: Profile, tp: int) -> list[TensorChoice]:

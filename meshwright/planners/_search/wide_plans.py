@@ -16,7 +16,7 @@ import numpy as np
 from meshwright.costs.stages import stage_links
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
-from meshwright.planners._search.candidates import WidePlan
+from meshwright.planners._search.candidate_plans import WidePlan
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import Family, families
 from meshwright.planners._search.problem import Problem

@@ -6,5 +6,6 @@ gradient_buffer    gradients of a unit and their all-reduce
 shares             ZeRO: slices of parameters and optimizer state; gathers
 sliced_buffer      ZeRO: gradients and their reduce-scatter
 versions           parameter versions without a flush
+absent             parameters without values here refuse writes
 borrowed           parameters that another rank owns (cyclic ZeRO)
 """

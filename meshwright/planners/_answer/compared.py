@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.ir.plan.chosen_plan import Rejected
-from meshwright.planners._search.candidates import Candidate, WidePlan
+from meshwright.planners._answer.plan_row import choices, gb, name, row
+from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.families import families
-from meshwright.planners._search.plan_row import choices, gb, name, row
 from meshwright.planners._search.pool import Pool
 from meshwright.planners._search.pricing import Priced
 from meshwright.planners._search.problem import Problem

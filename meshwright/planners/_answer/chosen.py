@@ -8,8 +8,8 @@ from meshwright.costs.memory_classes import RESERVE
 from meshwright.ir.layer_costs import Profile, ProfileSource
 from meshwright.ir.plan.chosen_plan import MemoryUse, Plan
 from meshwright.ir.timeline import Timeline
-from meshwright.planners._search.compared import best_of_schedules, rivals
-from meshwright.planners._search.plan_row import name, row
+from meshwright.planners._answer.compared import best_of_schedules, rivals
+from meshwright.planners._answer.plan_row import name, row
 from meshwright.planners._search.pool import Pool, SearchTally
 from meshwright.planners._search.pricing import Priced, Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
