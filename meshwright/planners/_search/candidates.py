@@ -19,7 +19,7 @@ from meshwright.planners._search.families import ZERO_3, Family, families
 from meshwright.planners._search.grid_layout import DeviceGrid, grid, stage_slowness, sync_groups, worker_slowness
 from meshwright.planners._search.group_bounds import GroupBounds, Timed, placement_of
 from meshwright.planners._search.problem import Floats, Problem
-from meshwright.planners._search.tensor_costs import TensorChoice, tensor_choices, tensor_seconds
+from meshwright.planners._search.tensor_costs import TensorChoice, tensor_choices, tensor_saved, tensor_seconds
 
 Ints = NDArray[np.int64]
 ZEROS = ("replicated", "zero-1", "zero-2")
@@ -140,7 +140,7 @@ class Enumerator:
                 ("input", input_s),
                 ("weight", weight),
                 ("tensor", found.tensor),
-                ("saved", arrays.saved / tp),
+                ("saved", tensor_saved(self.problem.profile, tensor, arrays.saved, arrays.output)),
             ):
                 found.sums[name] = np.concatenate([[0.0], np.cumsum(values)])
             self._timed[key] = found

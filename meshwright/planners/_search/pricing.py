@@ -159,7 +159,7 @@ class Pricer:
         groups = sync_groups(found, placement)
         call = [float(problem.launch[group].max()) for group in groups] if problem.launch.any() else [0.0] * len(groups)
         forward = slow * (sums["forward"][end] - sums["forward"][first]) + call
-        output = arrays.output[end - 1] / (1 if plan.tensor.tensor == "line" and not plan.tensor.sequence else tp)
+        output = arrays.output[end - 1] / (1 if plan.tensor.copies_residual else tp)
         output[-1] = 0.0
         sizes = problem.stage_parameters(first, end) / tp
         divided = plan.zero != "replicated"

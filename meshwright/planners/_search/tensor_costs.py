@@ -2,23 +2,27 @@
 
 A profile does not say what is inside a layer. One with parameters and operations is taken as a transformer layer. Its width is
 (bytes of its output) / (bytes of an element) / (tokens of a row), and each mode moves the words that it declares. Products take
-1 / tp of their time, parameters and kept activations 1 / tp of their bytes; a whole copy of the layer's input is kept, too.
+1 / tp of their time, parameters and kept activations 1 / tp of their bytes. In the plain line mode every rank also keeps whole
+what lies between two layers: inputs and outputs of both norms of a transformer layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from meshwright.costs.modes import mode
 from meshwright.costs.planned import row_unit
 from meshwright.costs.scheme import TensorRequest
+from meshwright.costs.tensor_rows import requests
 from meshwright.errors import MeshwrightError
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.plan import Parallel
 from meshwright.planners._search.problem import Floats
 
+NORM_TENSORS = 4
+"""Inputs and outputs of the two norms of a transformer layer."""
 ASSUMED = "tensor ranks: layers with parameters are taken as transformer layers; words by the closed forms of each mode"
 
 
@@ -28,13 +32,19 @@ class TensorChoice:
 
     tp: int
     tensor: str = "line"
-    sequence: bool = False
-    box: tuple[int, ...] = ()
+    asked: TensorRequest = field(default_factory=TensorRequest)
 
     @property
     def name(self) -> str:
         """The mode in words."""
-        return "x".join(map(str, self.box)) if self.box else f"{self.tensor}{' sequence' if self.sequence else ''}"
+        if self.asked.box is not None:
+            return "x".join(map(str, self.asked.box))
+        return f"{self.tensor}{' sequence' if self.asked.sequence else ''}"
+
+    @property
+    def copies_residual(self) -> bool:
+        """Whether every rank has the whole activations between two layers."""
+        return self.tensor == "line" and not self.asked.sequence
 
     @property
     def row_unit(self) -> int:
@@ -45,9 +55,9 @@ class TensorChoice:
         """Returns what a plan says."""
         if self.tp == 1:
             return {}
-        if self.box:
-            return {"tp": self.tp, "tensor": "box", "box": list(self.box)}
-        return {"tp": self.tp, "tensor": self.tensor, **({"sequence": True} if self.sequence else {})}
+        if self.asked.box is not None:
+            return {"tp": self.tp, "tensor": "box", "box": list(self.asked.box)}
+        return {"tp": self.tp, "tensor": self.tensor, **({"sequence": True} if self.asked.sequence else {})}
 
 
 ALONE = TensorChoice(1)
@@ -62,29 +72,30 @@ class NotRunnableError(MeshwrightError):
 
 
 def tensor_choices(profile: Profile, tp: int) -> list[TensorChoice]:
-    """Returns the modes to try with so many ranks; none if the profile does not know rows and operations."""
+    """Returns the modes to try with so many ranks; none if the profile does not know rows and operations.
+
+    A tesseract copies weights over its depth, for which memory is not priced here.
+    """
     if tp == 1:
         return [ALONE]
     if not profile.rows or profile.tokens_per_row < 2 or not any(layer.flops for layer in profile.layers):
         return []
-    found = [TensorChoice(tp), TensorChoice(tp, sequence=True)]
-    side = round(tp**0.5)
-    if side * side == tp:
-        found.append(TensorChoice(tp, "grid"))
-    if tp >= 4:
-        found.append(TensorChoice(tp, "box", box=(2, tp // 2, 1)))
-    return found
+    return [TensorChoice(tp, name, asked) for name, asked in requests(tp) if name != "tesseract"]
+
+
+def tensor_saved(profile: Profile, choice: TensorChoice, saved: Floats, output: Floats) -> Floats:
+    """Returns for each layer the bytes that one rank keeps of `saved`."""
+    if not choice.copies_residual:
+        return saved / choice.tp
+    cut = np.array([bool(layer.parameter_bytes and layer.flops) for layer in profile.layers])
+    whole = np.where(cut, np.minimum(saved, NORM_TENSORS * output), 0.0)
+    return whole + (saved - whole) / choice.tp
 
 
 def tensor_seconds(profile: Profile, choice: TensorChoice, rows: int, latency_s: float, rate: float) -> tuple[Floats, Floats]:
     """Returns for each layer the seconds of collectives in a forward and in a backward."""
-    asked = (
-        TensorRequest(box=(choice.box[0], choice.box[1], choice.box[2]))
-        if choice.box
-        else TensorRequest(tp=choice.tp, sequence=choice.sequence)
-    )
     found = mode(choice.tensor)
-    grid = found.grid(asked)
+    grid = found.grid(choice.asked)
     itemsize = profile.parameter_itemsize
     forward, backward = np.zeros(len(profile.layers)), np.zeros(len(profile.layers))
     known: dict[float, tuple[float, float]] = {}
