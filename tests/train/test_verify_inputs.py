@@ -282,3 +282,28 @@ def test_weights_that_are_others_on_each_worker_are_named() -> None:
 
 def test_a_loss_that_is_no_function() -> None:
     refused("loss must be a function of output and target, got 3", loss=3)
+
+
+class Dropped(nn.Module):
+    """Two layers with dropout between them, and a loss."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(16, 16), nn.Dropout(rate), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The mean squared error."""
+        return nn.functional.mse_loss(self.second(self.drop(self.first(x))), labels)
+
+
+def named_rows(step: int) -> dict[str, Tensor]:
+    """Inputs and targets by name."""
+    return dict(zip(("x", "labels"), DATA(step), strict=True))
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2, "width": [1, 2]}, {"pp": 2, "schedule": "chimera", "options": {"mode": "halving"}}])
+def test_random_numbers_of_shared_rows_are_comparable_to_none(plan: dict[str, Any]) -> None:
+    plan = {"microbatches": 4, **plan}
+    refused("each device draws its own", plan, build=partial(Dropped, 0.1), batch=named_rows)
+    case = Case(partial(Dropped, 0.0), named_rows, Parallel.of(plan), 1, "float64", 0, None, module.momentum)
+    assert prepare_case(case)[2].flat is not None, "without dropout the plan is prepared"

@@ -162,6 +162,7 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
     request = replace(request, stages=stages)
     flat = captured(request)
     case = replace(case, flat=widened(flat) if flat is not None and case.widens else flat)
+    _refuse_random(case)
     _refuse_frozen(case, built)
     _refuse_rows(case)
     with case.wide_casts():
@@ -175,6 +176,16 @@ def prepare_case(case: Case) -> tuple[Case, Layers, PreparedRun]:
     for stage, how in enumerate(schedule.recompute or ()):
         require_layers(layers.of_stage(stage), how.share, stage)
     return case, layers, run
+
+
+def _refuse_random(case: Case) -> None:
+    """Raises if devices that share the rows of a microbatch draw random numbers: one process draws others."""
+    if case.splits_rows and case.flat is not None and case.flat.random:
+        raise MeshwrightError(
+            "the model draws random numbers (dropout), and this plan cuts the rows of a microbatch: each device draws its own, "
+            "so no single process is comparable",
+            fix="set dropout to 0 in the model's configuration, or use a plan without width and without halving",
+        )
 
 
 def _refuse_frozen(case: Case, built: Any) -> None:
