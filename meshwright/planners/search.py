@@ -14,21 +14,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from time import perf_counter
 
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.ir.schedule import Sharding
 from meshwright.planners._answer.chosen import plan_of
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._nearest_fit import nothing_fits
 from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.mapping import Devices, Mapper, shape_of
+from meshwright.planners._search.families import shaped_by_costs
+from meshwright.planners._search.mapping import Mapper
 from meshwright.planners._search.pool import Pool, SearchTally
-from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs, tensor_of
+from meshwright.planners._search.pricing import Priced, Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import NotRunnableError, TensorChoice
 from meshwright.planners._search.wide_plans import (
@@ -49,6 +52,7 @@ from meshwright.planners._search.wide_plans import (
 )
 from meshwright.planners.spp import small_enough, stage_candidates
 
+INF = float("inf")
 ACTIONS = 400_000
 """The most actions that are simulated before a search ends."""
 FIRST = 40
@@ -66,6 +70,8 @@ SHAPES = 6
 """How many plans of different shapes are mapped to other devices."""
 SWAPPED = 32
 """On more devices no two of them are swapped."""
+REFUSALS = 4
+"""How many plans the engine may find too large, one by one."""
 ROUNDS = 12
 """The most steps by which a plan with stages of any width is improved."""
 
@@ -90,14 +96,14 @@ class Search:
     """The state of one search."""
 
     def __init__(self, problem: Problem, refused: dict[TensorChoice, str] | None = None) -> None:
-        self.problem = problem
-        self.enumerator = Enumerator(problem, refused or {})
+        self.problem, self.enumerator = problem, Enumerator(problem, refused or {})
         self.pricer = Pricer(problem, self.enumerator)
         self.pool = Pool()
         self.pool.refused = refused or {}
         self.tally = SearchTally()
         self.end = perf_counter() + problem.limits.seconds
         self.wide: set[Stages] = set()
+        self.tight: dict[Sharding, float] = {}
 
     def run(self) -> Iterator[Plan]:
         """Enumerates, searches best first, improves, and proves."""
@@ -127,7 +133,7 @@ class Search:
         self._say()
         if priced is None:
             return None
-        if priced.over_bytes > 0:
+        if priced.over_bytes > 0 or priced.filled >= self.tight.get(priced.sharding, INF):
             self.tally.died += 1
             self.pool.misfits.append(priced)
             return None
@@ -190,10 +196,10 @@ class Search:
         best = self.pool.best()
         spent = self.pricer.actions > ACTIONS and source != "spp"
         if stages in self.wide or spent or self._over() or (best is not None and bound >= best.step_s * (1 - 1e-9)):
-            return float("inf")
+            return INF
         self.wide.add(stages)
         found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, source)]
-        return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
+        return min((priced.step_s for priced in found if priced is not None), default=INF)
 
     def _improve(self, microbatches: int, rows: int | None, plans: list[Stages]) -> None:
         """Walks from the best plans with stages of any width to better neighbours; on few devices for each number of stages."""
@@ -213,9 +219,7 @@ class Search:
                 tried.update(ways)
                 ways = [each for each in ways if allowed(problem, each, rows)]
                 self.tally.bounded += len(ways)
-                ranked = sorted(
-                    ((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways)), key=lambda pair: pair
-                )
+                ranked = sorted((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways))
                 better = None
                 for bound, n in ranked:
                     if bound >= step * (1 - 1e-9) or self._over() or self.pricer.simulated > last:
@@ -230,21 +234,12 @@ class Search:
 
     def _swap_devices(self) -> None:
         """Maps the best plans of different shapes to other devices."""
-        mapper = Mapper(self.problem, self.enumerator, self.pricer)
-        if self.problem.devices > SWAPPED or not mapper.matters:
-            return
-        plain = [each for each in self.pool.plans if tensor_of(each.plan).tp == 1]  # tensor ranks are priced as neighbours
-        shapes = {shape_of(each.plan): each for each in sorted(plain, key=lambda each: -each.step_s)}
-        trials = TRIALS if self.problem.devices <= 10 else TRIALS // SHAPES
-        mappings: list[Devices] = []
-        for each in sorted(shapes.values(), key=lambda each: each.step_s)[:SHAPES]:
-            alike = [devices for devices in mappings if len(devices) == len(each.parallel["ranks"])]
-            found = mapper.improved(each.plan, trials, alike, self._over)
-            if found is not None:
-                mappings.append(mapper.devices_of(found.plan))
-                self.pool.add(found)
-        for microbatches, rows in steps_of(self.problem):
-            self._polish(microbatches, rows)
+        if self.problem.devices <= SWAPPED:
+            trials = TRIALS if self.problem.devices <= 10 else TRIALS // SHAPES
+            for priced in Mapper(self.problem, self.enumerator, self.pricer).mapped(self.pool.plans, SHAPES, trials, self._over):
+                self.pool.add(priced)
+            for microbatches, rows in steps_of(self.problem):
+                self._polish(microbatches, rows)
 
     def _polish(self, microbatches: int, rows: int | None) -> None:
         """Tries orders that are made for the costs of the best stages; only where that takes little time."""
@@ -260,26 +255,32 @@ class Search:
 
     def _try_neighbour(self, stages: Stages, microbatches: int, rows: int | None) -> float:
         if self.pricer.actions > 2 * ACTIONS:
-            return float("inf")
+            return INF
         found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, "improved")]
-        return min((priced.step_s for priced in found if priced is not None), default=float("inf"))
+        return min((priced.step_s for priced in found if priced is not None), default=INF)
 
     def _proved(self, rest: list[Candidate]) -> Plan:
-        """Returns the best plan that the engine proves. If its memory curve exceeds a device, the search goes on without it."""
-        while True:
+        """Returns the best plan that the engine proves. If its memory curve exceeds a device, the search goes on without it.
+
+        After several such plans, those of the same kind that fill their devices as much by the quick estimate go, too.
+        """
+        for refused in count(1):
             rest = self._best_first(rest)
             best = self.pool.best()
             if best is None:
                 break
+            filled = best.filled
             timeline, uses = self.pricer.engine(best)
             if best.over_bytes <= 0:
                 self._refuse_mode(best)
-                self.tally.open_s = rest[0].bound_s if rest else float("inf")
+                self.tally.open_s = rest[0].bound_s if rest else INF
                 self._keep_order(best)
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
-            self.tally.died += 1
-            self.pool.drop(best)
-            self.pool.misfits.append(best)
+            tight = self.tight[best.sharding] = filled if refused >= REFUSALS else INF
+            alike = [each for each in self.pool.plans if each.sharding is best.sharding and each is not best]
+            dropped = [best, *(each for each in alike if each.filled >= tight)]
+            self.tally.died += len(dropped)
+            self.pool.drop(dropped)
         if not (self.pool.listed.misfit or self.pool.misfits):
             raise nothing_runs(self.problem)
         raise nothing_fits(self.pricer, self.pool)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from meshwright.ir.placement import Placement
+from meshwright.schedules import parameters
 from meshwright.schedules._orders.chimera_slots import worker_of
 
 
@@ -100,3 +102,14 @@ ZERO_3 = Family("interleaved", lambda D: Placement.looped(1, chunks=4), {"chunks
 def families(schedule: str | None = None) -> tuple[Family, ...]:
     """Returns all, or those of one schedule."""
     return tuple(family for family in FAMILIES if schedule in (None, family.schedule))
+
+
+@cache
+def shaped_by_costs(family: Family) -> bool:
+    """Whether the order of a schedule depends on costs, which are then part of the plan."""
+    shaped = {"zbv", "zero_bubble", "chimera", "listed", "onef1b"}
+    options = family.options
+    uses = {"zero_bubble": options.get("variant") == "auto", "chimera": bool(options.get("split"))}
+    uses["onef1b"] = "memory" in options
+    uses["listed"] = options.get("strict") is False or "memory" in options
+    return family.schedule in shaped and "costs" in parameters(family.schedule) and uses.get(family.schedule, True)

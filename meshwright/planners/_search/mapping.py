@@ -15,8 +15,9 @@ from random import Random
 from meshwright.planners._device_order import alike
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
+from meshwright.planners._search.families import shaped_by_costs
 from meshwright.planners._search.grid_layout import grid
-from meshwright.planners._search.pricing import Priced, Pricer, shaped_by_costs
+from meshwright.planners._search.pricing import Priced, Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 
 Found = Candidate | WidePlan
@@ -59,6 +60,20 @@ class Mapper:
     def matters(self) -> bool:
         """Whether a plan takes another time on other devices."""
         return len(set(self.kind.values())) > 1
+
+    def mapped(self, plans: Sequence[Priced], shapes: int, trials: int, over: Callable[[], bool]) -> Iterator[Priced]:
+        """Yields the best plans of so many shapes on better devices, after so many simulations for each."""
+        if not self.matters:
+            return
+        plain = [each for each in plans if tensor_of(each.plan).tp == 1]  # tensor ranks are priced as neighbours
+        fastest = {shape_of(each.plan): each for each in sorted(plain, key=lambda each: -each.step_s)}
+        found: list[Devices] = []
+        for each in sorted(fastest.values(), key=lambda each: each.step_s)[:shapes]:
+            count = len(each.parallel["ranks"])
+            better = self.improved(each.plan, trials, [devices for devices in found if len(devices) == count], over)
+            if better is not None:
+                found.append(self.devices_of(better.plan))
+                yield better
 
     def devices_of(self, plan: Found) -> Devices:
         """Returns the device of each rank of a plan."""

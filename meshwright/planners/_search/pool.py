@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.ir.plan.chosen_plan import PlanStage
@@ -35,9 +36,11 @@ class Pool:
         if self._best is None or priced.step_s < self._best.step_s * (1 - 1e-12):
             self._best = priced
 
-    def drop(self, priced: Priced) -> None:
-        """Forgets a plan that turned out not to fit."""
-        self.plans = [each for each in self.plans if each is not priced]
+    def drop(self, misfits: Sequence[Priced]) -> None:
+        """Removes plans that turned out not to fit."""
+        gone = {id(each) for each in misfits}
+        self.plans = [each for each in self.plans if id(each) not in gone]
+        self.misfits += misfits
         self._best = min(self.plans, key=lambda each: each.step_s, default=None)
 
     def best(self) -> Priced | None:

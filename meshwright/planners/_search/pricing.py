@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,12 @@ from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.families import Family
+from meshwright.planners._search.families import Family, shaped_by_costs
 from meshwright.planners._search.grid_layout import grid_stages, stage_slowness, sync_groups, worker_links, worker_slowness
 from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
-from meshwright.schedules import build, parameters
+from meshwright.schedules import build
 from meshwright.simulate.quick_memory import activation_peaks
 from meshwright.simulate.quick_sweep import QuickProgram
 from meshwright.simulate.simulator import proved_with_peaks
@@ -85,6 +85,11 @@ class Priced:
     def over_bytes(self) -> float:
         """By how much the tightest worker misses its memory; 0 if all fit."""
         return max([0.0, *(peak - cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))])
+
+    @property
+    def filled(self) -> float:
+        """The share of its memory that the tightest worker uses."""
+        return max(peak / cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))
 
 
 class Pricer:
@@ -281,17 +286,6 @@ def _built(family: Family, workers: int, microbatches: int, sharding: Sharding, 
 def _small_program(family: Family, workers: int, microbatches: int, sharding: Sharding) -> QuickProgram:
     """The lists of a small schedule that does not depend on costs: the next search needs them again."""
     return QuickProgram(_built(family, workers, microbatches, sharding))
-
-
-@cache
-def shaped_by_costs(family: Family) -> bool:
-    """Whether the order of a schedule depends on costs, which are then part of the plan."""
-    shaped = {"zbv", "zero_bubble", "chimera", "listed", "onef1b"}
-    options = family.options
-    uses = {"zero_bubble": options.get("variant") == "auto", "chimera": bool(options.get("split"))}
-    uses["onef1b"] = "memory" in options
-    uses["listed"] = options.get("strict") is False or "memory" in options
-    return family.schedule in shaped and "costs" in parameters(family.schedule) and uses.get(family.schedule, True)
 
 
 def tensor_of(plan: Candidate | WidePlan) -> TensorChoice:
