@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright import Cluster, MeshwrightError, Parallel, Placement, StageCost, check, lower, schedules, simulate
 from meshwright.ir.action import Kind, Transfer
-from meshwright.ir.cluster import Link
+from meshwright.ir.cluster import Duplex, Link
 from meshwright.ir.placement import Rows
 from meshwright.ir.schedule import ChannelOrder
 from meshwright.passes.widen import widen
@@ -21,24 +22,29 @@ WIDTHS = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
 @settings(deadline=None, max_examples=30)
-@given(WIDTHS, st.integers(1, 6), st.booleans())
-def test_a_widened_listed_is_proved_and_sends_on_every_channel_in_its_order(widths: list[int], count: int, strict: bool) -> None:
+@given(WIDTHS, st.integers(1, 6), st.booleans(), st.sampled_from(Duplex))
+def test_a_widened_listed_is_proved_and_sends_on_every_channel_in_its_order(
+    widths: list[int], count: int, strict: bool, duplex: Duplex
+) -> None:
     costs = [StageCost(1.0 + s, 1.0, 0.5, output_bytes=3.0, gradient_bytes=2.0) for s in range(len(widths))]
-    narrow = schedules.build(
-        "listed", workers=len(widths), microbatches=count, costs=costs, cluster=Cluster(Link(0.1, 2.0)), strict=strict
-    )
+    links = Cluster(Link(0.1, 2.0), duplex=duplex)
+    narrow = schedules.build("listed", workers=len(widths), microbatches=count, costs=costs, cluster=links, strict=strict)
     wide = widen(narrow, widths)
     lowered = lower(wide)
     assert check(lowered).ok
-    orders = {channel.workers: channel.producers for channel in wide.channels}
-    assert len(orders) == len(wide.channels)
+    orders = defaultdict(list)
+    for channel in wide.channels:
+        orders[channel.workers].append(channel.producers)
     for stage, (before, after) in enumerate(zip(wide.placement.teams[0], wide.placement.teams[0][1:], strict=False)):
-        wanted = next(c.producers for c in narrow.channels if c.workers == (stage, stage + 1))
+        wanted = [c.producers for c in narrow.channels if c.workers == (stage, stage + 1)]
+        assert len(wanted) == (1 if strict or duplex is Duplex.HALF else 2), "one for a link, or for each of its directions"
         for _, source, target in wide.placement.pieces(before[0], after[0]):
             assert orders[source, target] == wanted
             sent = [(e.value.kind, e.value.mb) for e in lowered.lists[source] if isinstance(e, Transfer) and e.peer == target]
-            kinds = [(Kind.ACT if a.op.value == "F" else Kind.GRAD, a.mb) for a in wanted]
-            assert sent == kinds, "messages of a pair cross in the order of the channel"
+            assert len(sent) == sum(map(len, wanted))
+            for producers in wanted:
+                kinds = [(Kind.ACT if a.op.value == "F" else Kind.GRAD, a.mb) for a in producers]
+                assert [message for message in sent if message in kinds] == kinds, "messages cross in the order of the channel"
 
 
 @settings(deadline=None)

@@ -61,11 +61,10 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             fix='dp_mode="zero-2" or "cyclic", which keep whole parameters; or change state["tensors"]["model/NAME"] of '
             "session.state_dict() and pass it to session.load_state_dict()",
         )
-    with torch._C.DisableTorchFunctionSubclass():
-        found = func(*args, **kwargs)
-        of = args[0] if args and isinstance(args[0], AbsentTensor | AbsentParameter) else None
-        is_view = type(found) is Tensor and of is not None and found.numel() and found.data_ptr() == of.data_ptr()
-        return found.as_subclass(AbsentTensor) if is_view else found
+    found = nn.Parameter.__torch_function__(func, (), args, kwargs)  # as an ordinary parameter runs it
+    of = args[0] if args and isinstance(args[0], AbsentTensor | AbsentParameter) else None
+    is_view = type(found) is Tensor and of is not None and found.numel() and found.data_ptr() == of.data_ptr()
+    return found.as_subclass(AbsentTensor) if is_view else found
 
 
 def _writes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
