@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from meshwright.capture.check.check_result import Verdict
 from meshwright.capture.model_graph import capture
-from meshwright.capture.repeat.capture_for_costs import flatten_for_costs
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.capture.weights.sketch import sketch
@@ -50,7 +49,7 @@ class NamedGraph:
         if self.rows != 1:
             return two
         three = _repeated(_first(self.example), 3)
-        return one_row(two, capture(self.model, three, flat=flatten_for_costs(self.model, three)))
+        return one_row(two, capture(self.model, three))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -59,17 +58,12 @@ class NamedGraph:
         return {n.target: (self.rows, *n.size.shape[1:]) for n in columns if n.size is not None}
 
 
-def weightless(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> ModelGraph:
-    """Capture a preset, a file or the result of a function on the meta device. The default number of rows is two."""
-    return named_graph(name, rows=rows, length=length, batch=batch).layers()
-
-
 def named_graph(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> NamedGraph:
-    """Build a named model on the meta device and capture its graph."""
+    """Build a named model on the meta device and capture its whole graph: names and digests of cuts are those of a run."""
     model, example = named_model(name, rows=rows, length=length, batch=batch)
     count = _rows(example)
     example = _repeated(example, 2) if count == 1 else example
-    return NamedGraph(model, flatten_for_costs(model, example), example, count)
+    return NamedGraph(model, flatten(model, example), example, count)
 
 
 def named_model(
