@@ -51,8 +51,8 @@ FOLDERS = sorted({path.parent for path in FILES} - {ROOT, *(ROOT / name for name
 MOST_FILES = 15
 """The most files of a folder, besides its `__init__.py` and its subfolders."""
 LONGEST_BODY = 60
-LONG_BODIES = {"simulate/quick_kernels.py order", "planners/_search/pricing.py _price_grid"}
-"""Functions that may be longer: loops that numba compiles as one, and a search that reads as one."""
+LONG_BODIES = {"simulate/quick_kernels.py order"}
+"""Functions that may be longer: loops that numba compiles as one."""
 
 
 def layer(path: Path) -> str:
