@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,7 +18,9 @@ from tests.support.paths import ROOT, SUPPORT
 pytest.importorskip("torch", reason="needs torch")
 
 from meshwright.errors import MeshwrightError
+from meshwright.runtime.launch.worker_main import LEFT, serve
 from meshwright.runtime.launch.workers import Workers, attach
+from meshwright.runtime.watchdog.watchdog import Timeouts
 from tests.support import trouble
 
 LIMIT_S = 120
@@ -62,6 +65,21 @@ def test_workers_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_worker_that_still_connects_ends_with_its_parent() -> None:
+    """A listener that never answers: torch tries again for most of a minute, whoever has ended meanwhile."""
+    context = multiprocessing.get_context("forkserver")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        mine, theirs = context.Pipe()
+        worker = context.Process(target=serve, args=(theirs, 0, silent.getsockname()[1], b"", Timeouts(), {}), daemon=True)
+        worker.start()
+        theirs.close()
+        silent.settimeout(LIMIT_S)
+        silent.accept()
+        mine.close()
+        worker.join(timeout=10)
+        assert worker.exitcode == LEFT
+
+
 def test_a_pool_that_is_closed_leaves_no_process() -> None:
     with Workers(2) as pool:
         pids = pool.run(trouble.pid)

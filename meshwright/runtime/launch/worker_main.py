@@ -116,20 +116,35 @@ def serve(
 
 def _connected(pipe: Connection, port: int) -> TCPStore:
     """Connects to the store of the parent. Exits if the parent has ended."""
-    parent = select.poll()
-    parent.register(pipe.fileno(), 0)  # reports only that the pipe was closed
     deadline = time.monotonic() + ANSWER_S.total_seconds()
-    while True:
-        if parent.poll(0):
-            leave()
-        try:
-            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-        except (DistNetworkError, DistStoreError):
-            if time.monotonic() > deadline:
-                raise
-        else:
-            store.set_timeout(dist.default_pg_timeout)
-            return store
+    with _leaving_with_the_parent(pipe):
+        while True:
+            try:
+                store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+            except (DistNetworkError, DistStoreError):
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                store.set_timeout(dist.default_pg_timeout)
+                return store
+
+
+@contextmanager
+def _leaving_with_the_parent(pipe: Connection) -> Iterator[None]:
+    """Watches the pipe in a thread: torch tries to connect for up to a minute, also after the parent has ended."""
+    parent, done = select.poll(), threading.Event()
+    parent.register(pipe.fileno(), 0)  # reports only that the pipe was closed
+
+    def watch() -> None:
+        while not done.is_set():
+            if parent.poll(100):
+                leave()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def leave(_: Failure | None = None) -> NoReturn:

@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -33,6 +34,7 @@ from meshwright.runtime.watchdog.watchdog import TICK_S, Timeouts
 __all__ = ["Attached", "RankFailed", "Timeouts", "Workers", "attach", "process_group"]
 
 _FINAL_REPORTS_S = 1.5  # how long to wait for the final reports of the other ranks
+_SERVER_ENDS_S = 5.0  # how long a fork server may take to end after it closed its socket
 _SEAT_BYTES = 256
 _NAME = "meshwright worker"
 
@@ -132,8 +134,15 @@ class Workers:
             self.processes.append(process)
 
     def _begin(self, process: BaseProcess) -> None:
+        deadline = time.monotonic() + _SERVER_ENDS_S
         try:
-            process.start()
+            while True:
+                try:
+                    return process.start()
+                except ConnectionRefusedError:  # an earlier server closed its socket and has not quite ended
+                    if self.processes or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.05)
         except (EOFError, ConnectionError) as error:
             raise MeshwrightError(
                 "the server that local workers are forked from ended while they were started: it was killed, or an import failed",
