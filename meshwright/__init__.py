@@ -13,8 +13,8 @@ from meshwright.ir.files.schedule_csv import from_csv, to_csv
 from meshwright.ir.files.schedule_json import schedule_from_json, schedule_to_json
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json, even_costs
 from meshwright.ir.schedule import Recompute, Schedule
+from meshwright.ir.stage_cost import StageCost, costs_from_json, costs_to_json, even_costs
 from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.passes.check import CheckResult, check
 from meshwright.passes.forward_only import forward_only
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from meshwright.ir.files.model_json import model_from_json, model_to_json
     from meshwright.ir.files.profile_json import profile_from_json, profile_to_json
     from meshwright.ir.files.profile_text import profile_from_text
-    from meshwright.ir.layer_costs import LayerCost, Profile
     from meshwright.ir.model import Cuts, ModelGraph
     from meshwright.ir.plan.chosen_plan import MemoryUse, Plan, PlanStage
     from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json
     from meshwright.ir.plan.planned_file import plan_file_json, planned_file
     from meshwright.ir.plan.runnable_plan import runnable
+    from meshwright.ir.profile import LayerCost, Profile
     from meshwright.planners import plan
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.measure import measure
@@ -129,13 +129,13 @@ _LATER = {
     "Cuts": "meshwright.ir.model",
     "Device": "meshwright.ir.cluster",
     "Host": "meshwright.ir.cluster",
-    "LayerCost": "meshwright.ir.layer_costs",
+    "LayerCost": "meshwright.ir.profile",
     "Measurement": "meshwright.ir.files.measurement",
     "ModelGraph": "meshwright.ir.model",
     "MemoryUse": "meshwright.ir.plan.chosen_plan",
     "Plan": "meshwright.ir.plan.chosen_plan",
     "PlanStage": "meshwright.ir.plan.chosen_plan",
-    "Profile": "meshwright.ir.layer_costs",
+    "Profile": "meshwright.ir.profile",
     "Session": "meshwright.train.session.session",
     "Trainer": "meshwright.train.trainer",
     "TrainingArguments": "meshwright.train.arguments",

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from meshwright.capture.cut.cut_points import LayerChain
+from meshwright.capture.cut.label_counter import LabelCounter, label_counter
 from meshwright.capture.cut.liveness import Line
-from meshwright.capture.cut.loss_weight import Weigher, weigher
 from meshwright.capture.cut.stage_modules import Captured, States, stage
 from meshwright.capture.model_graph import graph_of, line_of
 from meshwright.capture.trace.export import flatten
@@ -46,7 +46,7 @@ class Split:
 
     modules: tuple[Captured, ...]
     names: dict[nn.Parameter, str]
-    weigh: Weigher | None
+    weigh: LabelCounter | None
     flat: Flat
     cuts: ChosenCuts
 
@@ -92,7 +92,7 @@ def open_cuts(model: nn.Module, flat: Flat, cuts: ChosenCuts, device: torch.devi
     modules = tuple(module for run in runs for module in stage(line, run, states, device))
     for module in modules:
         module.train(model.training)
-    return Split(modules, states.first, weigher(line, states, device), flat, cuts)
+    return Split(modules, states.first, label_counter(line, states, device), flat, cuts)
 
 
 def cuts_like(first: ChosenCuts, model: nn.Module, flat: Flat) -> ChosenCuts:

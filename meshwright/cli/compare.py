@@ -20,8 +20,8 @@ from meshwright.cli._parts.tensor_comparison import TensorFlags, compare_tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, walk
 from meshwright.ir.byte_sizes import bytes_in
-from meshwright.ir.profile import StageCost, costs_from_json
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, costs_from_json
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import prove
 from meshwright.simulate import simulate as predict

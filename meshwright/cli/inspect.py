@@ -18,7 +18,7 @@ from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.mode_flags import ModeFlags
 from meshwright.cli._parts.sharded_model import sharded
 from meshwright.errors import MeshwrightError
-from meshwright.ir.layer_costs import optimizer_states
+from meshwright.ir.profile import optimizer_states
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,7 +15,7 @@ from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
 from meshwright.cli.train import asked_job
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.measurement import FILE, Measurement, measurement_from_json
-from meshwright.ir.profile import costs_to_json
+from meshwright.ir.stage_cost import costs_to_json
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer

@@ -17,7 +17,7 @@ from meshwright.ir.input_limits import file_text
 
 if TYPE_CHECKING:
     from meshwright.ir.cluster import Cluster
-    from meshwright.ir.layer_costs import Profile
+    from meshwright.ir.profile import Profile
     from meshwright.planners import NothingFitsError
     from meshwright.planners._limits import Refusal
 

@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
     from meshwright.ir.cluster import Cluster
-    from meshwright.ir.layer_costs import Profile
+    from meshwright.ir.profile import Profile
 
 
 def _row_counts(text: str) -> str:

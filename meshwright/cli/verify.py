@@ -13,7 +13,7 @@ from meshwright import schedules
 from meshwright.cli._parts import inputs, outputs
 from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
-from meshwright.costs.planned import row_unit
+from meshwright.costs.planned_grid import row_unit
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel, refuse_crowd
 from meshwright.ir.plan.plan_file import asked

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import MemoryUse
+from meshwright.ir.profile import Profile
 
 RESERVE = 0.03
 """The share of a device that plans leave free, for fragmentation and for buffers of the driver and of libraries."""

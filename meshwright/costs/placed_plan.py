@@ -14,8 +14,8 @@ from meshwright.ir.action import Transfer
 from meshwright.ir.analysis.reduction_groups import holders
 from meshwright.ir.cluster import Cluster, Link
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 
 
 def placed_links(plan: Parallel, schedule: Schedule, cluster: Cluster) -> Cluster:

@@ -19,9 +19,9 @@ from typing import Protocol
 
 from meshwright.costs.memory_classes import optimizer_state, stage_parameters
 from meshwright.ir.cluster import Cluster, Device, Duplex, Link
-from meshwright.ir.layer_costs import ChainCost, Profile
 from meshwright.ir.plan.chosen_plan import PlanStage
-from meshwright.ir.profile import StageCost
+from meshwright.ir.profile import ChainCost, Profile
+from meshwright.ir.stage_cost import StageCost
 
 
 class GroupLinks(Protocol):

@@ -5,8 +5,8 @@ schedule             one list of actions per worker
 placement            which worker runs which stage
 timeline             when each action runs
 model                a model as a chain of layers
-layer_costs          `Profile`: costs of layers, the input of a planner
-profile              `StageCost`: costs of stages, the input of a simulation
+profile              `Profile`: costs of layers, the input of a planner
+stage_cost           `StageCost`: costs of stages, the input of a simulation
 cluster              devices and links
 links/               links, hosts, times of collectives
 plan/                what a user asks for, and what a planner chose

@@ -1,197 +1,193 @@
-"""`StageCost`: seconds and bytes of a stage for one microbatch. `ir/layer_costs.py` has the costs of layers."""
+"""`Profile`: the cost of each layer of a model, the input of a planner. `ir/stage_cost.py` has the costs of the stages of a plan.
+
+A profile may know the times of a layer for several numbers of rows; bytes are for one row. A published profile without rows has
+one time for each layer, and bytes of a whole microbatch.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster
-from meshwright.ir.reader import Reader, number, parsed, rows
 
-SCHEMA = 1
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd-momentum": 1, "sgd": 0}
+"""Numbers that an optimizer keeps for each parameter, in the format of the parameter."""
+
+
+def optimizer_states(optimizer: str) -> int:
+    """Returns how many numbers an optimizer keeps for each parameter."""
+    if optimizer not in OPTIMIZER_STATES:
+        raise MeshwrightError(
+            f"there is no optimizer {optimizer!r} to count the memory of", fix=f"one of {', '.join(OPTIMIZER_STATES)}"
+        )
+    return OPTIMIZER_STATES[optimizer]
+
+
+class ProfileSource(StrEnum):
+    """Where the numbers of a profile come from."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+    PUBLISHED = "published"
 
 
 @dataclass(frozen=True, slots=True)
-class StageCost:
-    """The cost of one stage for one microbatch: seconds and bytes.
+class LayerCost:
+    """The cost of one layer.
 
     Args:
-        forward_s: Seconds of a forward.
-        input_s: Seconds of the half of a backward that the previous stage waits for.
-        weight_s: Seconds of the other half, the gradient of the weights.
-        recompute_s: Seconds to recompute the forward. Above zero, the stage recomputes.
-        sync_s: Seconds to add up the gradients of its parameters.
-        activation_bytes: What a forward keeps for the backward.
-        output_bytes: What it sends to the next stage.
-        gradient_bytes: What comes back from the next stage.
-        parameter_bytes: Its parameters.
-        optimizer_bytes: What the optimizer keeps for them.
-        gather_s: Seconds to gather its parameters, if holders divide the state of the optimizer among them.
-
-    Raises:
-        MeshwrightError: A number is negative or not finite.
+        name: The layer.
+        forward_s: Seconds of a forward, one number for each of `Profile.rows`.
+        input_s: Seconds of the half of a backward that the previous layer waits for.
+        weight_s: Seconds of the other half.
+        output_bytes: Bytes that cross a cut after this layer, for one row: all tensors that later layers read.
+        saved_bytes: Bytes that a forward saves for the backward, for one row.
+        fixed_bytes: Saved bytes that do not depend on the rows: masks, and copies of weights in mixed precision.
+        parameter_bytes: Bytes of the parameters.
+        transient_bytes: Temporary bytes at the peak of a forward or backward, beyond the saved ones, for one row.
+        fixed_transient_bytes: Temporary bytes that do not depend on the rows: gradients of weights before they are added up.
+        flops: Operations of a forward, for one row.
+        ties: Names of parameters that other layers use too. A stage that has several of these layers holds them once.
 
     Examples:
-        >>> from meshwright import StageCost
-        >>> StageCost(forward_s=1.0, input_s=1.1, weight_s=0.9).backward_s
-        2.0
+        >>> from meshwright import LayerCost
+        >>> LayerCost("block", (1.0,), (1.0,), (1.0,), output_bytes=8.0).backward_s
+        (2.0,)
     """
 
-    forward_s: float = 0.0
-    input_s: float = 0.0
-    weight_s: float = 0.0
-    recompute_s: float = 0.0
-    sync_s: float = 0.0
-    activation_bytes: float = 0.0
+    name: str
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
     output_bytes: float = 0.0
-    gradient_bytes: float = 0.0
+    saved_bytes: float = 0.0
     parameter_bytes: float = 0.0
-    optimizer_bytes: float = 0.0
-    gather_s: float = 0.0
+    transient_bytes: float = 0.0
+    flops: float = 0.0
+    ties: tuple[str, ...] = ()
+    fixed_bytes: float = 0.0
+    fixed_transient_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = [getattr(self, name) for name in self.__slots__]
-        if min(numbers) < 0 or not sum(numbers) < float("inf"):
-            raise MeshwrightError(f"costs are numbers of at least 0, got {self}")
+        sizes = (self.output_bytes, self.saved_bytes, self.parameter_bytes, self.transient_bytes, self.flops)
+        numbers = (*self.forward_s, *self.input_s, *self.weight_s, *sizes, self.fixed_bytes, self.fixed_transient_bytes)
+        if not all(0.0 <= x < float("inf") for x in numbers):
+            raise MeshwrightError(f"costs of a layer are numbers of at least 0, got {self}")
 
     @property
-    def backward_s(self) -> float:
-        """The time of both halves of a backward."""
-        return self.input_s + self.weight_s
-
-    def scaled(self, factor: float) -> StageCost:
-        """Returns the cost of `factor` times as many layers."""
-        return StageCost(**{name: value * factor for name, value in asdict(self).items()})
+    def backward_s(self) -> tuple[float, ...]:
+        """Both halves of a backward."""
+        return tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
 
 
-def even_costs(
-    *,
-    stages: int,
-    workers: int,
-    forward_s: float = 1.0,
-    backward_s: float = 2.0,
-    split: tuple[float, float] = (1.0, 1.0),
-    recompute_s: float = 0.0,
-    sync_s: float = 0.0,
-) -> tuple[StageCost, ...]:
-    """Costs of equal stages, from the totals of one worker per microbatch.
+@dataclass(frozen=True, slots=True)
+class ChainCost:
+    """The layers of a model for one microbatch, as columns."""
 
-    With v stages on each worker a stage costs 1/v of the totals, so schedules compare at equal work. Bytes are in units of
-    what one worker holds: its activations of one microbatch, and its parameters.
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+    transient_bytes: tuple[float, ...]
+
+    @property
+    def backward_s(self) -> tuple[float, ...]:
+        """Both halves of a backward."""
+        return tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
+
+    def with_times(self, other: ChainCost) -> ChainCost:
+        """Returns these layers with the times of others."""
+        return replace(self, forward_s=other.forward_s, input_s=other.input_s, weight_s=other.weight_s)
+
+    def divided(self, width: int) -> ChainCost:
+        """Returns these layers with their times divided among this many devices."""
+        times = {name: tuple(x / width for x in getattr(self, name)) for name in ("forward_s", "input_s", "weight_s")}
+        return replace(self, **times)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The layers of a model, with the numbers of rows at which their times are known.
 
     Args:
-        stages: How many stages there are.
-        workers: How many workers share them.
-        forward_s: Seconds of one worker's forward.
-        backward_s: Seconds of one worker's backward.
-        split: The ratio of the two halves of a backward.
-        recompute_s: Seconds of one worker's recompute. Above zero, every stage recomputes.
-        sync_s: Seconds to add up the gradients of one worker's parameters.
-
-    Returns:
-        One cost for each stage.
+        layers: The layers, in order.
+        rows: The numbers of rows of a microbatch that times are given for, increasing. Empty if they are not known: then each
+            layer has one time, and bytes are those of a whole microbatch.
+        device: The device that it was measured on.
+        precision: The format of the tensors.
+        source: Where the numbers come from.
+        parameter_itemsize: Bytes of one element of a parameter, so that parameters can be counted.
+        optimizer_bytes_per_parameter: Bytes of optimizer state per parameter; 8 for Adam in float32.
+        tokens_per_row: Tokens of one row, for rates; 1 for images.
+        error: The relative error of the times: 0.2 is 20 %.
 
     Raises:
-        MeshwrightError: There is no stage or no worker, the ratio is that of nothing, or a time is negative.
+        MeshwrightError: There are no layers, or a layer does not have one time for each number of rows.
 
     Examples:
-        >>> from meshwright import even_costs
-        >>> costs = even_costs(stages=8, workers=4)
-        >>> len(costs), costs[0].forward_s, costs[0].backward_s
-        (8, 0.5, 1.0)
+        >>> from meshwright import LayerCost, Profile
+        >>> layer = LayerCost("block", (1.0, 3.0), (1.0, 3.0), (1.0, 3.0), output_bytes=8.0)
+        >>> Profile((layer,), rows=(1, 3)).at(2).forward_s
+        (2.0,)
     """
-    if stages < 1 or workers < 1:
-        raise MeshwrightError(f"costs need at least 1 stage and 1 worker, got {stages} and {workers}", fix="stages=4, workers=4")
-    if min(split) < 0 or not sum(split) > 0:
-        raise MeshwrightError(f"the halves of a backward cannot have the ratio {split}", fix="split=(1, 1)")
-    share = workers / stages
-    whole = StageCost(
-        forward_s=forward_s,
-        input_s=backward_s * split[0] / sum(split),
-        weight_s=backward_s * split[1] / sum(split),
-        recompute_s=recompute_s,
-        sync_s=sync_s,
-        activation_bytes=1.0,
-        parameter_bytes=1.0,
-    )
-    return (whole.scaled(share),) * stages
 
+    layers: tuple[LayerCost, ...]
+    rows: tuple[int, ...] = ()
+    device: str = ""
+    precision: str = "float32"
+    source: ProfileSource = ProfileSource.PUBLISHED
+    parameter_itemsize: float = 4.0
+    optimizer_bytes_per_parameter: float = 8.0
+    tokens_per_row: int = 1
+    error: float = 0.0
 
-def relative_costs(flops: Sequence[float]) -> tuple[StageCost, ...]:
-    """Costs from operation counts: an average stage takes one slot forward and one for each half of its backward."""
-    mean = sum(flops) / len(flops)
-    shares = [max(each / mean, 1e-3) if mean > 0 else 1.0 for each in flops]  # every stage takes some time
-    return tuple(StageCost(forward_s=share, input_s=share, weight_s=share) for share in shares)
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise MeshwrightError("a profile needs at least one layer", fix="see the documentation for the format of a profile")
+        if list(self.rows) != sorted(set(self.rows)) or any(count < 1 for count in self.rows):
+            raise MeshwrightError(
+                f"the rows of a profile must increase from at least 1, got {list(self.rows)}", fix="rows=(1, 2, 4)"
+            )
+        times = len(self.rows) or 1
+        for layer in self.layers:
+            if {len(layer.forward_s), len(layer.input_s), len(layer.weight_s)} != {times}:
+                raise MeshwrightError(
+                    f"layer {layer.name} has {len(layer.forward_s)}, {len(layer.input_s)} and {len(layer.weight_s)} times, "
+                    f"the profile has {times}",
+                    fix="give one time for each number of rows",
+                )
 
-
-def rows_for(costs: Sequence[StageCost] | None, stages: int) -> Sequence[StageCost]:
-    """Returns `costs` after checking their number; one slot per forward and per half of a backward if there are none."""
-    if costs is None:
-        return (StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0),) * stages
-    if len(costs) != stages:
-        raise MeshwrightError(
-            f"there are {stages} stages, the costs have {len(costs)}", fix=f"give one row of costs per stage: {stages}"
+    def at(self, rows: int | None = None) -> ChainCost:
+        """Returns the costs of a microbatch of this many rows. Times between two known numbers of rows are interpolated."""
+        if not self.rows:
+            rows = None
+        elif rows is None or rows < 1:
+            raise MeshwrightError(f"a microbatch of this profile needs a number of rows, got {rows}", fix="--batch")
+        factor, layers = float(rows or 1), self.layers
+        output = tuple(layer.output_bytes * factor for layer in layers)
+        return ChainCost(
+            forward_s=tuple(self._time(layer.forward_s, rows) for layer in layers),
+            input_s=tuple(self._time(layer.input_s, rows) for layer in layers),
+            weight_s=tuple(self._time(layer.weight_s, rows) for layer in layers),
+            output_bytes=output,
+            gradient_bytes=output,
+            saved_bytes=tuple(layer.fixed_bytes + layer.saved_bytes * factor for layer in layers),
+            parameter_bytes=tuple(layer.parameter_bytes for layer in layers),
+            transient_bytes=tuple(layer.fixed_transient_bytes + layer.transient_bytes * factor for layer in layers),
         )
-    return costs
 
-
-def hop_s(costs: Sequence[StageCost], cluster: Cluster | None) -> float:
-    """The delay between two stages that an order should expect: the slowest message over the slowest link."""
-    return cluster.hop_s(size for c in costs for size in (c.output_bytes, c.gradient_bytes)) if cluster else 0.0
-
-
-def costs_to_json(costs: Sequence[StageCost]) -> str:
-    """Write the costs of stages as a file for `--costs`.
-
-    Args:
-        costs: One cost for each stage.
-
-    Returns:
-        JSON text.
-
-    Examples:
-        >>> from meshwright import costs_from_json, costs_to_json, even_costs
-        >>> costs = even_costs(stages=2, workers=2)
-        >>> costs_from_json(costs_to_json(costs)) == costs
-        True
-    """
-    return json.dumps({"schema": SCHEMA, "stages": [asdict(cost) for cost in costs]}, indent=1)
-
-
-def costs_from_json(text: str) -> tuple[StageCost, ...]:
-    """Read the costs of stages.
-
-    Args:
-        text: JSON text: an object with `stages`, or a list of rows. A row may leave out what is zero.
-
-    Returns:
-        One cost for each stage. `gradient_bytes` is `output_bytes` where it is left out.
-
-    Raises:
-        MeshwrightError: The text is not a cost file, has no stages, or has a number that is not possible.
-
-    Examples:
-        >>> from meshwright import costs_from_json
-        >>> costs_from_json('[{"forward_s": 1.0, "output_bytes": 8}]')[0].gradient_bytes
-        8.0
-    """
-    return costs_from(parsed(text, "a cost file"), "the cost file")
-
-
-def costs_from(data: object, what: str) -> tuple[StageCost, ...]:
-    """Reads stage costs from parsed JSON or from Python; rows are mappings or `StageCost`."""
-    keys = frozenset({"schema", "stages"})
-    given = list(data) if isinstance(data, list | tuple) else None
-    found = Reader(data, what, kind=None, schema=SCHEMA, keys=keys)("stages", rows) if given is None else given
-    if not found:
-        raise MeshwrightError(f"{what} has no stages", fix='{"stages": [{"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}]}')
-    return tuple(row if isinstance(row, StageCost) else _row(f"stage {index} of {what}", row) for index, row in enumerate(found))
-
-
-def _row(what: str, row: object) -> StageCost:
-    names = [field.name for field in fields(StageCost)]
-    read = Reader(row, what, kind=None, schema=SCHEMA, keys=frozenset(names))
-    values = {name: read(name, number, 0.0) for name in names if name != "gradient_bytes"}
-    return StageCost(**values, gradient_bytes=read("gradient_bytes", number, values["output_bytes"]))
+    def _time(self, times: tuple[float, ...], rows: int | None) -> float:
+        """Interpolates between known numbers of rows; outside of them, continues the nearest line through two of them."""
+        if rows is None:
+            return times[0]
+        if len(times) == 1:
+            return times[0] * rows / self.rows[0]
+        at = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
+        low, high = self.rows[at - 1], self.rows[at]
+        slope = (times[at] - times[at - 1]) / (high - low)
+        return max(0.0, times[at - 1] + slope * (rows - low))

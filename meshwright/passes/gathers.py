@@ -1,4 +1,4 @@
-"""ZeRO: adds the actions that gather the parameters of divided units. `runtime/parameters/shares.py` runs them.
+"""ZeRO: adds the actions that gather the parameters of divided units. `runtime/parameters/zero_shares.py` runs them.
 
 zero-1, zero-2   after each update: parameters stay whole between steps
 zero-3           before each use, one action ahead, so that the gather overlaps with the action before it. An entry that uses

@@ -12,8 +12,8 @@ from meshwright.ir.action import Entry, Transfer
 from meshwright.ir.analysis.order import Flow, no_collection
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.passes.laws import refuse_broken
 from meshwright.passes.messages import comm
 from meshwright.passes.recompute import Mode

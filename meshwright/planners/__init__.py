@@ -15,8 +15,8 @@ from time import perf_counter
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.analysis.order import no_collection
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.ir.profile import Profile
 from meshwright.planners._limits import Asked, NothingFitsError, PlanLimits, Refusal, SplitRows
 from meshwright.schedules import names as schedule_names
 

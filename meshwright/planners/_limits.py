@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import Profile
+from meshwright.ir.profile import Profile
 
 Refusal = Callable[[Mapping[str, Any], int | None], str | None]
 """Called with the keywords of a plan and the rows of its microbatches: why it cannot run, or None."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.profile_json import profile_to_json
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.plan.planned_file import cluster_digest, digest_of, plan_file_json
 from meshwright.ir.plan.runnable_plan import runnable
+from meshwright.ir.profile import Profile
 
 
 def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int | None) -> str:

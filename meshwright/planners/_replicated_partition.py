@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.ir.layer_costs import ChainCost
+from meshwright.ir.profile import ChainCost
 
 Array = NDArray[np.float64]
 

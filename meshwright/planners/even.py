@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.ir.profile import Profile
 from meshwright.planners._answer.chosen import plan_of
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._nearest_fit import nothing_fits

@@ -19,8 +19,8 @@ from time import perf_counter
 
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.schedule_json import schedule_to_json
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.ir.profile import Profile
 from meshwright.ir.schedule import Sharding
 from meshwright.planners._answer.chosen import plan_of
 from meshwright.planners._limits import PlanLimits

@@ -19,9 +19,9 @@ from meshwright.costs.memory_classes import RESERVE, reserve_bytes
 from meshwright.costs.stages import Charge, of_microbatch, shared_chain, stage_costs, stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan, PlanStage, Rejected
-from meshwright.ir.profile import StageCost
+from meshwright.ir.profile import Profile
+from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._limits import NothingFitsError, PlanLimits
 from meshwright.planners._replicated_partition import cuttings

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
 from meshwright.passes.lower import lowered_flow
 from meshwright.report.critical_path import CriticalPath, Wait

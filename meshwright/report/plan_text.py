@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.ir.profile import Profile
 
 SHOWN = 5
 """How many other plans of SPP are shown."""

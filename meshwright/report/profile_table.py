@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.ir.layer_costs import LayerCost, Profile, ProfileSource
+from meshwright.ir.profile import LayerCost, Profile, ProfileSource
 
 WHERE = {
     ProfileSource.MEASURED: "times measured on",

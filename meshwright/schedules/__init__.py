@@ -23,8 +23,8 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.schedule_json import LARGEST
 from meshwright.ir.input_limits import shown
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, rows_for
 from meshwright.schedules._orders.user_schedule import own_builder, parameters_of, read, refuse_malformed
 
 __all__ = [

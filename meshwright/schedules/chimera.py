@@ -26,8 +26,8 @@ from typing import Literal
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Lists, Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.schedules._orders.chimera_slots import sorted_slots, worker_of
 from meshwright.schedules._orders.fill_weight_halves import fill
 from meshwright.schedules._orders.wave import steady, unfold

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, rows_for
 from meshwright.schedules._orders.cyclic_forms import placed, placement_of, side_by_side
 from meshwright.schedules._orders.cyclic_owners import with_owners
 from meshwright.schedules._orders.cyclic_turns import holds_turns, refuse_margin, refuse_sizes, staggered

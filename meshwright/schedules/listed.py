@@ -19,8 +19,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
 from meshwright.ir.cluster import Cluster, Duplex
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import ChannelOrder, Schedule
+from meshwright.ir.stage_cost import StageCost, rows_for
 from meshwright.schedules._orders.order_search import search
 from meshwright.schedules._orders.order_strings import Chain, Words, actions_of, caps, in_time, word
 

@@ -16,8 +16,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, hop_s, rows_for
 
 
 def build(

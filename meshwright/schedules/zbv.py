@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from meshwright.ir.action import Op
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, hop_s, rows_for
 from meshwright.schedules._orders.fill_weight_halves import fill
 from meshwright.schedules._orders.wave import steady
 

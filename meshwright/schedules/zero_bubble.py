@@ -17,8 +17,8 @@ from typing import Literal
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost, hop_s, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, hop_s, rows_for
 from meshwright.schedules._orders.order_strings import actions_of
 from meshwright.schedules._orders.split_orders import Limits, StageLine, linear, shared
 

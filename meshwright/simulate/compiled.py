@@ -23,8 +23,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Cell
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, rows_for
 from meshwright.passes.check import refuse_unproved
 from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.ir.action import Action, Kind, Op, Value, actions
 from meshwright.ir.analysis.price import Price
-from meshwright.ir.profile import StageCost
+from meshwright.ir.stage_cost import StageCost
 from meshwright.simulate.quick_program import QuickLists
 from meshwright.simulate.quick_sweep import settled
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from meshwright.ir.action import NONE
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule, Sharding
+from meshwright.ir.stage_cost import StageCost
 from meshwright.passes.sync import Sync
 from meshwright.simulate import quick_kernels as kernels
 from meshwright.simulate.quick_program import Ints, QuickLists, joined, quick_lists

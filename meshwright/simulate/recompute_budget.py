@@ -15,8 +15,8 @@ from math import ceil, isnan
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Entry, Op
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Recompute, Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.simulate.simulator import simulate
 
 HALVINGS = 20

@@ -10,8 +10,8 @@ from meshwright.ir.analysis.lifetime import Life, lives, parameter_copies
 from meshwright.ir.analysis.order import no_collection
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Lane, Span, Timeline
 from meshwright.passes.check import proved_run, refuse_unproved
 from meshwright.passes.lower import lowered_flow

@@ -24,8 +24,8 @@ from meshwright.capture.trace.graph import Flat
 from meshwright.capture.weights.sketch import Skeleton
 from meshwright.ir.placement import Rows
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.runtime.engine.evaluate import forward_schedule
 from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.mesh import Mesh

@@ -15,7 +15,7 @@ from meshwright.cli._parts.mode_flags import ModeFlags
 from meshwright.cli._parts.tensor_comparison import flags_of
 from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
-from meshwright.costs.planned import planned_grid
+from meshwright.costs.planned_grid import planned_grid
 from meshwright.costs.scheme import Save, TensorRequest
 from meshwright.costs.tensor_rows import TensorRow
 from meshwright.ir.plan.plan import Parallel

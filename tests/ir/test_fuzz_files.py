@@ -30,7 +30,7 @@ READ_BY = {
     "ir/files/model_json.py": {"graph"},
     "ir/plan/plan_file.py": {"plan.json", "plan text", "plan.toml", "order.json", "order text", "order.toml"},
     "ir/plan/planned_file.py": {"planned.json"},
-    "ir/profile.py": {"costs"},
+    "ir/stage_cost.py": {"costs"},
     "ir/reader.py": {"plan.json"},
     "ir/timeline.py": {"timeline"},
     "runtime/watchdog/failure.py": {"doing", "failure"},

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright import LayerCost, MeshwrightError, Profile, profile_from_json, profile_to_json
-from meshwright.ir.layer_costs import ProfileSource
+from meshwright.ir.profile import ProfileSource
 from tests.support.file_forms import FUZZ
 
 BYTES = ("output_bytes", "saved_bytes", "parameter_bytes", "transient_bytes", "fixed_bytes", "fixed_transient_bytes")

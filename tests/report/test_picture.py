@@ -17,7 +17,7 @@ from meshwright import MeshwrightError, schedules, simulate
 from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
 from meshwright.ir.action import Cell
-from meshwright.ir.profile import StageCost, even_costs
+from meshwright.ir.stage_cost import StageCost, even_costs
 from meshwright.ir.timeline import Timeline
 from meshwright.report.pictures.layout_picture import layout_picture
 from meshwright.report.pictures.picture import EDGE, HELD, LEFT, RIGHT, ROW, Area, Box, Picture, Text, picture

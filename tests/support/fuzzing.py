@@ -22,10 +22,10 @@ from meshwright.ir.files.cluster_file import read_cluster
 from meshwright.ir.files.model_json import model_from_json, model_to_json
 from meshwright.ir.files.profile_json import profile_from_json, profile_to_json
 from meshwright.ir.files.profile_text import profile_from_text
-from meshwright.ir.layer_costs import LayerCost, Profile
 from meshwright.ir.model import Crossing, Layer, ModelGraph, Weight
 from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json, read_plan
 from meshwright.ir.plan.planned_file import is_plan_file, plan_file_json, planned_file
+from meshwright.ir.profile import LayerCost, Profile
 from meshwright.ir.timeline import Timeline
 from meshwright.runtime.watchdog.board import Board
 from meshwright.runtime.watchdog.failure import Doing, Failure, FailureKind

@@ -21,7 +21,7 @@ from meshwright.capture.model_graph import capture, line_of
 from meshwright.capture.trace.export import flatten
 from meshwright.cli._verbs import app
 from meshwright.costs.roofline import ESTIMATE_ERROR, WorkKind
-from meshwright.ir.layer_costs import ProfileSource
+from meshwright.ir.profile import ProfileSource
 from meshwright.train.profiling import timed_layers
 from meshwright.train.profiling.timed_layers import LayerTimer
 

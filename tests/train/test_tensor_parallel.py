@@ -15,7 +15,7 @@ from torch.nn import functional
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel, plan_from_json, plan_to_json
 from meshwright.costs.declared import Phase
-from meshwright.costs.planned import planned_grid
+from meshwright.costs.planned_grid import planned_grid
 from meshwright.runtime.launch.workers import Workers
 from meshwright.tensor.wires.wires import TransferLog
 from meshwright.train.models import small_models

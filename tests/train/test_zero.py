@@ -19,7 +19,7 @@ import meshwright as mw
 from meshwright import MeshwrightError, Parallel
 from meshwright.ir.action import Op
 from meshwright.runtime.launch.workers import Workers
-from meshwright.runtime.parameters.shares import flat_plans, spans
+from meshwright.runtime.parameters.zero_shares import flat_plans, spans
 from meshwright.train.setup.build_schedule import lists_for
 from tests.conftest import Pool
 from tests.support import captured_models as small

@@ -4,7 +4,7 @@ liveness         a flat graph as a line of operations; values alive between them
 cut_points       where the line may be cut, and the layers in between
 stage_modules    builds modules from parts of a flat graph
 op_modules       operations as modules (Linear, Embedding, dropout)
-loss_weight      counts the labels that a mean loss is divided by
+label_counter    counts the labels that a mean loss is divided by
 cost             FLOPs and saved bytes of a layer
 op_work          operations and bytes by kind, for time estimates
 dry_walk         bytes that layers save and send, without values

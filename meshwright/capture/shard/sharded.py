@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from meshwright.capture.cut.loss_weight import weigher
+from meshwright.capture.cut.label_counter import label_counter
 from meshwright.capture.cut.stage_modules import Captured, States
 from meshwright.capture.model_graph import line_of
 from meshwright.capture.shard.emit import shard_layers
@@ -144,7 +144,7 @@ def shard_plan(
         return found
     halves = tuple(settled({name: (count, *shape[1:]) for name, shape in found.shapes.items()}) for count in rows)
     loss = row_loss(found.settled, halves[0])
-    if loss.counts_labels and weigher(line, states) is None:
+    if loss.counts_labels and label_counter(line, states) is None:
         raise MeshwrightError("overlap=True cannot count the labels of the model's loss", fix="overlap=False")
     if any(half.cuts != found.settled.cuts for half in halves):
         raise MeshwrightError(
@@ -172,7 +172,7 @@ def open_plan(
                 parts[number].append(_part(of, number, layer, cut(layer.body, wires, slot), window))
     found = [WovenLayer(own, save=settled.scheme.save, words=plan.words(k)) for k, own in enumerate(parts)]
     if plan.halves:
-        count = weigher(settled.line, states, device) if plan.loss.counts_labels else None
+        count = label_counter(settled.line, states, device) if plan.loss.counts_labels else None
         found[-1].take_losses(HalfLosses(count, () if count is None else count.columns, plan.loss.adds))
     for layer in found:
         layer.train(model.training)
@@ -189,7 +189,7 @@ def open_split(model: nn.Module, plan: ShardPlan, cuts: ChosenCuts, wires: Wires
     """Returns the layers of this rank, in stages."""
     states, flat = States(model), plan.settled.line.flat
     layers = open_plan(model, plan, wires, starts=cuts.starts, device=device)
-    return Split(tuple(layers), states.first, weigher(plan.settled.line, states, device), flat, cuts)
+    return Split(tuple(layers), states.first, label_counter(plan.settled.line, states, device), flat, cuts)
 
 
 def counted_here(cut: ParameterCut, wires: Wires) -> bool:

@@ -13,8 +13,8 @@ import typer
 from meshwright.cli._parts import outputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
 from meshwright.runtime.tracing.clock import Timing
 

@@ -18,8 +18,8 @@ from meshwright.cli._parts.outputs import Format
 from meshwright.errors import MeshwrightError
 from meshwright.ir.byte_sizes import bytes_in
 from meshwright.ir.cluster import Cluster, Duplex, Link
-from meshwright.ir.profile import StageCost, costs_from_json, even_costs
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, costs_from_json, even_costs
 from meshwright.ir.timeline import Timeline
 
 SIZES, TIMES, OUTPUT = "Sizes", "Costs", "Output"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.costs.modes import mode
-from meshwright.costs.planned import planned_grid
+from meshwright.costs.planned_grid import planned_grid
 from meshwright.costs.scheme import Save
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel

@@ -14,8 +14,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.input_limits import shown
 from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, cluster_digest, is_plan_file, planned_file
-from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, rows_for
 from meshwright.ir.timeline import Timeline
 from meshwright.train.setup.build_schedule import lists_for
 from meshwright.train.setup.settled_plan import settled

@@ -13,11 +13,11 @@ from meshwright.costs.stages import stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device
 from meshwright.ir.input_limits import file_text
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.partition import partition
 from meshwright.ir.plan.chosen_plan import PlanStage
-from meshwright.ir.profile import StageCost
+from meshwright.ir.profile import Profile
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 
 
 @dataclass(frozen=True)

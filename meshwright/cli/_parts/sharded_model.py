@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli._parts.mode_flags import ModeFlags
-from meshwright.costs.planned import planned_grid, planned_scheme
+from meshwright.costs.planned_grid import planned_grid, planned_scheme
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 

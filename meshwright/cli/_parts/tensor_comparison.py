@@ -15,7 +15,7 @@ import typer
 from meshwright.cli._parts import inputs, outputs
 from meshwright.cli._parts.mode_flags import ModeFlags, SaveChoice, mode_option, save_of
 from meshwright.costs.declared import transformer_layer
-from meshwright.costs.planned import planned_grid, planned_scheme
+from meshwright.costs.planned_grid import planned_grid, planned_scheme
 from meshwright.costs.scheme import Words
 from meshwright.costs.tensor_rows import LayerSizes, TensorRow, best_row, tensor_rows
 from meshwright.errors import MeshwrightError

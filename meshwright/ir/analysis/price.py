@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import COMPUTE, NONE, Action, Cell, Entry, Kind, Op, Value
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Schedule, Sharding
+from meshwright.ir.stage_cost import StageCost, rows_for
 
 
 class Price:

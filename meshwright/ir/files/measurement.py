@@ -14,9 +14,9 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.schedule_json import schedule_from_json, schedule_to_json
-from meshwright.ir.profile import StageCost, costs_from_json, costs_to_json
 from meshwright.ir.reader import Reader, parsed, positive, rows
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, costs_from_json, costs_to_json
 from meshwright.ir.timeline import Timeline
 
 SCHEMA = 1

@@ -16,7 +16,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.layer_costs import LayerCost, Profile, ProfileSource
+from meshwright.ir.profile import LayerCost, Profile, ProfileSource
 from meshwright.ir.reader import Reader, count, number, parsed, positive, rows, text
 
 SCHEMA = 1

@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import shown
-from meshwright.ir.layer_costs import LayerCost, Profile, ProfileSource
+from meshwright.ir.profile import LayerCost, Profile, ProfileSource
 
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _EDGE = re.compile(r"\s*(\S+)\s+--\s+(\S+)\s*")

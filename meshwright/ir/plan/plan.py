@@ -16,9 +16,9 @@ from meshwright.ir.plan.plan_order import Follows, followed, order_of, refers
 from meshwright.ir.plan.plan_ranks import checked_ranks, refuse_count
 from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS, checked_tensor
 from meshwright.ir.plan.unset_values import Unset, UnsetName
-from meshwright.ir.profile import StageCost, costs_from
 from meshwright.ir.reader import LARGEST
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost, costs_from
 
 LOCAL_RANKS = 256
 """The most processes that are started on one host."""

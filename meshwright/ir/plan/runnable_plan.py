@@ -8,8 +8,8 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 
 
 def runnable(plan: Plan, *, schedule: str = "listed", order: Schedule | None = None, costs: Sequence[StageCost] = ()) -> Parallel:

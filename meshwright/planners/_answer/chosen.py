@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.costs.memory_classes import RESERVE
-from meshwright.ir.layer_costs import Profile, ProfileSource
 from meshwright.ir.plan.chosen_plan import MemoryUse, Plan
+from meshwright.ir.profile import Profile, ProfileSource
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._answer.compared import best_of_schedules, rivals
 from meshwright.planners._answer.plan_row import name, row

@@ -18,8 +18,8 @@ from meshwright.costs.stages import of_microbatch, stage_links, sum_seconds
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule, Sharding
+from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator

@@ -17,9 +17,9 @@ from meshwright.costs.memory_classes import optimizer_state, stage_parameters
 from meshwright.costs.stages import device_slowness, shared_chain, stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import ChainCost, Profile
 from meshwright.ir.plan.chosen_plan import PlanStage
-from meshwright.ir.profile import StageCost
+from meshwright.ir.profile import ChainCost, Profile
+from meshwright.ir.stage_cost import StageCost
 from meshwright.planners._device_order import device_order
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search.device_links import DeviceLinks

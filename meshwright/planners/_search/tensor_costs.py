@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.costs.modes import mode
-from meshwright.costs.planned import row_unit
+from meshwright.costs.planned_grid import row_unit
 from meshwright.costs.scheme import TensorRequest
 from meshwright.costs.tensor_rows import requests
 from meshwright.errors import MeshwrightError
-from meshwright.ir.layer_costs import Profile
 from meshwright.ir.plan.plan import Parallel
+from meshwright.ir.profile import Profile
 from meshwright.planners._search.problem import Floats
 
 NORM_TENSORS = 4

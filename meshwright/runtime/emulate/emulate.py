@@ -23,8 +23,8 @@ from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.plan import parse_name
 from meshwright.ir.plan.plan_ranks import checked_ranks, refuse_count
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Span, Timeline
 from meshwright.passes.check import refuse_unproved
 from meshwright.runtime.emulate.wait_actions import WaitActions

@@ -24,8 +24,8 @@ from meshwright.runtime.executor.executor import Executor
 from meshwright.runtime.executor.train_actions import TrainActions
 from meshwright.runtime.parameters.gradient_buffer import Adder, Collective
 from meshwright.runtime.parameters.parameters import Parameters
-from meshwright.runtime.parameters.shares import Shares
 from meshwright.runtime.parameters.unit import Unit
+from meshwright.runtime.parameters.zero_shares import Shares
 from meshwright.runtime.program import Program
 from meshwright.runtime.stage.batch import Batch, Batches, Given, Own
 from meshwright.runtime.stage.graphs_by_size import Graphs

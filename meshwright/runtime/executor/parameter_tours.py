@@ -15,8 +15,8 @@ import torch
 
 from meshwright.ir.action import Kind, Op, Value
 from meshwright.runtime.executor.actions import Do, Store
-from meshwright.runtime.parameters.shares import flat_plans
 from meshwright.runtime.parameters.unit import Unit
+from meshwright.runtime.parameters.zero_shares import flat_plans
 from meshwright.runtime.program import Instruction, Program
 from meshwright.runtime.stage.stage import Bundle
 from meshwright.runtime.transport.send_receive import Bare, Outgoing

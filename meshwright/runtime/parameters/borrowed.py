@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.runtime.parameters.absent import hide, show
-from meshwright.runtime.parameters.shares import flat_plans, views_of
+from meshwright.runtime.parameters.zero_shares import flat_plans, views_of
 
 
 class Borrowed:

@@ -9,7 +9,7 @@ belongs to the sum, so that one reduction carries everything:
 that a mean which a ring sends on after its update is not divided again. A parameter that no backward of any holder has
 reached has no gradient, as in torch: the optimizer, including its weight decay, skips it.
 
-If the holders of a unit divide it among them, a holder gets slices of the sum (`sliced_buffer.py`).
+If the holders of a unit divide it among them, a holder gets slices of the sum (`zero_gradients.py`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A schedule with a flush has one version and updates in place. Without a flush, f
 their version. If the old version is still needed, an update moves the parameters to new storage.
 
 `gradient_buffer.py` has their gradients. Ranks that hold a unit may divide its update and the state of its optimizer among them
-(`shares.py`): then `updated` are pieces of the parameters, otherwise the parameters themselves. If another rank owns the unit,
-this one has its gradients until it has passed them on, and its parameters while it uses them (`borrowed.py`).
+(`zero_shares.py`): then `updated` are pieces of the parameters, otherwise the parameters themselves. If another rank owns the
+unit, this one has its gradients until it has passed them on, and its parameters while it uses them (`borrowed.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from meshwright.runtime.parameters.borrowed import Borrowed
 from meshwright.runtime.parameters.gradient_buffer import Adder, Buffer, square_norm
-from meshwright.runtime.parameters.shares import Shares
-from meshwright.runtime.parameters.sliced_buffer import SlicedBuffer
 from meshwright.runtime.parameters.versions import Versions
+from meshwright.runtime.parameters.zero_gradients import SlicedBuffer
+from meshwright.runtime.parameters.zero_shares import Shares
 from meshwright.runtime.stage.tensor_parameters import TensorParameters
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.profile import StageCost
+from meshwright.ir.stage_cost import StageCost
 from meshwright.runtime.stage.objective import Weigh
 from meshwright.runtime.stage.tensor_parameters import TensorParameters
 from meshwright.torch_internals import gradient_hooks

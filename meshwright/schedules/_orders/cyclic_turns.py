@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.action import Action, Op
-from meshwright.ir.profile import StageCost
+from meshwright.ir.stage_cost import StageCost
 
 Turn = tuple[Action, Action]
 UNEVEN = 1.001

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from meshwright.ir.action import Action, Op
-from meshwright.ir.profile import StageCost, rows_for
+from meshwright.ir.stage_cost import StageCost, rows_for
 
 
 def fill(

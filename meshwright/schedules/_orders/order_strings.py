@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from meshwright.ir.action import Action, Op
-from meshwright.ir.profile import StageCost
+from meshwright.ir.stage_cost import StageCost
 
 INFINITE = float("inf")
 Words = list[str]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.ir.profile import StageCost
+from meshwright.ir.stage_cost import StageCost
 
 
 class StageLine(NamedTuple):

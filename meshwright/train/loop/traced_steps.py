@@ -22,8 +22,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.action import NONE, Op, actions
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.files.measurement import FILE, Measurement, measurement_to_json
-from meshwright.ir.profile import StageCost
 from meshwright.ir.schedule import Schedule
+from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Lane, Timeline
 from meshwright.report.perfetto import to_perfetto
 from meshwright.runtime.json_exchange import all_gather_json

@@ -1,5 +1,7 @@
 """Optimizers and learning-rate schedules for a model that is split over ranks.
 
+ZeRO, which divides the state of an optimizer among ranks, is in `runtime/parameters/`.
+
 make_optimizer        from the arguments of Hugging Face
 shared_rates          many optimizers with one set of learning rates
 used_optimizer        what an optimizer of the user would lose

@@ -25,8 +25,8 @@ from meshwright.capture.trace.graph import Flat
 from meshwright.costs.roofline import ESTIMATE_ERROR, HalfTimes, estimated_times
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.layer_costs import LayerCost, Profile, ProfileSource, optimizer_states
 from meshwright.ir.model import Layer, ModelGraph
+from meshwright.ir.profile import LayerCost, Profile, ProfileSource, optimizer_states
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.profiling.profile_request import ProfileRequest, device_name, this_device
 from meshwright.train.profiling.timed_layers import LayerTimer, TimedLayer

@@ -17,8 +17,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_dp import ZERO_3_STAGES, DpMode
 from meshwright.ir.plan.plan_order import widths
-from meshwright.ir.profile import StageCost, rows_for
 from meshwright.ir.schedule import Recompute, Schedule, Sharding
+from meshwright.ir.stage_cost import StageCost, rows_for
 from meshwright.passes.check import prove
 from meshwright.passes.lower import lower
 from meshwright.passes.widen import widen

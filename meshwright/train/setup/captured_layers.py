@@ -23,7 +23,7 @@ from meshwright.capture.trace.graph import Flat, refs
 from meshwright.capture.trace.unsupported_modules import require_ready
 from meshwright.errors import MeshwrightError
 from meshwright.ir.column_names import TARGETS
-from meshwright.ir.profile import relative_costs
+from meshwright.ir.stage_cost import relative_costs
 from meshwright.runtime.stage.batch import Batch
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.layers import columns_of as stage_columns

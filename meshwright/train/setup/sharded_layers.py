@@ -19,11 +19,11 @@ from meshwright.capture.split import ChosenCuts, cuts_like
 from meshwright.capture.trace.batch_columns import Columns
 from meshwright.capture.trace.export import trace
 from meshwright.capture.trace.graph import Flat, NodeKind
-from meshwright.costs.planned import planned_grid, planned_scheme
+from meshwright.costs.planned_grid import planned_grid, planned_scheme
 from meshwright.costs.scheme import Grid
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.profile import relative_costs
+from meshwright.ir.stage_cost import relative_costs
 from meshwright.runtime.stage.layers import Layers, Shapes
 from meshwright.runtime.stage.tensor_parameters import TensorParameters
 from meshwright.tensor.wires.group_wires import GroupWires

@@ -22,7 +22,7 @@ MEAN = 1
 
 
 @dataclass(frozen=True)
-class Weigher:
+class LabelCounter:
     """Counts labels. `columns` are the batch columns that it reads."""
 
     columns: tuple[str, ...]
@@ -31,14 +31,14 @@ class Weigher:
     classes: Tensor | None = None
 
     def __call__(self, columns: Mapping[str, Tensor]) -> float:
-        """Return how many labels count; if classes have weights, the sum of the weights of these labels."""
+        """Returns how many labels count; if classes have weights, the sum of the weights of these labels."""
         found: Tensor = self.targets(*(columns[name] for name in self.columns))[0]
         counts = found != self.ignored
         return float(counts.sum() if self.classes is None else self.classes[found[counts]].double().sum())
 
 
-def weigher(line: Line, states: States, device: torch.device | None = None) -> Weigher | None:
-    """Return the weigher of the only mean over labels in the loss; None if there is no such mean, or more than one."""
+def label_counter(line: Line, states: States, device: torch.device | None = None) -> LabelCounter | None:
+    """Returns the counter of the only mean over labels in the loss; None if there is no such mean, or more than one."""
     found = [
         node for node in line.work if is_one_of(node.target, ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
     ]
@@ -55,7 +55,7 @@ def weigher(line: Line, states: States, device: torch.device | None = None) -> W
     if size is None or size.learns or _argument(node, 3, "reduction", MEAN) != MEAN:
         return None
     graph, columns, _ = free_graph(line, [target.name], states, device)
-    return Weigher(columns, graph, int(_argument(node, 4, "ignore_index", -100)), classes)
+    return LabelCounter(columns, graph, int(_argument(node, 4, "ignore_index", -100)), classes)
 
 
 def _fixed(line: Line, weights: Any, states: States, device: torch.device | None) -> Tensor | None:

@@ -1,6 +1,6 @@
 """ZeRO gradients: each holder of a divided unit gets the sum of its own slices.
 
-    whole gradients   [ g0 ........ | g1 .. | g2 ............... | pad ]   in the layout of the parameters (`shares.py`)
+    whole gradients   [ g0 ........ | g1 .. | g2 ............... | pad ]   in the layout of the parameters (`zero_shares.py`)
     slices            [ sum of this holder's slice ]                       what its optimizer reads
     end               [ reached p0 | reached p1 | ... | weight | divided ] summed on its own, whole on every holder
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from meshwright.runtime.parameters.gradient_buffer import Adder, Buffer, carrier_of
-from meshwright.runtime.parameters.shares import Shares
+from meshwright.runtime.parameters.zero_shares import Shares
 
 
 class SlicedBuffer(Buffer):
