@@ -6,7 +6,8 @@
 step     a small Llama on two gloo processes: line mode on the executor against `parallelize_module` (colwise q, k, v, gate, up
          and head, rowwise o and down). Both run in the same processes, in turn; the median of paired ratios with its interval.
 overlap  one rank on wires that take time, products as timed waits: the wall time of a forward and a backward pass as two halves
-         over that in one, against the ratio that `costs/overlap_time.py` predicts, for three ratios of communication to compute.
+         over that in one, against the ratio that `tests/support/overlap_time.py` predicts, for three ratios of communication to
+         compute.
 trace    the same on a box: collectives and products on one clock. The next weight is gathered while a product runs, and weight
          gradients are scattered behind later products.
 """
@@ -26,22 +27,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.executor import ratio, sgd
-from meshwright.capture.shard.layouts.parts import cut_parameters
 from meshwright.capture.shard.sharded import ShardPlan, TensorCut, open_plan, shard_plan
 from meshwright.capture.shard.woven_chain import WovenChain
 from meshwright.capture.shard.woven_layer import WovenLayer
 from meshwright.capture.trace.export import flatten
 from meshwright.costs.declared import CollectiveKind, Phase
-from meshwright.costs.overlap_time import turns_of, weave_time
 from meshwright.costs.scheme import Save, TensorRequest
 from meshwright.ir.plan.plan import Parallel
 from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.launch.workers import Workers
-from meshwright.tensor.weave.piece_times import backward_times, forward_times, multiply_adds
 from meshwright.tensor.wires.lone_wires import DelayedWires, DryWires
 from meshwright.tensor.wires.wires import Wires
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.verify.verify_case import Case, prepare_case
+from tests.support.overlap_time import turns_of, weave_time
+from tests.support.piece_times import backward_times, forward_times, multiply_adds
+from tests.support.sharded import cut_parameters
 
 STEP_AT_MOST, OVERLAP_AT_MOST = 1.0, 1.1
 """The bars: our step over torch's, and the measured over the predicted ratio of halves."""

@@ -10,7 +10,6 @@ product_plan      how a product runs under any scheme
 declared          words that a scheme sends and keeps
 tensor_rows       compares all modes for one layer
 planned_grid      the grid and scheme of a plan
-overlap_time      times of pieces that overlap with collectives
 stages            costs of the stages of a plan
 placed_plan       links and sums of a plan on the devices of its ranks
 roofline          time of a layer on another device

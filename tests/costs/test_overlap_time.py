@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costs.overlap_time import HalfTime, PieceTime, SendTime, turns_of, weave_time
+from tests.support.overlap_time import HalfTime, PieceTime, SendTime, turns_of, weave_time
 
 
 def block(layers: int, attention: float, mlp: float, send: float) -> HalfTime:

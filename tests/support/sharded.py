@@ -20,7 +20,8 @@ from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.stage_modules import States
 from meshwright.capture.model_graph import line_of
 from meshwright.capture.shard.emit import shard_layers
-from meshwright.capture.shard.layouts.parts import cut_parameters, part_of
+from meshwright.capture.shard.layouts.parts import part_of
+from meshwright.capture.shard.layouts.steps import ParameterCut
 from meshwright.capture.shard.settle import Settled
 from meshwright.capture.shard.sharded import ShardPlan, TensorCut, shard_plan
 from meshwright.capture.shard.wide_casts import wide_casts, widened
@@ -230,3 +231,9 @@ def declared_words(found: Settled) -> dict[Phase, Fraction]:
     """What a run is declared to send."""
     transfers = [*found.transfers(), *found.sums()]
     return {phase: sum((t.words for t in transfers if t.phase is phase), Fraction(0)) for phase in Phase}
+
+
+def cut_parameters(parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, ParameterCut], grid: Grid, rank: int) -> None:
+    """Replaces every parameter by this rank's part, in place, so that ties and optimizers stay valid."""
+    for name, cut in cuts.items():
+        parameters[name].data = part_of(parameters[name].detach(), cut.layout, grid, rank).clone()

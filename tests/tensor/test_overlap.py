@@ -13,18 +13,17 @@ from torch import Tensor
 from meshwright.capture.cut.cut_points import LayerChain
 from meshwright.capture.cut.stage_modules import States
 from meshwright.capture.shard.emit import shard_layers
-from meshwright.capture.shard.layouts.parts import cut_parameters
 from meshwright.capture.shard.sharded import open_plan
 from meshwright.capture.shard.woven_layer import WovenLayer
 from meshwright.costs.declared import CollectiveKind, Phase, SentWords
-from meshwright.costs.overlap_time import turns_of, weave_time
 from meshwright.costs.scheme import Save
-from meshwright.tensor.weave.piece_times import backward_times, forward_times, multiply_adds
 from meshwright.tensor.weave.pieces import PieceGraph, cut
 from meshwright.tensor.weave.weave import Weave
 from meshwright.tensor.wires.lone_wires import DelayedWires, DryWires
 from meshwright.tensor.wires.wires import StartedCollective, TotalKind
-from tests.support.sharded import Reference, Request, box, family, line, plan_of, settled
+from tests.support.overlap_time import turns_of, weave_time
+from tests.support.piece_times import backward_times, forward_times, multiply_adds
+from tests.support.sharded import Reference, Request, box, cut_parameters, family, line, plan_of, settled
 
 Part = tuple[PieceGraph, dict[str, Any]]
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.capture.shard.layouts.parts import cut_parameters
 from meshwright.capture.shard.rank_memory import rank_memory
 from meshwright.capture.shard.sharded import ShardPlan, open_plan
 from meshwright.costs.scheme import Save
 from meshwright.tensor.wires.lone_wires import DryWires
-from tests.support.sharded import Reference, Request, box, family, grid, line, plan_of
+from tests.support.sharded import Reference, Request, box, cut_parameters, family, grid, line, plan_of
 
 
 def kept_bytes(ref: Reference, plan: ShardPlan) -> tuple[int, int]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.shard.layouts.parts import cut_parameters
 from meshwright.capture.shard.shard_report import shard_report
 from meshwright.costs.scheme import Save
 from meshwright.errors import MeshwrightError
@@ -18,6 +17,7 @@ from tests.support import captured_models as small
 from tests.support.sharded import (
     Request,
     box,
+    cut_parameters,
     declared_words,
     family,
     grid,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.capture.shard.layouts.layout import Factor
-from meshwright.capture.shard.layouts.parts import cut_parameters, part_of, whole_of
+from meshwright.capture.shard.layouts.parts import part_of, whole_of
 from meshwright.capture.shard.row_halves import half_rows
 from meshwright.capture.shard.sharded import open_plan
 from meshwright.capture.shard.wide_casts import wide_casts
@@ -20,7 +20,7 @@ from meshwright.tensor.wires.group_wires import GroupWires, make_groups
 from meshwright.tensor.wires.thread_wires import run
 from meshwright.tensor.wires.wires import Wires
 from tests.support import crew
-from tests.support.sharded import Request, box, declared_words, family, grid, line, plan_of, tesseract, text
+from tests.support.sharded import Request, box, cut_parameters, declared_words, family, grid, line, plan_of, tesseract, text
 
 
 def shapes(batch: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwright.capture.cut.cut_points import LayerChain
-from meshwright.capture.shard.layouts.parts import cut_parameters
 from meshwright.capture.shard.shard_report import shard_report
 from meshwright.costs.scheme import Save
 from meshwright.errors import MeshwrightError
@@ -23,6 +22,7 @@ from tests.support.sharded import (
     Reference,
     Request,
     box,
+    cut_parameters,
     declared_words,
     grid,
     line,

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from meshwright.capture.shard import woven_chain
-from meshwright.capture.shard.layouts.parts import cut_parameters
 from meshwright.capture.shard.row_halves import zero_where_nothing_counts
 from meshwright.capture.shard.settle import Settled
 from meshwright.capture.shard.sharded import open_plan
@@ -36,6 +35,7 @@ from tests.support.sharded import (
     Reference,
     Request,
     box,
+    cut_parameters,
     declared_words,
     family,
     grid,

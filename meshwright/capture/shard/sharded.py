@@ -4,7 +4,6 @@
     plan = shard_plan(model, flat, tensor)                        once, the same on all ranks, no weights needed
     plan.settled.cuts["lm_head.weight"]                           how a parameter is cut, and the axes of its partial gradient
     layers = open_plan(model, plan, wires)                        modules of this rank, called like captured layers
-    cut_parameters(...)                                           its parameter shards
 
 A batch of another shape is settled again (`resized`). Parameters must be cut in the same way for all shapes, which is checked.
 With `overlap` a plan also contains its two halves, if its rows can be halved.
@@ -185,11 +184,11 @@ def _part(of: Settled, number: int, layer: Captured, pieces: PieceGraph, window:
     return LayerPart(layer, pieces, window, rows, {name: of.sizes.grows[name] for name in layer.free if name in of.sizes.grows})
 
 
-def open_split(model: nn.Module, plan: ShardPlan, cuts: ChosenCuts, wires: Wires, device: torch.device | None = None) -> Split:
+def open_split(model: nn.Module, plan: ShardPlan, cuts: ChosenCuts, wires: Wires) -> Split:
     """Returns the layers of this rank, in stages."""
     states, flat = States(model), plan.settled.line.flat
-    layers = open_plan(model, plan, wires, starts=cuts.starts, device=device)
-    return Split(tuple(layers), states.first, label_counter(plan.settled.line, states, device), flat, cuts)
+    layers = open_plan(model, plan, wires, starts=cuts.starts)
+    return Split(tuple(layers), states.first, label_counter(plan.settled.line, states), flat, cuts)
 
 
 def counted_here(cut: ParameterCut, wires: Wires) -> bool:

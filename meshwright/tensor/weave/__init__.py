@@ -5,5 +5,4 @@ weave            the loop over pieces, forward and backward
 whole_weights    gathers weights early, scatters their gradients late
 split_product    a product that can defer its weight gradient
 joined_pieces    pieces of consecutive layers as one graph
-piece_times      times of pieces, to choose their order
 """

@@ -49,8 +49,6 @@ class DelayedWires(DryWires):
         self._alpha_s, self._beta_s, self._shared = alpha_s, beta_s, shared_channel
         self._free_s: dict[Axes, float] = {}
         self.intervals: list[Interval] = []
-        self.exposed_s = 0.0
-        """The total time that the caller has waited."""
 
     def seconds(self, words: float) -> float:
         """Returns the seconds of a collective with this many words."""
@@ -68,7 +66,6 @@ class DelayedWires(DryWires):
             left = end - time.monotonic()
             if left > 0:
                 time.sleep(left)
-                self.exposed_s += left
             return result
 
         return StartedCollective(wait)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.capture.shard.layouts.layout import Layout, length, local_shape
-from meshwright.capture.shard.layouts.steps import ParameterCut
 from meshwright.costs.scheme import Grid
 
 
@@ -82,9 +81,3 @@ class StoredCut:
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the whole tensor from the parts of all coordinates, in order."""
         return whole_of(parts, self.layout, self.grid)
-
-
-def cut_parameters(parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, ParameterCut], grid: Grid, rank: int) -> None:
-    """Replaces every parameter by this rank's part, in place, so that ties and optimizers stay valid."""
-    for name, cut in cuts.items():
-        parameters[name].data = part_of(parameters[name].detach(), cut.layout, grid, rank).clone()

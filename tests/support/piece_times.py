@@ -1,4 +1,4 @@
-"""Estimates the times of pieces from their multiply-adds, and of collectives from their words, for `costs/overlap_time.py`."""
+"""Estimates the times of pieces from their multiply-adds, and of collectives from their words, for `overlap_time.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from meshwright.costs.declared import Phase
-from meshwright.costs.overlap_time import HalfTime, PieceTime, SendTime
 from meshwright.tensor.weave.pieces import Border, PieceGraph
 from meshwright.tensor.weave.weave import Weave
+from tests.support.overlap_time import HalfTime, PieceTime, SendTime
 
 Seconds = Callable[[float], float]
 
