@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,13 +32,8 @@ def measure(
         ),
     ],
     parallel: inputs.Plan = None,
-    pp: inputs.PipelineWorkers = None,
-    dp: inputs.DataCopies = None,
-    dp_mode: inputs.DataMode = None,
-    schedule: inputs.ScheduleChoice = None,
-    microbatches: inputs.StepMicrobatches = None,
-    costs: inputs.Costs = None,
     *,
+    split: inputs.DegreeFlags,
     tensor: ModeFlags,
     dataset: Annotated[str | None, typer.Option(help="The data set, as in train.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
@@ -56,9 +51,7 @@ def measure(
     gc.enable()
     outputs.refuse_output(output)
     outputs.refuse_output(trace)
-    degrees: dict[str, Any] = {"pp": pp, "dp": dp, "dp_mode": dp_mode, "schedule": schedule, "microbatches": microbatches}
-    degrees["costs"] = inputs.read_costs(costs)
-    degrees |= tensor.plan_fields()
+    degrees = {**split.plan_fields(), **tensor.plan_fields()}
     if Path(model).is_dir():
         extra = {**degrees, "plan": parallel, "dataset": dataset, "length": length, "steps": steps}
         given = [f"--{flag_of(name)}" for name, value in extra.items() if value is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,8 +11,7 @@ from meshwright.cli._parts import inputs, outputs
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
-    from meshwright.ir.cluster import Cluster
-    from meshwright.ir.profile import Profile
+    pass
 
 
 def _row_counts(text: str) -> str:
@@ -54,48 +52,27 @@ def profile(
 
     Exit code 2: the model cannot be captured, or the cluster does not tell what an estimate needs.
     """
+    from meshwright.ir.files.cluster_file import read_cluster
     from meshwright.ir.files.profile_json import profile_to_json
     from meshwright.report.profile_table import profile_table
-
-    outputs.refuse_output(output)
-    gc.enable()  # a trace leaves reference cycles
-    found = _profiled(model, _read(cluster), _numbers(rows), length, batch, precision, optimizer, estimate, repeats)
-    text = profile_to_json(found)
-    if output is not None:
-        outputs.write(output, text + "\n")
-    typer.echo(text if as_json else profile_table(found))
-
-
-def _read(path: Path | None) -> Cluster | None:
-    if path is None:
-        return None
-    from meshwright.ir.files.cluster_file import read_cluster
-
-    return read_cluster(path)
-
-
-def _profiled(
-    model: str,
-    cluster: Cluster | None,
-    rows: tuple[int, ...],
-    length: int | None,
-    batch: str | None,
-    precision: str,
-    optimizer: str,
-    estimate: bool | None,
-    repeats: int,
-) -> Profile:
     from meshwright.train.models.named_layers import named_model
     from meshwright.train.profiling.profile_model import profile_model
 
+    outputs.refuse_output(output)
+    gc.enable()  # a trace leaves reference cycles
+    machine, counts = None if cluster is None else read_cluster(cluster), _numbers(rows)
     built, example = named_model(model, length=length, batch=batch)
-    return profile_model(
+    found = profile_model(
         built,
         example,
-        rows=rows,
-        cluster=cluster,
+        rows=counts,
+        cluster=machine,
         precision=precision,
         optimizer=optimizer,
         estimate=estimate,
         repeats=repeats,
     )
+    text = profile_to_json(found)
+    if output is not None:
+        outputs.write(output, text + "\n")
+    typer.echo(text if as_json else profile_table(found))

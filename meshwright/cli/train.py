@@ -37,14 +37,9 @@ def train(
         typer.Argument(metavar="MODEL|JOB.toml", help=f"{inputs.MODEL_FORMS}; or a whole job."),
     ],
     parallel: inputs.Plan = None,
-    pp: inputs.PipelineWorkers = None,
-    dp: inputs.DataCopies = None,
-    dp_mode: inputs.DataMode = None,
-    schedule: inputs.ScheduleChoice = None,
-    microbatches: inputs.StepMicrobatches = None,
-    costs: inputs.Costs = None,
-    ranks: inputs.Ranks = None,
     *,
+    split: inputs.DegreeFlags,
+    ranks: inputs.Ranks = None,
     tensor: ModeFlags,
     dataset: Annotated[
         str | None,
@@ -61,9 +56,7 @@ def train(
     Exit code 0: trained. 2: the job cannot be used. 3: it ran, but the loss is not a finite number.
     """
     gc.enable()  # unlike other verbs, this one runs for a long time
-    degrees: dict[str, Any] = {"pp": pp, "dp": dp, "dp_mode": dp_mode, "schedule": schedule, "microbatches": microbatches}
-    degrees |= {"costs": inputs.read_costs(costs), "ranks": inputs.rank_list(ranks)}
-    degrees |= tensor.plan_fields()
+    degrees = {**split.plan_fields(), "ranks": inputs.rank_list(ranks), **tensor.plan_fields()}
     job = asked_job(model, context.args, parallel, degrees, {"dataset": dataset, "length": length, "resume": resume})
     checkpoint = job.checkpoint
     trainer = job.trainer()

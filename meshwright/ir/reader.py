@@ -116,3 +116,10 @@ def rows(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise MeshwrightError(f"{shown(value)} is not a list")
     return value
+
+
+def table(value: Any) -> Mapping[str, Any]:
+    """Returns a mapping."""
+    if not isinstance(value, Mapping):
+        raise MeshwrightError(f"{shown(value)} is not a table")
+    return value

@@ -25,7 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.imported_function import function
 from meshwright.ir.input_limits import file_text, shown, toml
 from meshwright.ir.plan.plan_file import asked, is_auto, say_code
-from meshwright.ir.reader import Reader, positive, text
+from meshwright.ir.reader import Reader, positive, table, text
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.checkpoint import folders as rotate
 from meshwright.train.data import named_datasets as datasets
@@ -129,7 +129,7 @@ def read_job(path: Path) -> Job:
         dataset=read("dataset", text, None),
         length=read("length", positive, None),
         parallel=read("parallel", lambda value: value if is_auto(value) else asked(value), {}),
-        arguments=read("arguments", _table, {}),
+        arguments=read("arguments", table, {}),
         resume=read("resume", lambda value: value if isinstance(value, bool) else text(value), None),
     )
     own = isinstance(data.get("parallel"), dict) and not isinstance(job.parallel, str)  # a plan file warns by itself
@@ -167,9 +167,3 @@ def _snake(flag: str) -> str:
         return flag
     name, sign, value = flag[2:].partition("=")
     return f"--{name.replace('-', '_')}{sign}{value}"
-
-
-def _table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise MeshwrightError(f"{shown(value)} is not a table")
-    return value

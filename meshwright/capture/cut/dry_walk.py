@@ -7,7 +7,7 @@ scores, mixed precision keeps copies of weights. Equal layers run once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,7 +69,7 @@ def dry_walk(line: Line, places: Sequence[int], model: nn.Module, options: WalkO
     kinds, known = layer_kinds(line, places, model), dict[Any, DryLayer]()
     found: list[DryLayer] = []
     with without_values():
-        states, columns = _states(model), _columns(line, options.rows)
+        states, columns = states_like(model, _like), _columns(line, options.rows)
         inputs: tuple[TensorSize, ...] = ()
         for kind, (first, last) in zip(kinds, pairwise(places), strict=True):
             if (kind, inputs) not in known:
@@ -173,22 +173,17 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _states(model: nn.Module) -> States:
-    """Return the parameters and buffers of a model without values."""
+def states_like(model: nn.Module, like: Callable[[str, Tensor], Tensor]) -> States:
+    """Returns the states of a model with other tensors: `like` makes each from its first name and the tensor of the model."""
     states = States(model)
-    twins: dict[int, nn.Parameter] = {}
-    for name, parameter in states.parameters.items():
-        if id(parameter) not in twins:
-            twins[id(parameter)] = nn.Parameter(_like(parameter), parameter.requires_grad)
-        states.parameters[name] = twins[id(parameter)]
-    states.first = {}
-    for name, parameter in states.parameters.items():
-        states.first.setdefault(parameter, name)
-    states.buffers = {name: _like(buffer) for name, buffer in states.buffers.items()}
+    made = {p: nn.Parameter(like(name, p.detach()), p.requires_grad) for p, name in states.first.items()}
+    states.parameters = {name: made[p] for name, p in states.parameters.items()}
+    states.first = {made[p]: name for p, name in states.first.items()}
+    states.buffers = {name: like(name, buffer) for name, buffer in states.buffers.items()}
     return states
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _like(_: str, tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=CPU)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from meshwright.capture.cut.liveness import Line
 from meshwright.capture.cut.stage_modules import States, free_graph
-from meshwright.capture.trace.graph import Node, Ref
+from meshwright.capture.trace.graph import Ref
 from meshwright.capture.trace.operations import is_one_of
 
 MEAN = 1
@@ -45,17 +45,17 @@ def label_counter(line: Line, states: States, device: torch.device | None = None
     if len(found) != 1 or ("loss" not in line.flat.outputs[:1] and line.flat.outputs[:1] != ("output",)):
         return None
     node = found[0]
-    target, weights = _argument(node, 1, "target", None), _argument(node, 2, "weight", None)
+    target, weights = node.argument(1, "target", None), node.argument(2, "weight", None)
     if not isinstance(target, Ref) or target.name not in line.free:
         return None
     classes = _fixed(line, weights, states, device)
     if weights is not None and classes is None:
         return None
     size = line.flat.by_name[target.name].size
-    if size is None or size.learns or _argument(node, 3, "reduction", MEAN) != MEAN:
+    if size is None or size.learns or node.argument(3, "reduction", MEAN) != MEAN:
         return None
     graph, columns, _ = free_graph(line, [target.name], states, device)
-    return LabelCounter(columns, graph, int(_argument(node, 4, "ignore_index", -100)), classes)
+    return LabelCounter(columns, graph, int(node.argument(4, "ignore_index", -100)), classes)
 
 
 def _fixed(line: Line, weights: Any, states: States, device: torch.device | None) -> Tensor | None:
@@ -68,7 +68,3 @@ def _fixed(line: Line, weights: Any, states: States, device: torch.device | None
     with torch.no_grad():
         found: Tensor = graph()[0]
     return found.clone() if found.dim() == 1 else None
-
-
-def _argument(node: Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name, default)

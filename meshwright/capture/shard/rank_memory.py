@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from meshwright.capture.cut.dry_walk import states_like
 from meshwright.capture.cut.stage_modules import States
 from meshwright.capture.shard.emit import shard_layers
 from meshwright.capture.shard.layouts.layout import local_shape
@@ -137,17 +138,11 @@ def _saved(settled: Settled, states: States) -> tuple[int, int]:
 
 def _local_states(settled: Settled, model: nn.Module) -> States:
     """Returns the parameter shards of a rank, without data."""
-    states = States(model)
-    twins: dict[int, nn.Parameter] = {}
-    for name, parameter in states.parameters.items():
-        if id(parameter) not in twins:
-            cut = settled.cuts.get(states.first[parameter])
-            shape = parameter.shape if cut is None else local_shape(cut.layout, settled.grid)
-            empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
-            twins[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-        states.parameters[name] = twins[id(parameter)]
-    states.first = {}
-    for name, parameter in states.parameters.items():
-        states.first.setdefault(parameter, name)
-    states.buffers = {name: buffer.to("meta") for name, buffer in states.buffers.items()}
-    return states
+
+    def shard(name: str, whole: Tensor) -> Tensor:
+        cut = settled.cuts.get(name)
+        if cut is None:
+            return whole.to("meta")
+        return torch.empty(local_shape(cut.layout, settled.grid), dtype=whole.dtype, device="meta")
+
+    return states_like(model, shard)

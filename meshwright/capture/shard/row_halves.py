@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from meshwright.capture.shard.layouts.bound_arguments import bound
 from meshwright.capture.shard.layouts.steps import StepKind
@@ -114,20 +113,16 @@ def _carrying(settled: Settled, node: Node) -> list[str]:
     return [name for name in whole_reads(settled, node) if name in settled.sizes.grows]
 
 
-def _argument(node: Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name, default)
-
-
 def _reduction(settled: Settled, node: Node) -> RowLoss | None:
     """Returns how a node reduces rows; None if it does not."""
     name, made = operation(node).removeprefix("aten."), node.name in settled.sizes.grows
     if made or node.name not in settled.sizes.shapes or not _carrying(settled, node):
         return None
     if name in _LOSSES:
-        kind = _argument(node, 3, "reduction", MEAN)
+        kind = node.argument(3, "reduction", MEAN)
         return RowLoss(adds=kind == SUM, counts_labels=kind == MEAN) if kind in (MEAN, SUM) else None
     if name in _ELEMENT_LOSSES:
-        kind = _argument(node, 4 if "binary" in name else 2, "reduction", MEAN)
+        kind = node.argument(4 if "binary" in name else 2, "reduction", MEAN)
         return RowLoss(adds=kind == SUM) if kind in (MEAN, SUM) else None
     shape = settled.sizes.shapes[node.name]
     return RowLoss(adds=name == "sum") if name in ("mean", "sum") and not shape else None
@@ -141,13 +136,13 @@ def _by_row(settled: Settled, node: Node) -> bool:
         return True  # an output of a split, which was checked
     if (node.random and name != "dropout" and name != "scaled_dot_product_attention") or node.changes:
         return False
-    if name == "embedding" and _argument(node, 3, "scale_grad_by_freq", False):
+    if name == "embedding" and node.argument(3, "scale_grad_by_freq", False):
         return False  # its gradient counts ids over all rows
     if not carrying:
         return node.name not in grows or name in _FREE
     if name in _DIM:
         place, default = _DIM[name]
-        dim, source = _argument(node, place, "dim", default), carrying[0]
+        dim, source = node.argument(place, "dim", default), carrying[0]
         same = shapes.get(node.name) == shapes[source] and name in ("slice", "narrow")  # a slice of all rows
         return same or (isinstance(dim, int) and all(dim % len(shapes[each]) != grows[each] for each in carrying))
     if name in BY_DIM:
@@ -155,7 +150,7 @@ def _by_row(settled: Settled, node: Node) -> bool:
     if node.name not in grows:
         return False
     if name == "gather":  # a row of the result reads its own row of both
-        dim, rank = _argument(node, 1, "dim", 0), len(shapes[node.name])
+        dim, rank = node.argument(1, "dim", 0), len(shapes[node.name])
         tensors = whole_reads(settled, node)
         return isinstance(dim, int) and all(grows.get(each) == grows[node.name] != dim % rank for each in tensors)
     at, rank = grows[node.name], len(shapes[node.name])

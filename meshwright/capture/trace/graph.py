@@ -70,6 +70,10 @@ class Node:
     constant: Any = None
     """The values of a tensor that the forward made from plain numbers, as nested lists."""
 
+    def argument(self, place: int, name: str, default: Any) -> Any:
+        """Returns an argument, given by place or by name."""
+        return self.args[place] if len(self.args) > place else dict(self.kwargs).get(name, default)
+
     @property
     def reads(self) -> tuple[str, ...]:
         """The nodes whose values it takes."""

@@ -65,8 +65,6 @@ ScheduleChoice = Annotated[
 ]
 Workers = Annotated[int, size_option("--workers", "-w", help="Workers of one pipeline.")]
 Microbatches = Annotated[int, size_option("--microbatches", "-n", help="Microbatches per step.")]
-PipelineWorkers = Annotated[int | None, size_option("--pp", help="Workers of one pipeline.")]
-DataCopies = Annotated[int | None, size_option("--dp", help="Data-parallel copies.")]
 DataMode = Annotated[
     str | None,
     size_option("--dp-mode", metavar="NAME", show_default="replicated", help="zero-1, zero-2, cyclic, ...: what copies share."),
@@ -74,7 +72,6 @@ DataMode = Annotated[
 Ranks = Annotated[
     str | None, size_option("--ranks", metavar="3,1,0,2", help="The rank that runs each worker; other ranks are idle.")
 ]
-StepMicrobatches = Annotated[int | None, size_option("--microbatches", help="Microbatches per step.")]
 Steps = Annotated[int | None, size_option(help="Steps to run: 1, or 4 for schedules without a flush.")]
 Option = Annotated[list[str] | None, size_option("--option", metavar="KEY=VALUE", help="An option of the schedule.")]
 Costs = Annotated[Path | None, cost_option("--costs", help="JSON with one row of costs per stage.")]
@@ -243,6 +240,22 @@ def load(
     sizes = {"workers": workers, "microbatches": microbatches, "steps": steps}
     costs = flags.spread if spread else flags.stages
     return schedules.shaped(name, costs=costs, cluster=flags.cluster, **sizes, **chosen)
+
+
+@dataclass(frozen=True)
+class DegreeFlags:
+    """The plan of a training run, a group of flags. `ModeFlags` has those of tensor modes."""
+
+    pp: Annotated[int | None, size_option("--pp", help="Workers of one pipeline.")] = None
+    dp: Annotated[int | None, size_option("--dp", help="Data-parallel copies.")] = None
+    dp_mode: DataMode = None
+    schedule: ScheduleChoice = None
+    microbatches: Annotated[int | None, size_option("--microbatches", help="Microbatches per step.")] = None
+    costs: Costs = None
+
+    def plan_fields(self) -> dict[str, Any]:
+        """Returns the fields of a plan; None if a flag was not given."""
+        return {**vars(self), "costs": read_costs(self.costs)}
 
 
 def read_costs(path: Path | None) -> tuple[StageCost, ...] | None:

@@ -24,7 +24,7 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.byte_sizes import bytes_in, flops_in, rate_in, seconds_in
 from meshwright.ir.cluster import Cluster, Device, Duplex, Host, Link
 from meshwright.ir.input_limits import shown, toml
-from meshwright.ir.reader import Reader, count, number, positive, rows
+from meshwright.ir.reader import Reader, count, number, positive, rows, table
 from meshwright.ir.reader import text as as_text
 
 SCHEMA = 1
@@ -67,7 +67,7 @@ def cluster_from_toml(text: str) -> Cluster:
     read = Reader(data, WHAT, kind=None, schema=SCHEMA, keys=_KEYS)
     if "schema" not in data:
         raise MeshwrightError(f"{WHAT} has no 'schema'", fix=f"schema = {SCHEMA}")
-    kinds = read("device", lambda value: {name: _device(name, row) for name, row in _table(value).items()}, {})
+    kinds = read("device", lambda value: {name: _device(name, row) for name, row in table(value).items()}, {})
     found = [_hosts(row, kinds) for row in read("nodes", rows, [])]
     named = read("devices", lambda value: _devices(rows(value), kinds), ())
     devices = tuple(device for each, hosts in found for _ in hosts for device in each) or named
@@ -132,15 +132,9 @@ def _pair(row: Any) -> tuple[tuple[int, int], Link]:
     return (read("source", count), read("target", count)), link_from(row, ends)
 
 
-def _table(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise MeshwrightError(f"{shown(value)} is not a table")
-    return value
-
-
 def _device(name: str, row: Any) -> Device:
     own = ("kind", "memory", "reads", "launch")
-    for key in _table(row):
+    for key in table(row):
         if key not in (*own, *PRECISIONS):
             raise MeshwrightError(
                 f"the device {shown(name)} has the unknown key {shown(key)}{did_you_mean(key, (*own, *PRECISIONS))}",

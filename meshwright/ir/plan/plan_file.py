@@ -27,6 +27,7 @@ from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_order import order_of
 from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS
 from meshwright.ir.reader import Reader, count, number, parsed, positive, rows
+from meshwright.ir.reader import table as as_table
 
 SCHEMA = 1
 PLANNED_SCHEMA = 2
@@ -138,8 +139,8 @@ def table_of(data: Any) -> dict[str, Any]:
     read = Reader(data, WHAT, kind=kind, schema=PLANNED_SCHEMA, keys=keys)
     read("stages", lambda value: [checked_stage(stage) for stage in rows(value)], [])
     read("predicted", checked_prediction, {})
-    read("made_for", _mapping, {})
-    found = dict(read("parallel", _mapping))
+    read("made_for", as_table, {})
+    found = dict(read("parallel", as_table))
     if "schema" not in data:
         raise MeshwrightError(f"{WHAT} has no 'schema'", fix=f'"schema": {SCHEMA}')
     if "order" in data:
@@ -151,7 +152,7 @@ def table_of(data: Any) -> dict[str, Any]:
 
 def checked_stage(value: Any) -> Mapping[str, Any]:
     """Returns a stage of a chosen plan: its layers, the devices that run it, and how much of it is recomputed."""
-    stage = _mapping(value)
+    stage = as_table(value)
     if unknown := sorted(set(stage) - {"layers", "devices", "width", "recompute"}):
         raise MeshwrightError(f"a stage has no {', '.join(map(repr, unknown))[:200]}", fix="layers, devices, width, recompute")
     first, last = (count(layer) for layer in rows(stage["layers"]))
@@ -169,7 +170,7 @@ def checked_stage(value: Any) -> Mapping[str, Any]:
 
 def checked_prediction(value: Any) -> Mapping[str, Any]:
     """Returns what was predicted for a plan. Its times and bytes are numbers; it may have more keys."""
-    found = _mapping(value)
+    found = as_table(value)
     for name in ("step_s", "lower_bound_s", "update_s"):
         number(found.get(name, 0.0))
     for size in rows(found.get("peak_bytes", [])):
@@ -188,9 +189,3 @@ def auto_cluster(given: str) -> str | None:
     if not name and given != AUTO:
         raise MeshwrightError(f"parallel={given!r} names no cluster", fix='parallel="auto", or "auto:cluster.toml"')
     return name or None
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise MeshwrightError(f"{shown(value)} is not a table")
-    return value

@@ -59,6 +59,17 @@ def _pairs(D: int) -> Placement:
     return Placement.of(lambda r, stage: worker_of(D, 2, r, stage), stages=D, replicas=4)
 
 
+def _interleaved(chunks: int) -> Family:
+    return Family(
+        "interleaved",
+        lambda D: Placement.looped(D, chunks=chunks),
+        {"chunks": chunks},
+        chunks=chunks,
+        fits=lambda D, N: D > 1 and N % D == 0,
+        live=lambda w, D, N: min(chunks * N, 2 * (D - 1 - w) + (chunks - 1) * D),
+    )
+
+
 FAMILIES: tuple[Family, ...] = (
     Family("onef1b", Placement.line, live=lambda w, D, N: min(N, D - w)),
     Family("onef1b", Placement.line, {"warmup": 2}, live=lambda w, D, N: min(N, 2 * (D - 1 - w) + 1)),
@@ -66,22 +77,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("zero_bubble", Placement.line, {"variant": "h1"}, split=True, live=lambda w, D, N: min(N, D - w)),
     Family("zero_bubble", Placement.line, {"variant": "h2"}, split=True, live=lambda w, D, N: min(N, D - w)),
     Family("listed", Placement.line, live=lambda w, D, N: min(N, max(1, D - w))),
-    Family(
-        "interleaved",
-        lambda D: Placement.looped(D, chunks=2),
-        {"chunks": 2},
-        chunks=2,
-        fits=lambda D, N: D > 1 and N % D == 0,
-        live=lambda w, D, N: min(2 * N, 2 * (D - 1 - w) + D),
-    ),
-    Family(
-        "interleaved",
-        lambda D: Placement.looped(D, chunks=4),
-        {"chunks": 4},
-        chunks=4,
-        fits=lambda D, N: D > 1 and N % D == 0,
-        live=lambda w, D, N: min(4 * N, 2 * (D - 1 - w) + 3 * D),
-    ),
+    _interleaved(2),
+    _interleaved(4),
     Family("zbv", lambda D: Placement.zigzag(D, legs=2), chunks=2, split=True, fits=lambda D, N: D > 1),
     Family("hanayo", lambda D: Placement.zigzag(D, legs=2), {"waves": 1}, chunks=2, fits=lambda D, N: D > 1),
     Family("hanayo", lambda D: Placement.zigzag(D, legs=4), {"waves": 2}, chunks=4, fits=lambda D, N: D > 1),

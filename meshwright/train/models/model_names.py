@@ -19,7 +19,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.imported_function import function
 from meshwright.ir.input_limits import file_text, shown, toml
-from meshwright.ir.reader import Reader, parsed, text
+from meshwright.ir.reader import Reader, parsed, table, text
 
 SCHEMA = 1
 CAUSAL = "AutoModelForCausalLM"
@@ -133,7 +133,7 @@ def model_file(name: str) -> ModelFile:
     if "config" not in data and isinstance(data.get("model"), str):
         raise MeshwrightError(f"{name} is a training job, not a model", fix=f"use its model, {shown(data['model'])}")
     read = Reader(data, f"the model {name}", kind=None, schema=SCHEMA, keys=KEYS)
-    config = read("config", _table)
+    config = read("config", table)
     if "model_type" not in config:
         raise MeshwrightError(f"the model {name} has no config.model_type", fix='model_type = "gpt2"')
     return ModelFile(read("head", text), config, read("dataset", text, None))
@@ -158,9 +158,3 @@ def _from_config(path: Path) -> ModelFile:
 
 def _folder() -> Any:
     return resources.files("meshwright.presets") / "models"
-
-
-def _table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise MeshwrightError(f"{shown(value)} is not a table")
-    return value

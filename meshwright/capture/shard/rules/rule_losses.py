@@ -54,7 +54,7 @@ def element_loss(walk: ShardWalk, node: Node) -> Made | None:
     if not any(axes_of(bare(walk.layout(name), walk.grid)) for name in names):
         return None
     place = 4 if "binary" in node.target else 2
-    reduction = node.args[place] if len(node.args) > place else dict(node.kwargs).get("reduction", MEAN)
+    reduction = node.argument(place, "reduction", MEAN)
     shape = tuple(max(sizes) for sizes in zip(*(walk.shape(name) for name in names), strict=True))
     if reduction not in (MEAN, SUM) or len(names) != 2 or any(arg is not None for arg in node.args[2:place]):
         raise no_rule(node)
