@@ -13,7 +13,7 @@ A simulation counts the values of a schedule. Temporary memory of layers and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.ir.plan.chosen_plan import MemoryUse
@@ -86,8 +86,3 @@ def stage_parameters(profile: Profile, layers: range) -> float:
 def optimizer_state(profile: Profile, parameter_bytes: float) -> float:
     """Returns the bytes of optimizer state for this many bytes of parameters."""
     return parameter_bytes / profile.parameter_itemsize * profile.optimizer_bytes_per_parameter
-
-
-def largest_transient(transients: Sequence[float], layers: range) -> float:
-    """Returns the temporary memory of a stage: its layers run one after another, so it is that of the largest."""
-    return max((transients[n] for n in layers), default=0.0)

@@ -158,12 +158,6 @@ class ModelGraph:
         """The operation count of one forward."""
         return sum(layer.flops for layer in self.layers)
 
-    @cached_property
-    def skips(self) -> tuple[Crossing, ...]:
-        """Values that pass over at least one layer before they are used."""
-        found = {value.name: value for i, layer in enumerate(self.layers) for value in layer.output if value.since < i}
-        return tuple(found.values())
-
     def cuts(self, stages: int, *, at: Sequence[str | int] | None = None) -> Cuts:
         """Cut the model into stages.
 

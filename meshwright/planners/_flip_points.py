@@ -74,9 +74,9 @@ class QuantityScale:
     start: float = 1.0
     step: int = 0
 
-    def beyond(self, value: float, *, more: bool, share: float = BEYOND) -> float:
+    def beyond(self, value: float, *, more: bool) -> float:
         """Returns the value 5 % farther; the next whole one for steps."""
-        far = value * (1 + share if more else 1 - share)
+        far = value * (1 + BEYOND if more else 1 - BEYOND)
         if not self.step:
             return far
         return max(ceil(far), value + 1) if more else min(floor(far), value - 1)

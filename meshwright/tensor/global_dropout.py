@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from meshwright.costs.scheme import Axes
 from meshwright.tensor.wires.wires import Wires
 
-Factors = tuple[tuple[int, Axes], ...]
-
 
 @dataclass(frozen=True, slots=True)
 class RowWindow:

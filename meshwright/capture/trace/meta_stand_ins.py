@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def standing(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Replace meta tensors by tensors without storage on a device (default: CPU) during tracing. They cannot be computed with."""
+def standing(model: nn.Module) -> Iterator[None]:
+    """Replaces meta tensors by CPU tensors without storage during tracing. They cannot be computed with."""
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     blank = {name: tensor for name, tensor in every if tensor.is_meta}
-    others = {id(tensor): _hollow(tensor, device or torch.device("cpu")) for tensor in blank.values()}
+    others = {id(tensor): _hollow(tensor) for tensor in blank.values()}
     with replaced(model, blank, {name: others[id(tensor)] for name, tensor in blank.items()}):
         yield
 
@@ -35,8 +35,8 @@ def _set(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         setattr(model.get_submodule(path), last, tensor)
 
 
-def _hollow(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return an empty tensor with the same shape and strides on a device. Its storage is released at once."""
-    found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+def _hollow(tensor: Tensor) -> Tensor:
+    """Return an empty tensor with the same shape and strides on the CPU. Its storage is released at once."""
+    found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     found.untyped_storage().resize_(0)
     return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found

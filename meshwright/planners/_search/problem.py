@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LayerArrays:
-    """Costs of the layers for the rows of one device, and their sums: `sums.x[b] - sums.x[a]` is layers a to b - 1."""
+    """Costs of the layers for the rows of one device. `work_sums[b] - work_sums[a]` is the work of layers a to b - 1."""
 
     forward: Floats
     input: Floats
@@ -39,10 +39,6 @@ class LayerArrays:
     saved: Floats
     transient: Floats
     work_sums: Floats
-    forward_sums: Floats
-    backward_sums: Floats
-    input_sums: Floats
-    saved_sums: Floats
 
 
 def _sums(values: Floats) -> Floats:
@@ -117,10 +113,6 @@ class Problem:
                 saved,
                 transient,
                 _sums(forward + input_s + weight),
-                _sums(forward),
-                _sums(input_s + weight),
-                _sums(input_s),
-                _sums(saved),
             )
         return self._arrays[key]
 

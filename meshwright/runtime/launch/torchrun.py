@@ -42,11 +42,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Attached:
-    """The position of this process in a job: its rank, the number of ranks, its rank on this host and its device."""
+    """The position of this process in a job: its rank, the number of ranks and its device."""
 
     rank: int
     world: int
-    local_rank: int
     device: torch.device
 
 
@@ -72,7 +71,7 @@ def attach(
     if rank not in members:
         _wait_idle(board, rank, world - len(members))
     with _Exit(board, rank) as exit_:
-        here = Attached(rank, world, local_rank, devices.choose(local_rank, device=device))
+        here = Attached(rank, world, devices.choose(local_rank, device=device))
         timeouts, alarms = Timeouts(timeout_s, silence_s), {exit_.wakeup.fileno(): exit_.on_sigterm}
         watch = Watch(board, rank, timeouts, ends=exit_.leave, alarms=alarms, supervised=False)
         faulthandler.enable()

@@ -95,10 +95,6 @@ class Layers:
         shapes = [(name, whole[p], str(p.dtype), self.users[p]) for p, name in self.names.items()]
         return sha256(repr((self.starts, shapes, self.columns, self.graph)).encode()).hexdigest()[:16]
 
-    def columns_of(self, stage: int) -> tuple[str, ...]:
-        """Returns the batch columns that a stage reads by name."""
-        return tuple(dict.fromkeys(name for layer in self.of_stage(stage) for name in columns_of(layer)))
-
     @cached_property
     def users(self) -> dict[nn.Parameter, tuple[int, ...]]:
         """Maps every parameter to the stages that use it."""

@@ -87,9 +87,7 @@ def side_by_side(
     )
 
 
-def placed(
-    placement: Placement, *, microbatches: int, rounds: range, version: Version, turns: bool = False, name: str = "cyclic"
-) -> Schedule:
+def placed(placement: Placement, *, microbatches: int, rounds: range, version: Version, turns: bool = False) -> Schedule:
     """Builds some rounds on any placement. With `turns`, workers wait for each other so that the steps above hold exactly."""
     stages, mbs = placement.stages, range(rounds.start * microbatches, rounds.stop * microbatches)
     steps = [(2 * mb + stage, Action(Op.F, stage, mb, version=version(mb, stage))) for mb in mbs for stage in range(stages)]
@@ -111,7 +109,7 @@ def placed(
         update(worker, stage, rounds.stop)
     edges = _between_workers(placement, even_turns(stages, range(len(mbs))), mbs.start, version) if turns else []
     return Schedule(
-        name,
+        "cyclic",
         placement,
         microbatches,
         period=(),

@@ -6,7 +6,7 @@ Every rank reads only what it holds. All errors are found before anything is cha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class Resumed:
     seed: int
     data: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] | None = None
-    written_under: Mapping[str, Any] = field(default_factory=dict)
 
 
 def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessGroup | None) -> Resumed | None:
@@ -68,7 +67,7 @@ def restore(engine: Engine, root: Path, named: Path | None, group: dist.ProcessG
         stage.seed = known["seed"]
     if engine.scaler is not None and known["scaler"] is not None:
         engine.scaler.load_state_dict(known["scaler"])
-    fields = {key: known[key] for key in ("step", "seed", "data", "extra", "written_under")}
+    fields = {key: known[key] for key in ("step", "seed", "data", "extra")}
     return Resumed(folder, **fields)
 
 

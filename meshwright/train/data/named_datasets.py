@@ -29,10 +29,8 @@ Row = dict[str, Tensor]
 class Bytes(Dataset[Row]):
     """Rows of `length` bytes of files, by default the sources of the standard library. Every tenth row is for evaluation."""
 
-    def __init__(
-        self, *, length: int = 64, rows: int | None = None, evaluation: bool = False, files: Sequence[Path] = ()
-    ) -> None:
-        self.length, self.rows, self.evaluation, self.files = length, rows, evaluation, tuple(files)
+    def __init__(self, *, length: int = 64, evaluation: bool = False, files: Sequence[Path] = ()) -> None:
+        self.length, self.evaluation, self.files = length, evaluation, tuple(files)
         _refuse_length(length)
 
     @cached_property
@@ -46,8 +44,7 @@ class Bytes(Dataset[Row]):
 
     def __len__(self) -> int:
         blocks = len(self.data) // (10 * self.length)
-        whole = blocks if self.evaluation else 9 * blocks
-        return whole if self.rows is None else min(self.rows, whole)
+        return blocks if self.evaluation else 9 * blocks
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
