@@ -56,8 +56,8 @@ def plan(
     memory_free: Annotated[bool, typer.Option("--memory-free", help="Ignore the memory of devices.")] = False,
     seconds: Annotated[float | None, typer.Option("--seconds", min=0, help="End the search after this time.")] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", help="Only this schedule.")] = None,
-    pp: Annotated[int | None, inputs.size_option("--pp", help="Only pipelines of so many workers.")] = None,
-    dp: Annotated[int | None, inputs.size_option("--dp", help="Only so many data-parallel copies.")] = None,
+    pp: Annotated[int | None, inputs.size_option("--pp", help="Only pipelines with this number of workers.")] = None,
+    dp: Annotated[int | None, inputs.size_option("--dp", help="Only this number of data-parallel copies.")] = None,
     no_tensor: Annotated[bool, typer.Option("--no-tensor", help="No tensor ranks.")] = False,
     explain: Annotated[
         bool | None,

@@ -78,7 +78,7 @@ class Schedule:
 
     Args:
         name: What it is called.
-        placement: Where the stages live.
+        placement: Which worker has which stage.
         microbatches: Microbatches of one round, that is of one update.
         period: For each worker the entries that repeat.
         prologue: For each worker the entries before the first period.

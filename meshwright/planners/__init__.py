@@ -62,7 +62,7 @@ def plan(
         profile: What each layer costs.
         cluster: The devices and their links.
         microbatches: Microbatches of one step.
-        batch: Rows of one step, instead; then the rows of a microbatch are chosen, too. The profile has to know its rows.
+        batch: Rows of one step, instead of `microbatches`; the rows of a microbatch are then chosen. The profile must have rows.
         planner: Which planner chooses: `even`, `spp` or `search`.
         rows: Rows of one microbatch; with `batch` only plans with such microbatches are tried.
         split_rows: `even`, `uneven` (the default) or `ignore` (the default for profiles without rows).
@@ -72,8 +72,8 @@ def plan(
         dp: Only plans with this number of data-parallel copies.
         tensor: Whether ranks may share the tensors of a layer.
         seconds: End the search after this time, with the best plan so far.
-        explain: Find out, too, when another plan would be better (`Plan.flips`); a number gives it so many seconds.
-        refusal: Called with the keywords of a chosen plan and the rows of its microbatches; says why the model cannot run so.
+        explain: Also find out when another plan would be better (`Plan.flips`). A number limits this to that many seconds.
+        refusal: Called with the keywords of a chosen plan and the rows of its microbatches; returns why the model cannot run it.
         progress: Called during a search with the share of its work that is done, and with what it has found in words.
 
     Returns:

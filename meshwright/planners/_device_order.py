@@ -18,7 +18,7 @@ from meshwright.simulate.quick_kernels import njit
 
 Array = NDArray[np.float64]
 MANY = 200
-"""Above so many vertices minimum cuts are not used: all of them together take a time that grows with the fourth power."""
+"""Above this number of vertices, minimum cuts are not used: their total time grows with the fourth power."""
 Bandwidths = Sequence[Sequence[float]] | Array
 """Bytes per second from one device to another; the diagonal is not used."""
 

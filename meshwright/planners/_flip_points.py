@@ -28,9 +28,9 @@ SIGNATURE = ("schedule", "options", "pp", "dp", "tp", "tensor", "sequence", "box
 
 
 def with_flips(planner: Planner, plan: Plan, asked: Asked, seconds: float) -> Plan:
-    """Returns a plan with the values of each quantity from which on another plan is better, and which one.
+    """Returns a plan with its flip points: the value of each quantity beyond which another plan is better, and that plan.
 
-    Quantities that are not looked at within so many seconds are named in a note.
+    Quantities that could not be examined within `seconds` are named in a note.
     """
     end, left, found = perf_counter() + seconds, [], []
     for scale in _scales(plan, asked):
@@ -170,7 +170,7 @@ def batch_scale(plan: Plan, asked: Asked) -> QuantityScale:
 
 
 def with_links(cluster: Cluster, factor: float) -> Cluster:
-    """Returns a cluster whose links carry so many times as many bytes per second, with the same latencies."""
+    """Returns a cluster whose bandwidths are multiplied by a factor; latencies stay."""
 
     def faster(link: Link) -> Link:
         return Link(link.latency_s, link.bytes_per_s * factor)
@@ -186,5 +186,5 @@ def with_links(cluster: Cluster, factor: float) -> Cluster:
 
 
 def with_memory(cluster: Cluster, factor: float) -> Cluster:
-    """Returns a cluster whose devices have so many times as much memory."""
+    """Returns a cluster whose memory sizes are multiplied by a factor."""
     return replace(cluster, devices=tuple(replace(d, memory_bytes=d.memory_bytes * factor) for d in cluster.devices))

@@ -43,7 +43,7 @@ class PlanLimits:
     progress: Callable[[float, str], None] | None = None
 
     def allows(self, width: int, rows: int | None) -> bool:
-        """Returns whether so many devices may share a stage, if a microbatch has so many rows."""
+        """Returns whether `width` devices may share a stage whose microbatches have this number of rows."""
         if rows is None or self.split_rows is SplitRows.IGNORE:
             return True
         return rows % width == 0 if self.split_rows is SplitRows.EVEN else width <= rows
@@ -51,7 +51,7 @@ class PlanLimits:
 
 @dataclass(frozen=True)
 class Asked:
-    """A whole question to a planner."""
+    """A complete request to a planner."""
 
     profile: Profile
     cluster: Cluster
@@ -63,7 +63,7 @@ class Asked:
 class NothingFitsError(MeshwrightError):
     """No plan fits into the memory of the devices.
 
-    `needed_bytes` is a memory with which one does, if devices that have less get so much; `changes` are all changes that help.
+    A plan would fit if every device had at least `needed_bytes`. `changes` are all changes that help.
     """
 
     def __init__(self, what: str, *, fix: str, needed_bytes: float, changes: tuple[dict[str, Any], ...] = ()) -> None:

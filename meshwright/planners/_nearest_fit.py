@@ -1,6 +1,6 @@
-"""If nothing fits: the nearest changes with which a plan does. Each is planned before it is said.
+"""If no plan fits: finds the smallest changes that make one fit. Each change is planned before it is reported.
 
-memory      raise every device that has less to so many bytes
+memory      raise the memory of smaller devices to a common size
 batch       halve the batch, or the rows of a microbatch, until a plan fits
 requests    leave out one thing that was asked for: a schedule, a degree, --no-tensor
 """
@@ -59,7 +59,7 @@ def with_nearest_fit(error: NothingFitsError, planner: Planner, asked: Asked) ->
 
 
 def with_least_memory(cluster: Cluster, size: float) -> Cluster:
-    """Returns a cluster whose devices have at least so much memory."""
+    """Returns a cluster whose devices have at least this memory."""
     return replace(cluster, devices=tuple(replace(d, memory_bytes=max(d.memory_bytes, size)) for d in cluster.devices))
 
 

@@ -76,7 +76,7 @@ def nothing_runs(problem: Problem) -> MeshwrightError:
 
 
 def _runs(problem: Problem, pp: int) -> bool:
-    """Whether the schedule that was asked for runs with so many workers and some number of copies."""
+    """Returns whether the requested schedule runs with `pp` workers and some number of copies."""
     copies = [problem.limits.dp] if problem.limits.dp else range(1, problem.devices // pp + 1)
     counts = {count for dp in copies for _, _, count in problem.splits(dp)}
     return any(

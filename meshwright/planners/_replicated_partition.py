@@ -125,7 +125,7 @@ class _Table:
         return np.where(np.tri(self.layers + 1, dtype=bool), np.inf, found)
 
     def traced(self, stages: int, *, all_devices: bool) -> Cutting | None:
-        """Returns the best cutting into so many stages; None if there is none."""
+        """Returns the best cutting into `stages` stages; None if there is none."""
         ends = self.best[stages - 1][self.layers]
         if all_devices:
             ends = np.where(np.arange(self.count + 1) == self.count, ends, np.inf)

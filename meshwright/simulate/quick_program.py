@@ -97,7 +97,7 @@ def quick_lists(schedule: Schedule) -> QuickLists | None:
 
 
 def _key(entry: Entry) -> tuple[tuple[object, ...] | None, tuple[int, int]]:
-    """Returns what an entry is, but for its microbatch, and the microbatches of its one or two actions."""
+    """Returns everything that defines an entry except its microbatch, and the microbatches of its one or two actions."""
     if type(entry) is Action:
         op, stage, mb, replica, version, part = entry
         return ((op, stage, replica, part) if op in COMPUTE and not version else None), (mb, mb)

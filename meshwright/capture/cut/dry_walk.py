@@ -128,7 +128,7 @@ def _run(
 
 
 def _backward(live: LiveBytes, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> int:
-    """Run a backward. Returns the most that it needs beyond what is there at its begin."""
+    """Runs a backward. Returns the peak of the memory that it needs in addition to what exists when it starts."""
     before = live.peak = live.now
     learning = [t for t in outputs if t.requires_grad]
     if learning and leaves:

@@ -51,7 +51,7 @@ class BlockRun:
         return f"{self.path}.{number}"
 
     def moved(self, name: str, by: int) -> str:
-        """Returns the name of something in the source as it is called so many members later; other names stay."""
+        """Returns a name in the source block as it is in the block `by` members later. Other names do not change."""
         own = self.member(self.source)
         return f"{self.member(self.source + by)}{name[len(own) :]}" if name == own or name.startswith(f"{own}.") else name
 

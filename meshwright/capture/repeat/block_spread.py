@@ -3,8 +3,8 @@
     short   | before | 0 | 1 | 2 | 3 | 4 after |
     whole   | before | 0 | 1 | 2 | 3 | 3' | 3'' | 4 after |         3 is the source, `period` its number of operations
 
-An operation of the source reads the block before it and its own; copies of it read the same, so many blocks later. What was made
-before block 1 (masks, a bias that all blocks share) is read by all copies as it is. Nothing else can be repeated.
+An operation of the source reads its own block and the block before it. A copy k blocks later reads the same, k blocks later.
+Values made before block 1 (masks, a bias that all blocks share) are read unchanged by all copies. Nothing else can be repeated.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class _Repeater:
         return _with_storages(found, lambda memory: self._storage(memory, at, by))
 
     def _storage(self, memory: int, at: int, by: int) -> tuple[int, int]:
-        """Returns the storage that an operation uses so many blocks later, by a storage of the shortened graph."""
+        """Returns the storage that an operation uses `by` blocks later: one of the shortened graph, and a number of blocks."""
         owner = self.owners[memory]
         if not self._moves(owner, at):
             return memory, 0
@@ -137,12 +137,12 @@ class _Repeater:
         return Ref(self._name(self.at[node.name], by) if node.name in self.at else self._state_name(node, by))
 
     def _name(self, at: int, by: int) -> str:
-        """Returns the name of an operation so many blocks later. What comes after the blocks keeps its name."""
+        """Returns the name of an operation `by` blocks later. Operations after the blocks keep their names."""
         at, by = self._in_source(at, by)
         return f"{self.calls[at].name}_{by}" if by and at in self.spread.source else self.calls[at].name
 
     def _in_source(self, at: int, by: int) -> tuple[int, int]:
-        """The block before the source, so many blocks later, is the source one block less later."""
+        """Moving the block before the source by n blocks is the same as moving the source by n - 1."""
         return (at + self.spread.period, by - 1) if at < self.spread.starts[-2] else (at, by)
 
     def _refuse_different(self) -> None:
@@ -175,7 +175,7 @@ class _Repeater:
 
 
 def _place(owner: Node, memory: int) -> int:
-    """Returns which of its storages this is; the storages inside a region are not told apart: a block has no region."""
+    """Returns the index of a storage of a node; -1 for storages inside a region, which blocks do not have."""
     return owner.memory.index(memory) if memory in owner.memory else -1
 
 

@@ -117,7 +117,7 @@ def link_from(row: Any, more: frozenset[str] = frozenset()) -> Link:
 
 
 def matrix(value: Any, least: float = -1.0) -> tuple[tuple[float, ...], ...]:
-    """Returns a square matrix of numbers above `least`, but for its diagonal. An infinite rate is possible."""
+    """Returns a square matrix of numbers above `least`, except on the diagonal. Infinite rates are allowed."""
     found = tuple(tuple(one if one == float("inf") else number(one) for one in rows(row)) for row in rows(value))
     if not 1 <= len(found) <= DEVICES or any(len(row) != len(found) for row in found):
         raise MeshwrightError(f"it must be a square matrix, got {len(found)} rows", fix="one row for each device")

@@ -1,4 +1,4 @@
-"""The schedules that a search tries, and what is known of each without building it: where stages live, what must divide.
+"""The schedules that a search tries, and what is known of each without building it: its placement, and the sizes it accepts.
 
 `live` is the least number of activations that a worker holds at once. It rejects plans before they are built; what a plan really
 holds comes from its lists.
@@ -25,8 +25,8 @@ class Family:
         chunks: Stages of a worker.
         replicas: Copies of the pipeline inside the schedule.
         split: Whether backwards are split, so that no worker waits for weight halves.
-        placement: Where stages live, by the number of workers.
-        fits: Whether it runs with so many workers and microbatches.
+        placement: Which worker has which stage, by the number of workers.
+        fits: Whether it accepts these numbers of workers and microbatches.
         live: The least activations that are alive on worker w of D with N microbatches.
     """
 

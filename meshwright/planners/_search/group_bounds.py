@@ -102,14 +102,14 @@ class GroupBounds:
         np.maximum.at(self.scratch, flat, np.tile(scratch, replicas))
 
     def bound_s(self, count: int, sync_s: Floats) -> float:
-        """No order of so many microbatches is faster."""
+        """Returns a lower bound on the time of a step with `count` microbatches, in any order."""
         each = count / len(self.worker)
         whole = float((self.head + count * self.work + self.tail).max())
         sums = float((self.first_head + each * self.stage_work + sync_s).max())
         return max(whole, sums, self.trip)
 
     def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> float:
-        """By how much the tightest worker misses its memory; negative if it may fit."""
+        """Returns how many bytes the fullest worker exceeds its memory by; negative if it may fit."""
         static = self.held * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)  # linear in the parameters
         if zero == "zero-3":
             static = static + self.held / self.family.chunks
@@ -123,5 +123,5 @@ class GroupBounds:
 
 @cache
 def placement_of(family: Family, pp: int) -> Placement:
-    """Where the stages of a family live."""
+    """Returns which worker has which stage under the schedule of a family."""
     return family.placement(pp)

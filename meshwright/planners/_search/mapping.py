@@ -28,7 +28,7 @@ NEARLY = 1e-9
 
 
 def shape_of(plan: Found) -> tuple[object, ...]:
-    """What a plan is, but for its devices."""
+    """Returns everything that defines a plan except its devices."""
     if isinstance(plan, WidePlan):
         cuts = tuple((stage.first, stage.last, stage.width) for stage in plan.stages)
         return plan.family, plan.microbatches, plan.rows, plan.recompute, cuts
@@ -62,7 +62,7 @@ class Mapper:
         return len(set(self.kind.values())) > 1
 
     def mapped(self, plans: Sequence[Priced], shapes: int, trials: int, over: Callable[[], bool]) -> Iterator[Priced]:
-        """Yields the best plans of so many shapes on better devices, after so many simulations for each."""
+        """Yields the best plans, one for each of `shapes` shapes, on better devices. Each takes at most `trials` simulations."""
         if not self.matters:
             return
         plain = [each for each in plans if tensor_of(each.plan).tp == 1]  # tensor ranks are priced as neighbours
@@ -82,7 +82,7 @@ class Mapper:
         return self.enumerator.grid_of(plan).ranks
 
     def improved(self, plan: Found, trials: int, others: Sequence[Devices], over: Callable[[], bool]) -> Priced | None:
-        """Returns the plan on the best devices that so many simulations find; None if it fits on none of them.
+        """Returns the plan on the best devices found in `trials` simulations; None if it fits on none of them.
 
         An order that is shaped by its costs is built again for each mapping, so such plans only try mappings, without swaps.
         """

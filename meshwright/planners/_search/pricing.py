@@ -34,7 +34,7 @@ from meshwright.simulate.quick_sweep import QuickProgram
 from meshwright.simulate.simulator import proved_with_peaks
 
 SMALL = 8192
-"""Up to so many actions, lists are kept for the next search."""
+"""Lists with at most this number of actions are kept for the next search."""
 
 
 @dataclass

@@ -97,7 +97,7 @@ class Problem:
         return bool((self.slowness == self.slowness[0]).all() and (self.memory == self.memory[0]).all())
 
     def arrays(self, rows: int | None, share: int = 1) -> LayerArrays:
-        """Returns the layers for a microbatch of so many rows, of which each of `share` devices takes its part."""
+        """Returns the layers for a microbatch of `rows` rows that `share` devices divide among them."""
         key = (rows, share)
         if key not in self._arrays:
             chain = self.chain(rows, share)
@@ -138,7 +138,7 @@ class Problem:
         return np.array([stage_parameters(self.profile, range(a, b)) for a, b in zip(first, end, strict=True)])
 
     def splits(self, copies: int) -> list[tuple[int | None, int, int]]:
-        """The ways in which so many copies divide a step: (rows of a microbatch, devices that share them, microbatches)."""
+        """The ways to divide a step among `copies`: (rows of a microbatch, devices that share them, microbatches)."""
         if self.batch is None:
             assert self.microbatches is not None
             return [(self.limits.rows, copies, self.microbatches)] if self.limits.allows(copies, self.limits.rows) else []

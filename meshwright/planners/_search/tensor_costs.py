@@ -72,7 +72,7 @@ class NotRunnableError(MeshwrightError):
 
 
 def tensor_choices(profile: Profile, tp: int) -> list[TensorChoice]:
-    """Returns the modes to try with so many ranks; none if the profile does not know rows and operations.
+    """Returns the modes to try with this number of ranks; none if the profile does not know rows and operations.
 
     A tesseract copies weights over its depth, for which memory is not priced here.
     """

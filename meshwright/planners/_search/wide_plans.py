@@ -25,7 +25,7 @@ from meshwright.planners._search.threshold_partition import ThresholdTable
 Stages = tuple[PlanStage, ...]
 FACTORS = (1.0, 1.03, 1.08, 1.2, 1.5, 2.2, 3.5)
 EVERY = 6000
-"""Up to so many plans of a small problem are all tried."""
+"""If a problem has at most this number of plans, all of them are tried."""
 
 
 def line_families(problem: Problem) -> list[Family]:
@@ -133,7 +133,7 @@ def polished(stages: Stages, microbatches: int, rows: int | None) -> Iterator[Wi
 
 
 def count_of_all(layers: int, devices: int) -> int:
-    """At most so many plans there are: cuts of layers, times the ways to give each device to a stage or to none."""
+    """Returns an upper bound on the number of plans: cuts of layers, times the ways to assign each device to a stage or none."""
     return sum(comb(layers - 1, stages - 1) * (stages + 1) ** devices for stages in range(1, min(layers, devices) + 1))
 
 

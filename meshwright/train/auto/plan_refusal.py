@@ -25,7 +25,7 @@ from meshwright.train.setup.sharded_layers import tensor_cut
 
 @dataclass
 class PlanRefusal:
-    """Says why a plan cannot run a model on microbatches of so many rows. The model is captured when it is first needed."""
+    """Returns why a plan cannot run a model with these rows per microbatch. The model is captured when it is first needed."""
 
     model: nn.Module
     example: Given

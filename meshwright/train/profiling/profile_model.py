@@ -109,7 +109,7 @@ class _Times:
 
 
 def _rows_of(columns: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Returns so many rows of an example, repeated where it has fewer."""
+    """Returns the given number of rows of an example, repeated if it has fewer."""
     found = {name: torch.zeros_like(t, device="cpu") if t.is_meta else t for name, t in columns.items()}
     return {name: torch.cat([t] * -(-count // len(t)))[:count] for name, t in found.items()}
 

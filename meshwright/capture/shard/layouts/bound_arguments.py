@@ -1,4 +1,4 @@
-"""Arguments of an operation by the names of its schema, so that a rule need not know how they were passed."""
+"""Arguments of an operation by the names of its schema, so that a rule does not depend on how they were passed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
 
 
 def widest(walk: ShardWalk, name: str) -> bool:
-    """Is it made by a product with a weight, and no other product of the same input is wider?"""
+    """Returns whether a value comes from a product with a weight, and no other product of the same input is wider."""
     node = walk.flat.by_name[name]
     while node.kind is NodeKind.CALL and operation(node) in _THROUGH and node.args and isinstance(node.args[0], Ref):
         node = walk.flat.by_name[node.args[0].name]
@@ -32,7 +32,7 @@ def widest(walk: ShardWalk, name: str) -> bool:
 
 
 def ends(walk: ShardWalk, name: str) -> bool:
-    """Does no parameter come after a value? It then leads to the loss or out of the model."""
+    """Returns whether no parameter is used after a value: it then leads to the loss or out of the model."""
     todo, seen = [name], set[str]()
     while todo:
         for user in walk.task.users.get(todo.pop(), ()):
@@ -46,7 +46,7 @@ def ends(walk: ShardWalk, name: str) -> bool:
 
 
 def taken_apart(walk: ShardWalk, name: str, dim: int) -> bool:
-    """Do all readers of a value take single places of a dimension, as q, k and v are taken from (3, features)?"""
+    """Returns whether all readers of a value select single indices of a dimension, as for q, k and v in (3, features)."""
     shape, users = walk.shape(name), walk.task.users.get(name, ())
     return shape[dim] > 1 and bool(users) and all(_takes_apart(walk, user, shape, dim) for user in users)
 

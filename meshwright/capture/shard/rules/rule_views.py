@@ -186,7 +186,7 @@ def slices(walk: ShardWalk, node: Node) -> Made | None:
 
 
 def push_slices(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
-    """The same, of a light value; where that very dimension is wanted cut, it is cut afterwards."""
+    """The same for a light value. If the sliced dimension must be cut, it is cut after the slice."""
     source = node.args[0].name
     dim, start, stop, step = _range(walk, node)
     if walk.shape(source) == walk.shape(node.name):
