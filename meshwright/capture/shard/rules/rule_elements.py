@@ -71,10 +71,11 @@ def element(walk: ShardWalk, node: Node) -> Made | None:
     """All operands in one layout, and the operation on the parts."""
     names = walk.tensors((node.args, node.kwargs))
     layout = broadcast(walk, names, walk.shape(node.name))
-    return Made(_emit(walk, node, layout, frozenset()), layout)
+    return Made(push_element(walk, node, layout, frozenset()), layout)
 
 
-def _emit(walk: ShardWalk, node: Node, layout: Layout, missing: frozenset[str]) -> str:
+def push_element(walk: ShardWalk, node: Node, layout: Layout, missing: frozenset[str]) -> str:
+    """Emits the operation with its operands in this layout, and returns the name of the result."""
     work = axes_of(layout) | missing
     given = {n: walk.read(n, operand(walk.shape(n), layout), work) for n in walk.tensors((node.args, node.kwargs))}
 
@@ -105,11 +106,6 @@ def shape_only(walk: ShardWalk, node: Node) -> Made | None:
         return None
     args = (walk.read(node.args[0].name), *walk.plain(node.args[1:]))
     return walk.call(node.target, args, whole(walk.shape(node.name)), walk.plain(dict(node.kwargs)))
-
-
-def push_element(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
-    """A light value in a layout: its operands in that layout."""
-    return _emit(walk, node, want, missing)
 
 
 def dropout(walk: ShardWalk, node: Node) -> Made | None:
