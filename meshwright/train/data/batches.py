@@ -19,7 +19,7 @@ from transformers import set_seed
 from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
 from meshwright.runtime.stage.batch import Given, Own
-from meshwright.train.data.collate import Collate, first_rows, stand_ins
+from meshwright.train.data.collate import Collate, no_rows, stand_ins
 from meshwright.train.data.own_microbatches import load
 from meshwright.train.data.sampler import Sampler, share
 from meshwright.train.data.step_rows import StepRows
@@ -70,7 +70,7 @@ class Source:
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(rows, self.copy, self.copies)
         given = self._tensors(mine or rows[:1])
-        return Own(stand_ins(given if mine else first_rows(given, 0), self.needed), self.microbatch)
+        return Own(stand_ins(given if mine else no_rows(given), self.needed), self.microbatch)
 
     def numbered(self, at: Position, numbers: list[int]) -> Own:
         """Return the tensors of this copy for a step with these row numbers. Rows of other copies are not read."""
@@ -79,7 +79,7 @@ class Source:
         set_seed(_word(self.seed, at.epoch, at.step, 1 + self.copy))
         mine = share(numbers, self.copy, self.copies)
         given = self._tensors(self._read(mine or numbers[:1]))
-        return Own(stand_ins(given if mine else first_rows(given, 0), self.needed), self.microbatch)
+        return Own(stand_ins(given if mine else no_rows(given), self.needed), self.microbatch)
 
     def _some(self, at: Position, rows: list[Any], read: Callable[[list[Any]], list[Any]]) -> Own:
         """Return the tensors of the microbatches that this rank loads, each with its own random numbers."""

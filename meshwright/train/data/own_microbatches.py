@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.errors import MeshwrightError
 from meshwright.ir.schedule import Schedule
 from meshwright.runtime.stage.batch import Given, Own, Several
-from meshwright.train.data.collate import first_rows
+from meshwright.train.data.collate import no_rows
 from meshwright.train.data.sampler import share
 
 
@@ -39,7 +39,7 @@ def load(rows: list[Any], numbers: tuple[int, ...], count: int, tensors: Callabl
     """Returns some of the `count` microbatches of a step. `tensors(number, rows)` collates one of them."""
     parts = {number: mine for number in numbers if (mine := share(rows, number, count))}
     if not parts:
-        return Own(first_rows(tensors(numbers[0], rows[:1]), 0), several=Several(numbers, len(rows)))
+        return Own(no_rows(tensors(numbers[0], rows[:1])), several=Several(numbers, len(rows)))
     return Own(_joined({number: tensors(number, mine) for number, mine in parts.items()}), several=Several(numbers, len(rows)))
 
 

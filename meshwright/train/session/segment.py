@@ -45,7 +45,8 @@ def train_segment(session: Session, batches: Sequence[Given | Own]) -> list[Step
     learning_rates = rates.plan(range(first, first + count)) if several else [rates.learning_rate]
     if not several:
         rates.follow()
-    session.set_mode(training=True)
+    for layer in session.layers.modules:
+        layer.train()
     tallies = engine.run(lambda step: batches[step - first], first, count if several else None)
     mine = [(tallies.get(first + i, Tally()), session.counted(batch)) for i, batch in enumerate(batches)]
     flat = [x for tally, counted in mine for x in (float(tally.loss), tally.weight, *counted)]

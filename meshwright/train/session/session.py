@@ -243,11 +243,6 @@ class Session:
             return amount(batch.tensors) if self._counts_rows else Amount()
         return amount(batch) if self.rank == 0 else Amount()
 
-    def set_mode(self, *, training: bool) -> None:
-        """Sets all layers to train or eval mode, which dropout and batch normalization depend on."""
-        for layer in self.layers.modules:
-            layer.train(training)
-
     def owned_weights(self) -> dict[str, Tensor]:
         """Returns whole parameters and buffers, by name. All ranks together return every weight of the model exactly once."""
         engine, found = self.engine, weights(self.engine)
