@@ -56,15 +56,15 @@ class BlockRun:
         return f"{self.member(self.source + by)}{name[len(own) :]}" if name == own or name.startswith(f"{own}.") else name
 
 
-def block_runs(model: nn.Module) -> list[BlockRun]:
+def block_runs(model: nn.Module, least: int = LEAST) -> list[BlockRun]:
     """Returns the longest run of members that look equal, for every list of modules that has a long one."""
     found: list[BlockRun] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{run.path}.") for run in found)
-        if isinstance(module, nn.ModuleList) and len(module) >= LEAST and not inside:
+        if isinstance(module, nn.ModuleList) and len(module) >= least and not inside:
             runs = [list(run) for _, run in groupby(range(len(module)), key=[_look(block) for block in module].__getitem__)]
             longest = max(runs, key=len)
-            if len(longest) >= max(LEAST, KEPT + 1):
+            if len(longest) >= max(least, KEPT + 1):
                 found.append(BlockRun(path, longest[0], longest[-1]))
     return found
 

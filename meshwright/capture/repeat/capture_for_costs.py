@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.capture.repeat.block_lists import BlockRun, block_runs, shortened
+from meshwright.capture.repeat.block_lists import LEAST, BlockRun, block_runs, shortened
 from meshwright.capture.repeat.block_spread import NotEqualError
 from meshwright.capture.repeat.operation_log import operation_log
 from meshwright.capture.repeat.repeat_graph import repeated_graph
@@ -27,9 +27,9 @@ from meshwright.capture.trace.graph import Flat
 _LOG = logging.getLogger(__name__)
 
 
-def flatten_for_costs(model: nn.Module, example: Any) -> Flat:
-    """Capture a model for batches like this one. Long lists of equal blocks are captured from a few of them."""
-    runs = block_runs(model)
+def flatten_for_costs(model: nn.Module, example: Any, *, least: int = LEAST) -> Flat:
+    """Capture a model for batches like this one. Lists of at least so many equal blocks are captured from a few of them."""
+    runs = block_runs(model, least)
     if runs:
         try:
             return _repeated(model, example, runs)

@@ -29,8 +29,10 @@ Row = dict[str, Tensor]
 class Bytes(Dataset[Row]):
     """Rows of `length` bytes of files, by default the sources of the standard library. Every tenth row is for evaluation."""
 
-    def __init__(self, *, length: int = 64, evaluation: bool = False, files: Sequence[Path] = ()) -> None:
-        self.length, self.evaluation, self.files = length, evaluation, tuple(files)
+    def __init__(
+        self, *, length: int = 64, rows: int | None = None, evaluation: bool = False, files: Sequence[Path] = ()
+    ) -> None:
+        self.length, self.rows, self.evaluation, self.files = length, rows, evaluation, tuple(files)
         _refuse_length(length)
 
     @cached_property
@@ -44,7 +46,8 @@ class Bytes(Dataset[Row]):
 
     def __len__(self) -> int:
         blocks = len(self.data) // (10 * self.length)
-        return blocks if self.evaluation else 9 * blocks
+        whole = blocks if self.evaluation else 9 * blocks
+        return whole if self.rows is None else min(self.rows, whole)
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
