@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from meshwright.ir.plan.plan_file import plan_from_json, plan_to_json
     from meshwright.ir.plan.planned_file import plan_file_json, planned_file
     from meshwright.ir.plan.runnable_plan import runnable
-    from meshwright.ir.profile import LayerCost, Profile
+    from meshwright.ir.profile import LayerCost, MatrixProduct, Profile
     from meshwright.planners import plan
     from meshwright.train.arguments import TrainingArguments
     from meshwright.train.measure import measure
@@ -64,6 +64,7 @@ __all__ = [
     "Lane",
     "LayerCost",
     "Link",
+    "MatrixProduct",
     "Measurement",
     "MemoryUse",
     "MeshwrightError",
@@ -130,6 +131,7 @@ _LATER = {
     "Device": "meshwright.ir.cluster",
     "Host": "meshwright.ir.cluster",
     "LayerCost": "meshwright.ir.profile",
+    "MatrixProduct": "meshwright.ir.profile",
     "Measurement": "meshwright.ir.files.measurement",
     "ModelGraph": "meshwright.ir.model",
     "MemoryUse": "meshwright.ir.plan.chosen_plan",

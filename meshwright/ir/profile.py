@@ -34,6 +34,40 @@ class ProfileSource(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixProduct:
+    """Products of one input with parameters, such as q, k and v: the widths of the input and of the outputs.
+
+    Args:
+        into: The width of the input.
+        outs: The widths of the outputs.
+        tokens: The vectors of one row of a batch that are multiplied: tokens, or patches of an image.
+        contracts: Whether the input is what another product of the layer has made: the second product of attention and of an MLP.
+
+    Raises:
+        MeshwrightError: There is no output, or a width is not positive.
+
+    Examples:
+        >>> from meshwright import MatrixProduct
+        >>> MatrixProduct(768, (3072,)).size
+        2359296
+    """
+
+    into: int
+    outs: tuple[int, ...]
+    tokens: int = 1
+    contracts: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.outs or min(self.into, self.tokens, *self.outs) < 1:
+            raise MeshwrightError(f"a product has widths and tokens of at least 1, got {self}")
+
+    @property
+    def size(self) -> int:
+        """The elements of its matrices."""
+        return self.into * sum(self.outs)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCost:
     """The cost of one layer.
 
@@ -50,6 +84,7 @@ class LayerCost:
         fixed_transient_bytes: Temporary bytes that do not depend on the rows: gradients of weights before they are added up.
         flops: Operations of a forward, for one row.
         ties: Names of parameters that other layers use too. A stage that has several of these layers holds them once.
+        products: Matrix products with parameters, in order. Planners need them to price tensor parallelism.
 
     Examples:
         >>> from meshwright import LayerCost
@@ -69,6 +104,7 @@ class LayerCost:
     ties: tuple[str, ...] = ()
     fixed_bytes: float = 0.0
     fixed_transient_bytes: float = 0.0
+    products: tuple[MatrixProduct, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = (self.output_bytes, self.saved_bytes, self.parameter_bytes, self.transient_bytes, self.flops)

@@ -14,11 +14,9 @@ from meshwright.errors import MeshwrightError
 
 _PLACES = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}
 
+MATRIX_PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
 PRODUCTS = (
-    "aten.linear",
-    "aten.addmm",
-    "aten.mm",
-    "aten.matmul",
+    *MATRIX_PRODUCTS,
     "aten.bmm",
     "aten.baddbmm",
     "aten.einsum",

@@ -16,8 +16,8 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.ir.profile import LayerCost, Profile, ProfileSource
-from meshwright.ir.reader import Reader, count, number, parsed, positive, rows, text
+from meshwright.ir.profile import LayerCost, MatrixProduct, Profile, ProfileSource
+from meshwright.ir.reader import Reader, count, flag, number, parsed, positive, rows, text
 
 SCHEMA = 1
 WHAT = "a profile file"
@@ -35,7 +35,8 @@ _SIZES = (
     "fixed_bytes",
     "fixed_transient_bytes",
 )
-_LAYER = frozenset({"name", "ties", *_TIMES, *_SIZES})
+_PRODUCT = frozenset({"into", "outs", "tokens", "contracts"})
+_LAYER = frozenset({"name", "ties", "products", *_TIMES, *_SIZES})
 _PROFILE = frozenset({"schema", "kind", *(field.name for field in fields(Profile))})
 _NUMBER = re.compile(r"\d+")
 
@@ -161,7 +162,14 @@ def _layer(what: str, row: Any) -> LayerCost:
     times = {name: read(name, lambda value: tuple(number(item) for item in rows(value))) for name in _TIMES}
     sizes = {name: read(name, number, 0.0) for name in _SIZES}
     ties = read("ties", lambda value: tuple(text(item) for item in rows(value)), ())
-    return LayerCost(read("name", text), **times, **sizes, ties=ties)
+    products = read("products", lambda value: tuple(_product(what, item) for item in rows(value)), ())
+    return LayerCost(read("name", text), **times, **sizes, ties=ties, products=products)
+
+
+def _product(what: str, row: Any) -> MatrixProduct:
+    read = Reader(row, f"a product of {what}", kind=None, schema=SCHEMA, keys=_PRODUCT)
+    outs = read("outs", lambda value: tuple(positive(item) for item in rows(value)))
+    return MatrixProduct(read("into", positive), outs, read("tokens", positive, 1), read("contracts", flag, False))
 
 
 def _itemsize(value: Any) -> float:

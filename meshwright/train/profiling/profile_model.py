@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.capture.cut.cut_points import LayerChain
 from meshwright.capture.cut.dry_walk import DryLayer, WalkOptions, dry_walk
 from meshwright.capture.cut.liveness import Line
-from meshwright.capture.cut.op_work import layer_work
+from meshwright.capture.cut.op_work import layer_products, layer_work
 from meshwright.capture.model_graph import graph_of, line_of
 from meshwright.capture.repeat.capture_for_costs import flatten_for_costs
 from meshwright.capture.trace.batch_columns import columns_of
@@ -26,7 +26,7 @@ from meshwright.costs.roofline import ESTIMATE_ERROR, HalfTimes, estimated_times
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.model import Layer, ModelGraph
-from meshwright.ir.profile import LayerCost, Profile, ProfileSource, optimizer_states
+from meshwright.ir.profile import LayerCost, MatrixProduct, Profile, ProfileSource, optimizer_states
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.profiling.profile_request import ProfileRequest, device_name, this_device
 from meshwright.train.profiling.timed_layers import LayerTimer, TimedLayer
@@ -83,7 +83,8 @@ def profile_model(
     timed: _Times = (
         _estimated(line, places, wanted) if wanted.is_estimate else _measured(line, places, model, examples, walks, wanted)
     )
-    layers = [_layer(graph, k, walks, wanted, timed.times[k], _row_count(flat)) for k in range(len(graph.layers))]
+    products = [layer_products(line, first, last, rows=_row_count(flat)) for first, last in pairwise(places)]
+    layers = [_layer(graph, k, walks, timed.times[k], products[k], _row_count(flat)) for k in range(len(graph.layers))]
     parameters = sum(torch.Size(weight.shape).numel() for weight in graph.weights)
     itemsize = sum(weight.bytes for weight in graph.weights) / parameters if parameters else 4.0
     return Profile(
@@ -189,7 +190,12 @@ def _estimated(line: Line, places: tuple[int, ...], wanted: ProfileRequest) -> _
 
 
 def _layer(
-    graph: ModelGraph, k: int, walks: Mapping[int, list[DryLayer]], wanted: ProfileRequest, times: list[HalfTimes], rows: int
+    graph: ModelGraph,
+    k: int,
+    walks: Mapping[int, list[DryLayer]],
+    times: list[HalfTimes],
+    products: tuple[MatrixProduct, ...],
+    rows: int,
 ) -> LayerCost:
     layer: Layer = graph.layers[k]
     low, high = min(walks), max(walks)
@@ -209,4 +215,5 @@ def _layer(
         fixed_transient_bytes=max(0.0, a.transient - transient * low),
         flops=layer.flops / rows,
         ties=tuple(tie.name for tie in graph.ties if k in tie.layers),
+        products=products,
     )
