@@ -39,8 +39,8 @@ def added_bytes(
             more.append(AddedBytes(transient, rings[worker] + windows))
         elif plan.zero == "zero-1":  # all sums and gathers are at the end of a step
             more.append(AddedBytes(transient, rings[worker], sum(copied)))
-        else:
-            more.append(AddedBytes(transient + max(copied), rings[worker], sum(copied)))
+        else:  # one unit after the other, while activations are alive
+            more.append(AddedBytes(transient, rings[worker] + max(copied), sum(copied) - max(copied)))
     return tuple(more)
 
 
