@@ -14,6 +14,5 @@ overlap_time      times of pieces that overlap with collectives
 stages            costs of the stages of a plan
 placed_plan       links and sums of a plan on the devices of its ranks
 roofline          time of a layer on another device
-comm_buffers      memory of communication on CPU workers
-memory_classes    memory of a plan, by class
+memory/           memory of a plan
 """

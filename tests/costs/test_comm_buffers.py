@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright import Cluster, Device, Host, LayerCost, Link, Profile
-from meshwright.costs.comm_buffers import SLOTS, copied_bytes, ring_bytes, window_bytes
-from meshwright.costs.memory_classes import AddedBytes, memory_use
+from meshwright.costs.memory.comm_buffers import SLOTS, copied_bytes, ring_bytes, window_bytes
+from meshwright.costs.memory.memory_classes import AddedBytes, memory_use
 from meshwright.ir.placement import Placement
 from meshwright.ir.profile import StageCost
 from meshwright.planners._limits import PlanLimits

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costs.memory_classes import AddedBytes, memory_use, optimizer_state, reserve_bytes, static_bytes
+from meshwright.costs.memory.memory_classes import AddedBytes, memory_use, optimizer_state, reserve_bytes, static_bytes
 from meshwright.costs.stages import of_microbatch, stage_links, sum_seconds
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.memory_classes import optimizer_state, stage_parameters
+from meshwright.costs.memory.memory_classes import optimizer_state, stage_parameters
 from meshwright.costs.stages import device_slowness, shared_chain, stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster

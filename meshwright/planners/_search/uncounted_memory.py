@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.costs.comm_buffers import copied_bytes, ring_bytes, window_bytes
-from meshwright.costs.memory_classes import AddedBytes
+from meshwright.costs.memory.comm_buffers import copied_bytes, ring_bytes, window_bytes
+from meshwright.costs.memory.memory_classes import AddedBytes
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.ir.profile import StageCost

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.costs.memory_classes import reserve_bytes
+from meshwright.costs.memory.memory_classes import reserve_bytes
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device
 from meshwright.ir.plan.planned_file import PlannedFile
