@@ -13,5 +13,5 @@ planned_grid      the grid and scheme of a plan
 stages            costs of the stages of a plan
 placed_plan       links and sums of a plan on the devices of its ranks
 roofline          time of a layer on another device
-memory_classes    memory of a plan, by class
+memory/           memory of a plan
 """

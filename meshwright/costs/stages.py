@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
-from meshwright.costs.memory_classes import optimizer_state, stage_parameters
+from meshwright.costs.memory.memory_classes import optimizer_state, stage_parameters
 from meshwright.ir.cluster import Cluster, Device, Duplex, Link
 from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.ir.profile import ChainCost, Profile

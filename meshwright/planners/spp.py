@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-from meshwright.costs.memory_classes import RESERVE, reserve_bytes
+from meshwright.costs.memory.memory_classes import RESERVE, reserve_bytes
 from meshwright.costs.stages import Charge, of_microbatch, shared_chain, stage_costs, stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster

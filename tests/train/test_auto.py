@@ -13,10 +13,12 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 
-from meshwright import MeshwrightError, Parallel, TrainingArguments, parallelize, planned_file
+from meshwright import Cluster, Device, Link, MeshwrightError, Parallel, TrainingArguments, parallelize, planned_file
 from meshwright.ir.plan.planned_file import PlannedFile
 from meshwright.report import prediction_log
+from meshwright.runtime.discover import device_speed
 from meshwright.runtime.launch.workers import Workers
+from meshwright.train.auto.found_devices import differences
 from tests.support.paths import ROOT
 from tests.support.trainers import distance, gpt2, ours, series, text
 
@@ -103,6 +105,27 @@ def test_refusals(tmp_path: Path, cluster: Path, workers: Workers) -> None:
         trainer.train()
     trainer = ours(gpt2(), tmp_path, text(), workers, parallel="auto:no-such-cluster")
     with pytest.raises(MeshwrightError, match="no-such-cluster"):
+        trainer.train()
+
+
+def test_devices_that_are_not_those_of_the_cluster() -> None:
+    """Less memory than the plan needs is refused, another kind is reported, more memory and rounding are neither."""
+    cluster = Cluster(Link(1e-5, 1e9), devices=(Device("a100", 80e9),) * 2)
+    planned = PlannedFile(Parallel(dp=2), predicted={"peak_bytes": [40e9]})  # 37.6e9 without the reserve
+    a100, small, core = Device("a100-sxm4-80gb", 79e9), Device("a100-pcie", 37e9), Device("core of x86_64", 38e9)
+    assert differences("c.toml", cluster, planned, [a100, a100]) == []
+    with pytest.raises(MeshwrightError, match=r"rank 1 has 37 GB of memory, but the cluster c.toml says 80 GB, .* up to 37.6 GB"):
+        differences("c.toml", cluster, planned, [a100, small])
+    (note,) = differences("c.toml", cluster, planned, [core, core])
+    assert note.startswith("the cluster c.toml has devices a100, but ranks run on core of x86_64")
+
+
+def test_a_cluster_with_more_memory_than_this_machine(
+    tmp_path: Path, cluster: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_speed, "_memory", lambda device, sharers: 1e6)
+    trainer = ours(gpt2(), tmp_path, text(), workers, parallel=f"auto:{cluster}")
+    with pytest.raises(MeshwrightError, match=r"rank 0 has 0.001 GB of memory, but the cluster .* says 4 GB"):
         trainer.train()
 
 

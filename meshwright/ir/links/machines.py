@@ -44,6 +44,11 @@ class Device:
                 f"the device {self.kind} has {self.memory_bytes} bytes of memory and a launch time of {self.launch_s} s"
             )
 
+    @property
+    def is_core(self) -> bool:
+        """Whether it is a core of a CPU, by its kind."""
+        return self.kind.lower().startswith(("core", "cpu"))
+
 
 @dataclass(frozen=True, slots=True)
 class Host:

@@ -48,7 +48,7 @@ class MemoryUse:
         gradients: Gradients and their sums.
         optimizer: The state of the optimizer.
         activations: Tensors that forwards save for backwards.
-        messages: Activations and gradients that are sent or have arrived.
+        messages: Activations and gradients that are sent or have arrived, and buffers of communication.
         transients: Temporary tensors while a layer runs: logits, and recomputed activations.
         reserve: Memory for the allocator and the driver.
 

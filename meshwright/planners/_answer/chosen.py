@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.costs.memory_classes import RESERVE
+from meshwright.costs.memory.memory_classes import RESERVE
 from meshwright.ir.plan.chosen_plan import MemoryUse, Plan
 from meshwright.ir.profile import Profile, ProfileSource
 from meshwright.ir.timeline import Timeline

@@ -11,6 +11,7 @@ even_cuts              even cuts
 grid_layout            workers to devices
 device_links           links as arrays
 tensor_costs           time of tensor-parallel collectives
+uncounted_memory       memory besides that of a simulation
 pricing                costs, links and memory of a candidate, to simulate it
 mapping                the same plan on other devices, by swaps
 pool                   plans that were simulated

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.memory_classes import RESERVE, static_bytes
+from meshwright.costs.memory.memory_classes import RESERVE, static_bytes
 from meshwright.ir.placement import Placement
 from meshwright.planners._search.families import Family
 from meshwright.planners._search.grid_layout import worker_table

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costs.memory_classes import memory_use, optimizer_state, reserve_bytes, static_bytes
+from meshwright.costs.memory.memory_classes import AddedBytes, memory_use, optimizer_state, reserve_bytes, static_bytes
 from meshwright.costs.stages import of_microbatch, stage_links, sum_seconds
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -24,10 +24,17 @@ from meshwright.ir.timeline import Timeline
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import Family, shaped_by_costs
-from meshwright.planners._search.grid_layout import grid_stages, stage_slowness, sync_groups, worker_links, worker_slowness
+from meshwright.planners._search.grid_layout import (
+    grid_stages,
+    stage_slowness,
+    sync_groups,
+    worker_links,
+    worker_slowness,
+)
 from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
+from meshwright.planners._search.uncounted_memory import added_bytes, added_to_wide
 from meshwright.schedules import build
 from meshwright.simulate.quick_memory import activation_peaks
 from meshwright.simulate.quick_sweep import QuickProgram
@@ -48,7 +55,7 @@ class Priced:
     costs: tuple[StageCost, ...]
     links: Cluster
     capacity: tuple[float, ...]
-    transient: tuple[float, ...]
+    added: tuple[AddedBytes, ...]
     static: tuple[float, ...]
     update_s: float
     tensor_s: float
@@ -116,8 +123,8 @@ class Pricer:
         priced.step_s = times.makespan_s + priced.update_s
         held = activation_peaks(program.lists, priced.costs)
         late = _waiting_bytes(priced, times.computed_s)
-        sums = zip(priced.static, held, late, priced.transient, priced.capacity, strict=True)
-        priced.peak_bytes = tuple(s + h + w + t + reserve_bytes(c) for s, h, w, t, c in sums)
+        sums = zip(priced.static, held, late, priced.added, priced.capacity, strict=True)
+        priced.peak_bytes = tuple(more.peak(s, h + w) + reserve_bytes(c) for s, h, w, more, c in sums)
         return priced
 
     def schedule(self, priced: Priced) -> Schedule:
@@ -142,8 +149,8 @@ class Pricer:
         timeline, kinds = proved_with_peaks(self.schedule(priced), priced.costs, priced.links, copies=priced.copies)
         self.proved += 1
         uses = tuple(
-            memory_use(of_worker, transient=scratch, capacity=cap)
-            for of_worker, scratch, cap in zip(kinds, priced.transient, priced.capacity, strict=True)
+            memory_use(of_worker, more=more, capacity=cap)
+            for of_worker, more, cap in zip(kinds, priced.added, priced.capacity, strict=True)
         )
         priced.step_s = timeline.makespan_s + priced.update_s
         priced.peak_bytes = tuple(use.total for use in uses)
@@ -201,7 +208,7 @@ class Pricer:
             costs,
             worker_links(problem, found, placement),
             tuple(problem.memory[found.devices].min(axis=(1, 2)).tolist()),
-            tuple(max(scratch[s] for s in of) for of in held),
+            added_bytes(problem, plan, placement, found, costs, scratch),
             tuple(sum(static[s] for s in of) for of in held),
             problem.update_s(largest, int(found.devices[0, 0, 0])),
             plan.microbatches * max(sum(tensor_s[s] for s in of) for of in held) / plan.family.replicas,
@@ -227,7 +234,7 @@ class Pricer:
             costs,
             stage_links(stages, problem.cluster, groups=problem.links),
             tuple(float(problem.memory[list(stage.devices)].min()) for stage in stages),
-            tuple(map(float, transient)),
+            added_to_wide(problem, stages, costs, list(map(float, transient)), plan.microbatches),
             tuple(static),
             update,
             0.0,

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.memory_classes import optimizer_state, stage_parameters
+from meshwright.costs.memory.memory_classes import optimizer_state, stage_parameters
 from meshwright.costs.stages import device_slowness, shared_chain, stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -68,6 +68,7 @@ class Problem:
         kinds = cluster.devices
         caps = [device.memory_bytes for device in kinds] or [float("inf")] * self.devices
         self.memory = np.full(self.devices, np.inf) if limits.memory_free else np.array(caps, dtype=np.float64)
+        self.on_cores = bool(kinds) and all(device.is_core for device in kinds)
         self.launch = np.array([device.launch_s for device in kinds] or [0.0] * self.devices)
         self.memory_rate = np.array([device.bytes_per_s for device in kinds] or [np.inf] * self.devices)
         self.tied = sum(layer.parameter_bytes for layer in profile.layers if layer.ties)

@@ -27,12 +27,16 @@ def measure_device(device: torch.device, sharers: int) -> dict[str, Any]:
     """Returns kind, memory and speeds of the device of this rank. `sharers` ranks share the memory of a CPU."""
     speeds = {name: flops for name, dtype in PRECISIONS.items() if (flops := _flops(device, dtype)) is not None}
     return {
-        "kind": _kind(device),
-        "memory_bytes": _memory(device, sharers),
+        **device_facts(device, sharers),
         "flops_per_s": speeds,
         "bytes_per_s": _bytes_per_s(device),
         "launch_s": _launch_s(device),
     }
+
+
+def device_facts(device: torch.device, sharers: int) -> dict[str, Any]:
+    """Returns kind and memory of the device of this rank. Nothing is timed."""
+    return {"kind": _kind(device), "memory_bytes": _memory(device, sharers)}
 
 
 def _kind(device: torch.device) -> str:

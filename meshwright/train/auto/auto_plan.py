@@ -8,7 +8,8 @@ The plan travels as the text of a plan file. If rank 0 finds no plan, all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 from meshwright import planners
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster
+from meshwright.ir.cluster import Cluster, Device
 from meshwright.ir.files.cluster_file import read_cluster
 from meshwright.ir.plan.plan_file import auto_cluster
 from meshwright.ir.plan.planned_file import PlannedFile
@@ -26,14 +27,19 @@ from meshwright.ir.reader import parsed
 from meshwright.planners._planned_text import planned_text
 from meshwright.report.prediction_log import with_earlier_errors
 from meshwright.runtime import device as devices
+from meshwright.runtime.discover.device_speed import device_facts
 from meshwright.runtime.discover.discover import discover, measure_ranks
-from meshwright.runtime.json_exchange import broadcast_json
+from meshwright.runtime.json_exchange import all_gather_json, broadcast_json
 from meshwright.runtime.launch.workers import attach
 from meshwright.runtime.stage.batch import Given
+from meshwright.runtime.transport.choose import host_identity
 from meshwright.train.arguments import TrainingArguments
+from meshwright.train.auto.found_devices import differences
 from meshwright.train.auto.plan_refusal import PlanRefusal
 from meshwright.train.profiling.profile_model import profile_model
 from meshwright.train.setup.where import launched
+
+_log = logging.getLogger(__name__)
 
 SECONDS = 10.0
 """The time limit of a search in seconds."""
@@ -80,7 +86,11 @@ def chosen_plan(request: AutoRequest) -> PlannedFile:
         with attach():
             text = _agreed(request)
     else:
-        text = plan_text(request, _local_cluster(request.cluster))
+        cluster = _local_cluster(request.cluster)
+        text = plan_text(request, cluster)
+        if request.cluster is not None:
+            here = devices.choose()
+            _compare(request.cluster, cluster, text, [device_facts(here, cluster.size)] * cluster.size)
     return PlannedFile.of(parsed(text, "the chosen plan"))
 
 
@@ -108,7 +118,10 @@ def _rows(batch: int) -> tuple[int, ...]:
 def _agreed(request: AutoRequest) -> str:
     """Returns the plan of rank 0, on all ranks of the process group."""
     cluster = _measured(request.cluster)
-    answer = _attempt(lambda: plan_text(request, cluster)) if cluster is not None else {}
+    facts = [] if request.cluster is None else _facts()
+    answer = {}
+    if cluster is not None:
+        answer = _attempt(lambda: _compare(request.cluster or "", cluster, plan_text(request, cluster), facts))
     found: dict[str, Any] = broadcast_json(answer)
     if "text" not in found:
         raise MeshwrightError(found["what"], fix=found["fix"])
@@ -135,6 +148,22 @@ def _measured(name: str | None) -> Cluster | None:
             fix=f"torchrun with {cluster.size} ranks, or a cluster of {world} devices",
         )
     return cluster if dist.get_rank() == 0 else None
+
+
+def _facts() -> list[dict[str, Any]]:
+    """Returns kind and memory of the device of each rank, on all ranks."""
+    homes: list[str] = all_gather_json(host_identity() or f"rank {dist.get_rank()}")
+    rank = dist.get_rank()
+    found: list[dict[str, Any]] = all_gather_json(device_facts(devices.choose(rank), homes.count(homes[rank])))
+    return found
+
+
+def _compare(name: str, cluster: Cluster, text: str, facts: Sequence[dict[str, Any]]) -> str:
+    """Returns the text of a plan. Warns if devices are of another kind than the cluster says; raises if they are too small."""
+    planned = PlannedFile.of(parsed(text, "the chosen plan"))
+    for note in differences(name, cluster, planned, [Device(**fact) for fact in facts]):
+        _log.warning(note)
+    return text
 
 
 def _local_cluster(name: str | None) -> Cluster:

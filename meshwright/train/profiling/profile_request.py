@@ -53,19 +53,15 @@ class ProfileRequest:
     @property
     def on_gpu(self) -> bool:
         """Whether the kernels of a GPU will run."""
-        return not _is_core(self.target.kind) if self.is_estimate else this_device().type != "cpu"
+        return not self.target.is_core if self.is_estimate else this_device().type != "cpu"
 
 
 def is_here(device: Device) -> bool:
     """Returns whether a device of a cluster is one of this machine, by its kind."""
     here = this_device()
     if here.type == "cpu":
-        return _is_core(device.kind)
+        return device.is_core
     return device.kind.lower() in device_name(here).lower().replace(" ", "-")
-
-
-def _is_core(kind: str) -> bool:
-    return kind.lower().startswith(("core", "cpu"))
 
 
 def this_device() -> torch.device:

@@ -4,7 +4,7 @@ A simulation counts the values of a schedule. Temporary memory of layers and the
 
     parameters, gradients, optimizer    by stage and by how data-parallel copies divide them (ZeRO)
     activations                         from the simulated order: the most that are alive at the same time
-    messages                            data that waits to be sent, and data that has arrived
+    messages                            data that waits to be sent, data that has arrived, and buffers (`comm_buffers.py`)
     transients                          temporary memory of the largest layer (logits, workspaces), and recomputed activations
     reserve                             a share of the device for the allocator and the driver
 
@@ -13,8 +13,8 @@ A simulation counts the values of a schedule. Temporary memory of layers and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from meshwright.ir.plan.chosen_plan import MemoryUse
 from meshwright.ir.profile import Profile
@@ -39,13 +39,36 @@ CLASS_OF = {
 """The class of each kind of value."""
 
 
-def memory_use(kinds: Mapping[str, float], *, transient: float = 0.0, capacity: float = float("inf")) -> MemoryUse:
-    """Returns the peak of a worker by class, from its bytes by kind of value and the temporary memory of its largest layer."""
+@dataclass(frozen=True, slots=True)
+class AddedBytes:
+    """The bytes of a worker that a simulation does not count.
+
+    Args:
+        transient: Temporary memory of its largest layer.
+        buffers: Buffers of communication.
+        copied: Copies that collectives make after the last backward, when no activations are alive.
+    """
+
+    transient: float = 0.0
+    buffers: float = 0.0
+    copied: float = 0.0
+
+    def peak(self, static: float, computing: float) -> float:
+        """Returns the peak: while layers run, with `computing` bytes besides the static ones, or while state is gathered."""
+        return static + self.buffers + max(computing + self.transient, self.copied)
+
+
+def memory_use(kinds: Mapping[str, float], *, more: AddedBytes | None = None, capacity: float = float("inf")) -> MemoryUse:
+    """Returns the peak of a worker by class, from its bytes by kind of value and what is added to them."""
+    more = more or AddedBytes()
     sums = dict.fromkeys(CLASS_OF.values(), 0.0)
     for kind, size in kinds.items():
         sums[CLASS_OF[kind]] += max(0.0, size)
-    sums["transients"] += transient
-    return replace(MemoryUse(**sums), reserve=reserve_bytes(capacity))
+    sums["transients"] += more.transient
+    sums["messages"] += more.buffers
+    computing = MemoryUse(**sums)
+    gathering = replace(computing, activations=0.0, transients=0.0, messages=more.buffers + more.copied)
+    return replace(max(computing, gathering, key=lambda use: use.total), reserve=reserve_bytes(capacity))
 
 
 def reserve_bytes(capacity: float) -> float:
