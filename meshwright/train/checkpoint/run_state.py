@@ -160,21 +160,27 @@ def late(engine: Engine) -> dict[int, Unit]:
 
 
 def put_previous(engine: Engine, found: Mapping[str, Tensor]) -> None:
-    """Set the parameters of one step ago, by name. Those that were not saved are set to the current ones, and logged once."""
-    missing = 0
+    """Set the parameters of one step ago, by name. Those that were not saved are set to the current ones, and logged once.
+
+    All ranks call this together: the first one, which logs, may read nothing late itself.
+    """
+    missing: list[str] = []
     for unit in late(engine).values():
         assert unit.versions is not None
         names = [engine.layers.names[p] for p in unit.params]
-        missing += sum(name not in found for name in names)
+        missing += [name for name in names if name not in found]
         older = [
             torch.empty_like(p.data).copy_(found[name]) if name in found else p
             for name, p in zip(names, unit.params, strict=True)
         ]
         unit.versions.restart(older)
-    if missing and engine.mesh.rank == 0:
+    if not engine.schedule.first:
+        return
+    everywhere = {name for part in all_gather_json(missing) for name in part}
+    if everywhere and engine.mesh.rank == 0:
         log.warning(
             "the state was not saved by a run that reads parameters of one step ago: %d of them start with the current values",
-            missing,
+            len(everywhere),
         )
 
 
