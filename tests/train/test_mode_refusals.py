@@ -59,3 +59,12 @@ def test_too_few_layers_for_a_cyclic_mode_name_what_to_change(mode: str, fix: st
     ) as error:
         prepare(RunRequest(nn.Sequential(*layers), batch, Parallel(dp=4, dp_mode=mode)))
     assert error.value.fix == fix
+
+
+@pytest.mark.parametrize("sync", ["lazy", "eager-opt", "ring"])
+@pytest.mark.parametrize("mode", ["cyclic", "cyclic-zero", "cyclic-mp", "cyclic-pp"])
+def test_a_cyclic_mode_says_itself_when_gradients_are_summed(mode: str, sync: str) -> None:
+    with pytest.raises(MeshwrightError, match=f"sync='{sync}' and dp_mode=\"{mode}\" cannot be combined") as error:
+        Parallel(dp=2, dp_mode=mode, sync=sync)
+    assert error.value.fix == "leave out sync"
+    Parallel(dp=2, dp_mode=mode, sync="eager")
