@@ -216,3 +216,31 @@ def test_whole_parameters_are_read_after_their_session() -> None:
         loss = session.evaluate(batch(0)).loss
         session.broadcast_weights()
     assert nn.functional.cross_entropy(trained(batch(0)[0]), batch(0)[1]).item() == pytest.approx(loss, rel=1e-12)
+
+
+class TwoFormats(nn.Module):
+    """Parameters of one unit in float32 and float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x.float()).double().tanh()).float())
+
+
+def loaded_again(mode: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    trained = TwoFormats()
+    with opened(trained, {"dp": 1, "dp_mode": mode, "options": {"chunks": 1} if mode == "zero-3" else {}}) as session:
+        session.step(batch(0))
+        session.load_state_dict(session.state_dict())
+        session.step(batch(1))
+        return session.state_dict()["tensors"]
+
+
+@pytest.mark.parametrize("mode", ["zero-1", "zero-3"])
+def test_a_divided_state_keeps_the_dtype_of_its_parameter(mode: str) -> None:
+    whole, divided = loaded_again("replicated"), loaded_again(mode)
+    assert {name: t.dtype for name, t in whole.items()} == {name: t.dtype for name, t in divided.items()}
+    assert all(torch.equal(t, divided[name]) for name, t in whole.items())

@@ -175,3 +175,47 @@ def test_every_mode_resumes_every_other(before: str, pool: Pool, tmp_path: Path)
     saves(pool, tmp_path, before)
     for after in PLANS:
         resumes(pool, tmp_path, before, after)
+
+
+class Counted(torch.optim.Optimizer):
+    """Momentum over the root of the number of steps, which is in a list of one element."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state |= {"count": torch.zeros(1, dtype=torch.int64), "sum": torch.zeros_like(p)}
+            state["count"] += 1
+            state["sum"].mul_(0.9).add_(p.grad)
+            p.sub_(0.1 * state["sum"] / state["count"].item() ** 0.5)
+
+
+def counted(mode: str, folder: Path, parts: tuple[int, int], resumes: bool) -> dict[str, Tensor]:
+    """Train on some batches in one process, after resuming, and save."""
+    model = built()
+    plan = {"dp": 1, "dp_mode": mode, "options": {"chunks": 2} if mode == "zero-3" else {}}
+    optimizer = Counted([p for p in model.parameters() if p.requires_grad])
+    how = {"optimizer": optimizer, "loss": nn.functional.cross_entropy, "check_capture": False}
+    with mw.parallelize(model, batches(0, 1)[0], plan, **how) as session:
+        checkpoints = Checkpoints(folder, session.engine)
+        if resumes:
+            checkpoints.resume()
+        session.train(batches(*parts))
+        checkpoints.save(parts[1])
+        checkpoints.close()
+        return session.state_dict()["tensors"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("replicated", "zero-1"), ("zero-3", "replicated"), ("zero-2", "zero-3")])
+def test_a_counter_in_a_list_moves_too(before: str, after: str, tmp_path: Path) -> None:
+    wanted = counted("replicated", tmp_path / "straight", (0, 4), False)
+    counted(before, tmp_path / "moved", (0, 2), False)
+    found = counted(after, tmp_path / "moved", (2, 4), True)
+    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in wanted.items()}
+    for name, tensor in wanted.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-12, atol=1e-14), name
+    assert any(name.startswith("optimizer/count/") and t.tolist() == [4] for name, t in found.items())
