@@ -118,3 +118,11 @@ def test_verify_and_train_take_them(flags: tuple[str, ...], tmp_path: Path) -> N
 
 def _toml(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+@pytest.mark.parametrize("verb", ["verify", "train", "measure"])
+def test_options_of_a_data_parallel_mode_are_flags(verb: str) -> None:
+    cyclic = ("--dp", "2", "--dp-mode", "cyclic")
+    assert "option rule cannot be 'v3'" in refused(verb, *cyclic, "--option", "rule=v3").what
+    assert "--option takes KEY=VALUE" in refused(verb, *cyclic, "--option", "chunks").what
+    assert "--plan and --option both say how to split" in refused(verb, "--plan", '{"dp": 2}', "--option", "chunks=2").what

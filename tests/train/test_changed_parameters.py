@@ -163,3 +163,84 @@ def test_parameters_in_no_group_are_not_given_to_the_optimizer(kind: Any) -> Non
             session.step(batch(step))
     for one, other in zip(trained.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+READS: dict[str, Any] = {
+    "forward": lambda trained: trained(batch(0)[0]),
+    "state_dict": lambda trained: trained.state_dict(),
+    "data": lambda trained: trained.gain.data,
+    "transposed": lambda trained: trained.first.weight.T,
+    "moved": lambda trained: trained.float(),
+    "a second session": lambda trained: opened(trained, {"dp": 1}),
+}
+
+
+def after_closing(fails: bool) -> nn.Module:
+    trained = model()
+    try:
+        with opened(trained, {"dp": 1, "dp_mode": "zero-3", "options": {"chunks": 2}}) as session:
+            session.step(batch(0))
+            if fails:
+                raise InterruptedError
+    except InterruptedError:
+        pass
+    return trained
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("read", READS)
+def test_divided_parameters_are_not_read_after_their_session(read: str, fails: bool) -> None:
+    """They would be NaN. What needs no values still works."""
+    trained = after_closing(fails)
+    with pytest.raises(MeshwrightError, match="the session that trained it is closed") as error:
+        READS[read](trained)
+    assert error.value.fix and "session.broadcast_weights()" in error.value.fix
+    trained.zero_grad()
+    assert sum(p.numel() for p in trained.parameters()) == 36 and "nan" in repr(trained.gain)
+    assert trained.first.weight.shape == (4, 4) and trained.gain.is_leaf and trained.gain.dtype == torch.float64
+    if read == "forward":
+        trained.load_state_dict(model().state_dict(), assign=True)
+    else:
+        replace_by_ones(trained)
+    assert trained(batch(0)[0]).isfinite().all()
+
+
+def replace_by_ones(trained: nn.Module) -> None:
+    for p in trained.parameters():
+        p.data = torch.ones(p.shape, dtype=p.dtype)
+
+
+def test_whole_parameters_are_read_after_their_session() -> None:
+    trained = model()
+    with opened(trained, {"dp": 1, "dp_mode": "zero-3", "options": {"chunks": 2}}) as session:
+        loss = session.evaluate(batch(0)).loss
+        session.broadcast_weights()
+    assert nn.functional.cross_entropy(trained(batch(0)[0]), batch(0)[1]).item() == pytest.approx(loss, rel=1e-12)
+
+
+class TwoFormats(nn.Module):
+    """Parameters of one unit in float32 and float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x.float()).double().tanh()).float())
+
+
+def loaded_again(mode: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    trained = TwoFormats()
+    with opened(trained, {"dp": 1, "dp_mode": mode, "options": {"chunks": 1} if mode == "zero-3" else {}}) as session:
+        session.step(batch(0))
+        session.load_state_dict(session.state_dict())
+        session.step(batch(1))
+        return session.state_dict()["tensors"]
+
+
+@pytest.mark.parametrize("mode", ["zero-1", "zero-3"])
+def test_a_divided_state_keeps_the_dtype_of_its_parameter(mode: str) -> None:
+    whole, divided = loaded_again("replicated"), loaded_again(mode)
+    assert {name: t.dtype for name, t in whole.items()} == {name: t.dtype for name, t in divided.items()}
+    assert all(torch.equal(t, divided[name]) for name, t in whole.items())

@@ -12,6 +12,7 @@ from meshwright import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 from meshwright.train.prepared import RunRequest, prepare
 from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.setup.settled_plan import settled
 
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"dp_mode": "zero-3", "options": {"chunks": 0}}, 'dp_mode="zero-3" gathers', 'options={"chunks": 4}'),
@@ -28,11 +29,12 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("plan", "what", "fix"), CASES, ids=str)
 def test_a_refusal_names_the_mode(plan: dict[str, Any], what: str, fix: str) -> None:
-    with pytest.raises(MeshwrightError) as error:
-        lists_for(Parallel(dp=2, **plan))
-    assert what in error.value.what and fix in (error.value.fix or "")
-    for word in ("form=", "interleaved", "onef1b"):
-        assert word not in str(error.value)
+    for start in (settled, lists_for) if "no option" in what else (lists_for,):
+        with pytest.raises(MeshwrightError) as error:
+            start(Parallel(dp=2, **plan))
+        assert what in error.value.what and fix in (error.value.fix or "")
+        for word in ("form=", "interleaved", "onef1b"):
+            assert word not in str(error.value)
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -59,3 +61,12 @@ def test_too_few_layers_for_a_cyclic_mode_name_what_to_change(mode: str, fix: st
     ) as error:
         prepare(RunRequest(nn.Sequential(*layers), batch, Parallel(dp=4, dp_mode=mode)))
     assert error.value.fix == fix
+
+
+@pytest.mark.parametrize("sync", ["lazy", "eager-opt", "ring"])
+@pytest.mark.parametrize("mode", ["cyclic", "cyclic-zero", "cyclic-mp", "cyclic-pp"])
+def test_a_cyclic_mode_says_itself_when_gradients_are_summed(mode: str, sync: str) -> None:
+    with pytest.raises(MeshwrightError, match=f"sync='{sync}' and dp_mode=\"{mode}\" cannot be combined") as error:
+        Parallel(dp=2, dp_mode=mode, sync=sync)
+    assert error.value.fix == "leave out sync"
+    Parallel(dp=2, dp_mode=mode, sync="eager")

@@ -98,3 +98,20 @@ def test_a_step_without_a_number_is_said_and_not_logged_as_zero(tmp_path: Path, 
 def test_a_run_without_any_number_has_no_loss(tmp_path: Path) -> None:
     rows = [{**row, "x": row["x"] * float("nan")} for row in vectors(8)]
     assert isnan(ours(Plain(), tmp_path, rows, max_steps=1, num_train_epochs=1).train().training_loss)
+
+
+def test_what_does_not_train_leaves_divided_parameters_whole(tmp_path: Path) -> None:
+    """In one process and under torchrun the model is the user's own: it is read, and trained, after an evaluation."""
+    plain, model, first = gpt2(), gpt2(), gpt2()
+    losses = []
+    for trained, mode in ((plain, "replicated"), (model, "zero-3")):
+        how = {"parallel": {"dp": 1, "dp_mode": mode}, "max_steps": 2, "eval_dataset": text(5)}
+        trainer = ours(trained, tmp_path, text(16), **how)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.predict(text(3))
+        trainer.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+        assert distance(trained, first) == 0.0
+        trainer.train()
+        losses.append([before, *series(trainer.state.log_history, "loss")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert distance(plain, model) < 1e-6

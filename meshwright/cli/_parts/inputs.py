@@ -251,11 +251,13 @@ class DegreeFlags:
     dp_mode: DataMode = None
     schedule: ScheduleChoice = None
     microbatches: Annotated[int | None, size_option("--microbatches", help="Microbatches per step.")] = None
+    option: Option = None
     costs: Costs = None
 
     def plan_fields(self) -> dict[str, Any]:
         """Returns the fields of a plan; None if a flag was not given."""
-        return {**vars(self), "costs": read_costs(self.costs)}
+        found = {**vars(self), "costs": read_costs(self.costs), "options": pairs(self.option) or None}
+        return {name: value for name, value in found.items() if name != "option"}
 
 
 def read_costs(path: Path | None) -> tuple[StageCost, ...] | None:

@@ -70,6 +70,11 @@ def refuse_beside_cyclic(mode: DpMode, given: dict[str, Any]) -> None:
             f"the option form={shown(given['options']['form'])} and {what} cannot be combined: the mode says which form it is",
             fix='dp_mode="cyclic", "cyclic-zero", "cyclic-mp" or "cyclic-pp", without the option form',
         )
+    if given["sync"] != "eager":
+        raise MeshwrightError(
+            f"sync={shown(given['sync'])} and {what} cannot be combined: running sums go from copy to copy after each backward",
+            fix="leave out sync",
+        )
     if given["width"]:
         raise MeshwrightError(f"width={given['width']} and {what} cannot be combined", fix="leave out the width")
     if given["microbatches"] not in (0, dp):

@@ -149,6 +149,12 @@ class Engine:
             raise MeshwrightError("this run was not traced", fix="use Engine(..., trace=Trace()) on all ranks")
         return gather(self.executor.trace, self.program.schedule, self.mesh)
 
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether ranks do not keep whole parameters of their stages: they have parts of them, or other ranks own them."""
+        divided = self.schedule.sharding is Sharding.PARAMETERS or bool(self.schedule.owners)
+        return divided or self.layers.tensor is not None
+
     @contextmanager
     def whole_parameters(self, *, writes: bool = False) -> Iterator[None]:
         """Makes all parameters of this rank whole for a while. All ranks do this together."""

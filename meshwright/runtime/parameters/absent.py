@@ -1,12 +1,13 @@
 """Parameters whose values other ranks have. They keep their shape, have no memory and read as NaN; a write to them raises.
 
 A write would be lost when the values come back, and torch raises only if a tensor has more than one element, in words that do not
-help. So a parameter has another class while its values are absent, and so have the views that a user gets of it.
+help. So a parameter has another class while its values are absent, and so have the views that a user gets of it. When training
+has ended without them, a read raises too: nothing brings the values back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itru
 """Operators that write into their first argument. Functions of torch that do so have names that end with an underscore."""
 NO_VALUES = frozenset({"requires_grad_", "detach_"})
 """Functions with such names that write no values."""
+NO_READS = frozenset(
+    ("__get__", "__repr__", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "data_ptr", *NO_VALUES)
+)
+"""Functions that read no values, besides those whose names begin with `is_`. `__get__` is a property; some of them are views."""
 
 
 def hide(parameter: nn.Parameter) -> None:
@@ -33,6 +38,13 @@ def show(parameter: nn.Parameter) -> None:
     """Makes a parameter an ordinary one again. The caller gives it values."""
     if type(parameter) is AbsentParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def lose(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes reads of those parameters raise whose values are absent. Only `parameter.data = ...` gives them new ones."""
+    for parameter in parameters:
+        if type(parameter) is AbsentParameter:
+            parameter.__class__ = LostParameter
 
 
 class AbsentTensor(Tensor):
@@ -51,6 +63,26 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Runs a function of torch that has it as an argument."""
         return _run(func, args, kwargs or {})
+
+
+class LostParameter(AbsentParameter):
+    """A parameter that never gets its values back."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch that has it as an argument."""
+        if getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__set__":
+            args[0].__class__ = nn.Parameter
+            return func(*args)
+        name = getattr(func, "__name__", "")
+        if name in NO_READS or name.startswith("is_"):
+            found = super().__torch_function__(func, types, args, kwargs)
+            if not isinstance(found, AbsentTensor):
+                return found
+        raise MeshwrightError(
+            "a parameter was used whose values are on other ranks, and the session that trained it is closed",
+            fix="session.broadcast_weights() before the session is closed, or session.export(folder)",
+        )
 
 
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -177,9 +177,10 @@ def _previous(engine: Engine, sizes: Mapping[str, tuple[torch.Size, torch.dtype]
 def _is_part(engine: Engine, key: str, parameter: nn.Parameter, saved: Sequence[int]) -> bool:
     """Return whether this rank holds only a part of a saved tensor, or a piece of a saved state."""
     unit = engine.unit_of.get(parameter)
-    if unit is not None and parameter in unit.pieces and (key.startswith(f"{OPTIMIZER}/") or not unit.keeps_whole):
-        return True
-    return engine.layers.tensor is not None and engine.layers.tensor.is_cut(parameter, saved)
+    is_cut = engine.layers.tensor is not None and engine.layers.tensor.is_cut(parameter, saved)
+    if unit is None or parameter not in unit.pieces or is_cut:
+        return is_cut
+    return tuple(saved) == tuple(parameter.shape) if key.startswith(f"{OPTIMIZER}/") else not unit.keeps_whole
 
 
 def _read(

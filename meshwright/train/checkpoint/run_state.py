@@ -22,7 +22,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.analysis.held_values import late_units
 from meshwright.ir.schedule import Sharding
 from meshwright.runtime.engine.engine import Engine
-from meshwright.runtime.json_exchange import all_gather_json
+from meshwright.runtime.json_exchange import all_gather_json, dtype_name, dtype_named
 from meshwright.runtime.parameters.unit import Unit
 from meshwright.train.optimizer.optimizer_facts import entries, put_back, refuse_kind
 
@@ -114,23 +114,33 @@ def optimizer_tensors(engine: Engine) -> dict[tuple[str, str], Tensor]:
 def joined_states(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the tensors of optimizer states of which holders have pieces, put together: parameter name, entry, value.
 
-    All ranks call this together. It puts one entry of one unit together at a time.
+    All ranks call this together. It puts one entry of one unit together at a time, by dtype: that of a state follows its
+    parameter. A state that has another shape than its piece, such as a counter in a list, is the same for all pieces.
     """
     names = engine.layers.names
+    shapes = {names[p]: piece.parameter.shape for unit in engine.units.values() for p, piece in unit.pieces.items()}
     mine = {(name, entry): value for name, entry, value in entries(engine) if isinstance(value, Tensor) and value.dim()}
-    told = [[name, entry, str(value.dtype).removeprefix("torch.")] for (name, entry), value in mine.items()]
-    known = {(name, entry): dtype for part in all_gather_json(told) for name, entry, dtype in part}
+    told = [
+        [name, entry, dtype_name(value.dtype), None if value.shape == shapes[name] else value.tolist()]
+        for (name, entry), value in mine.items()
+    ]
+    found = [tuple(one) for part in all_gather_json(told) for one in part]
+    single = {
+        (name, entry): torch.tensor(same, dtype=dtype_named(dtype)) for name, entry, dtype, same in found if same is not None
+    }
+    known = {(name, entry): dtype for name, entry, dtype, _ in found if (name, entry) not in single}
+    held = {names[p] for unit in engine.units.values() for p in unit.params}
+    yield from ((name, entry, value) for (name, entry), value in single.items() if name in held)
     for unit in engine.units.values():
         of_unit = {names[p]: p for p in unit.params}
-        for entry in sorted({entry for name, entry in known if name in of_unit}):
-            dtype = next(getattr(torch, dtype) for (name, e), dtype in sorted(known.items()) if e == entry and name in of_unit)
+        for entry, dtype in sorted({(entry, dtype) for (name, entry), dtype in known.items() if name in of_unit}):
             assert unit.shares is not None
-            slices = [empty.to(dtype).zero_() for empty in unit.shares.slices()]
+            slices = [empty.to(dtype_named(dtype)).zero_() for empty in unit.shares.slices()]
             for p, piece in unit.pieces.items():
-                if (value := mine.get((names[p], entry))) is not None:
+                if known.get((names[p], entry)) == dtype and (value := mine.get((names[p], entry))) is not None:
                     slices[piece.span.flat].narrow(0, piece.span.at, value.numel()).copy_(value)
-            wholes = unit.shares.joined(slices)
-            yield from ((name, entry, t.clone()) for name, t in zip(of_unit, wholes, strict=True) if (name, entry) in known)
+            wholes = zip(of_unit, unit.shares.joined(slices), strict=True)
+            yield from ((name, entry, t.clone()) for name, t in wholes if known.get((name, entry)) == dtype)
 
 
 def state_part(engine: Engine, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
@@ -160,21 +170,27 @@ def late(engine: Engine) -> dict[int, Unit]:
 
 
 def put_previous(engine: Engine, found: Mapping[str, Tensor]) -> None:
-    """Set the parameters of one step ago, by name. Those that were not saved are set to the current ones, and logged once."""
-    missing = 0
+    """Set the parameters of one step ago, by name. Those that were not saved are set to the current ones, and logged once.
+
+    All ranks call this together: the first one, which logs, may read nothing late itself.
+    """
+    missing: list[str] = []
     for unit in late(engine).values():
         assert unit.versions is not None
         names = [engine.layers.names[p] for p in unit.params]
-        missing += sum(name not in found for name in names)
+        missing += [name for name in names if name not in found]
         older = [
             torch.empty_like(p.data).copy_(found[name]) if name in found else p
             for name, p in zip(names, unit.params, strict=True)
         ]
         unit.versions.restart(older)
-    if missing and engine.mesh.rank == 0:
+    if not engine.schedule.first:
+        return
+    everywhere = {name for part in all_gather_json(missing) for name in part}
+    if everywhere and engine.mesh.rank == 0:
         log.warning(
             "the state was not saved by a run that reads parameters of one step ago: %d of them start with the current values",
-            missing,
+            len(everywhere),
         )
 
 

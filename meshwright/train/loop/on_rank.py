@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,40 +114,44 @@ def _equal_on_all_ranks(job: RankJob, work: TrainJob, length: RunLength) -> dict
 
 def evaluate_on_rank(job: RankJob, dataset: Any, prefix: str) -> EvaluationResult:
     """Evaluates on this rank."""
-    session, state = session_for(job), job.state
-    first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    callbacks = callbacks_for(job, session)
-    _set_process_flags(state, job)
-    loop = Loop(job, session, job.reader.source(first), RunLength(None, 0, 0), callbacks, state)
-    try:
-        metrics = loop.evaluate(dataset, prefix)
-    finally:
-        callbacks.close()
-    session.close()
+    state = job.state
+    with _session_without_training(job) as session:
+        first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+        callbacks = callbacks_for(job, session)
+        _set_process_flags(state, job)
+        loop = Loop(job, session, job.reader.source(first), RunLength(None, 0, 0), callbacks, state)
+        try:
+            metrics = loop.evaluate(dataset, prefix)
+        finally:
+            callbacks.close()
     return EvaluationResult(metrics, state, job.callbacks)
 
 
 def predict_on_rank(job: RankJob, dataset: Any, prefix: str) -> PredictionOutput:
     """Predicts on this rank."""
-    session = session_for(job)
-    found = predict_on(job, session, dataset, prefix, loss_only=job.args.prediction_loss_only)
-    session.close()
-    return found
+    with _session_without_training(job) as session:
+        return predict_on(job, session, dataset, prefix, loss_only=job.args.prediction_loss_only)
 
 
 def save_on_rank(job: RankJob, folder: Path) -> None:
     """Writes this rank's part of the model."""
-    session = session_for(job)
-    save(session, folder)
-    session.close()
+    with _session_without_training(job) as session:
+        save(session, folder)
 
 
 def generate_on_rank(job: RankJob, input_ids: Tensor, options: dict[str, Any]) -> Tensor:
     """Generates the next tokens of each row on this rank."""
-    session = session_for(job)
-    found = session.generate(input_ids, **options)
-    session.close()
-    return found
+    with _session_without_training(job) as session:
+        return session.generate(input_ids, **options)
+
+
+@contextmanager
+def _session_without_training(job: RankJob) -> Iterator[Session]:
+    """Opens a session. After it, a model that belongs to the user has whole parameters again, as before."""
+    with session_for(job) as session:
+        yield session
+        if keeps_own_objects() and job.skeleton is None and session.engine.divides_parameters:
+            session.broadcast_weights()
 
 
 def _resume(loop: Loop, folder: str | None) -> None:

@@ -25,6 +25,7 @@ from meshwright.runtime.engine.engine import Engine
 from meshwright.runtime.engine.evaluate import Evaluated, Forward, Outputs
 from meshwright.runtime.engine.settings import Settings
 from meshwright.runtime.json_exchange import all_gather_state
+from meshwright.runtime.parameters.absent import lose
 from meshwright.runtime.stage.batch import Given, Own
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.tracing.trace import Trace
@@ -111,10 +112,12 @@ class Session:
         if error is None:
             self.close()
         else:
+            lose(self.model.parameters())
             self.closing.__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """Closes the channels and process groups."""
+        """Closes the channels and process groups. Parameters that are on other ranks (`zero-3`) cannot be read any more."""
+        lose(self.model.parameters())
         self.engine.close()
         self.closing.close()
 

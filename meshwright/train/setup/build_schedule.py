@@ -98,10 +98,10 @@ def _by_name(parallel: Parallel, *, steps: int, first: int = 0, costs: Sequence[
     try:
         return schedules.shaped(parallel.schedule, costs=of_stages, **given)
     except MeshwrightError as error:
-        raise _in_terms_of_mode(error, parallel) from error
+        raise in_terms_of_mode(error, parallel) from error
 
 
-def _in_terms_of_mode(error: MeshwrightError, parallel: Parallel) -> MeshwrightError:
+def in_terms_of_mode(error: MeshwrightError, parallel: Parallel) -> MeshwrightError:
     """Returns an error of a schedule that a data-parallel mode has chosen, in the words of the plan."""
     mode, chunks = parallel.mode, str(parallel.options.get("chunks"))
     if mode is DpMode.ZERO_3 and chunks.removeprefix("-").isdigit() and int(chunks) < 1:

@@ -22,6 +22,7 @@ from meshwright.passes.check import prove
 from meshwright.passes.lower import named
 from meshwright.passes.recompute import Mode
 from meshwright.passes.sync import Sync
+from meshwright.train.setup.build_schedule import in_terms_of_mode
 
 LATER = ("costs", "steps")
 """Arguments of a schedule function that are known only when training starts."""
@@ -40,7 +41,10 @@ def settled(parallel: Parallel, *, accumulation: int = 1) -> Parallel:
     if parallel.order is not None:
         parallel = replace(parallel, order=_proved_order(parallel, parallel.order))
     else:
-        schedules.converted(parallel.schedule, parallel.options)
+        try:
+            schedules.converted(parallel.schedule, parallel.options)
+        except MeshwrightError as error:
+            raise in_terms_of_mode(error, parallel) from error
     return parallel
 
 
