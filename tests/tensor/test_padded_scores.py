@@ -20,6 +20,7 @@ WORK: dict[str, Work] = {
     "shares of columns": lambda z, prior: z.sigmoid() / z.sigmoid().sum(0, keepdim=True),
     "inverse": lambda z, prior: 1 / (3 * z),
     "logarithm of a parameter": lambda z, prior: z + prior.log(),
+    "dropout of everything": lambda z, prior: z + functional.dropout(z, 1.0),
     "division by a number": lambda z, prior: 30 * torch.tanh(z / 30),
 }
 

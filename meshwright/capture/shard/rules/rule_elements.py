@@ -140,7 +140,7 @@ def dropout(walk: ShardWalk, node: Node) -> Made | None:
     """Drawn for the whole tensor, of which every rank takes its part."""
     if not is_one_of(node.target, ("aten.dropout",)) or node.writes:
         raise no_rule(node)
-    source, layout = node.args[0].name, walk.layout(node.args[0].name)
+    source, layout = node.args[0].name, _unpadded(walk.layout(node.args[0].name))
     if not node.random:
         return Made(walk.read(source, layout, axes_of(layout)).name, layout)
     given = walk.read(source, layout, axes_of(layout))
