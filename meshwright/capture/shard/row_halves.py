@@ -93,7 +93,15 @@ def row_loss(whole: Settled, half: Settled) -> RowLoss:
         elif not _by_row(whole, node) or (operation(node) in ELEMENTS and _other_number(whole, half, node)):
             raise _mixed(node)
     _refuse_places(whole, reduced)
+    _refuse_draws(whole)
     return found
+
+
+def _refuse_draws(whole: Settled) -> None:
+    """Raises if an operation draws random numbers on whole values: for half of the rows it would draw others."""
+    for step in (step for program in whole.programs for step in program.steps):
+        if step.kind is StepKind.NATIVE and step.node is not None and step.node.random:
+            raise _mixed(step.node, "it draws random numbers, and has no rule that draws them for all rows")
 
 
 def whole_reads(settled: Settled, node: Node) -> list[str]:
