@@ -86,6 +86,8 @@ def _is_singular(walk: ShardWalk, node: Node, layout: Layout) -> bool:
     if isinstance(divisor, Ref) and divisor.name in walk.sizes.shapes:
         mine = operand(walk.shape(divisor.name), layout)
         return mine != _unpadded(mine)
+    if operation(node) == "aten.pow" and isinstance(node.args[1], int | float) and node.args[1] >= 1:
+        return False
     return operation(node) in _SINGULAR
 
 

@@ -11,7 +11,7 @@ from meshwright.capture.shard.layouts.steps import Local, Product
 from meshwright.capture.shard.layouts.walk import ShardWalk
 from meshwright.capture.shard.layouts.walk_task import Made, operation
 from meshwright.capture.shard.rules.made_by import ends, taken_apart
-from meshwright.capture.shard.rules.rule_elements import ELEMENTS
+from meshwright.capture.shard.rules.rule_elements import ELEMENTS, operand
 from meshwright.capture.trace.graph import Node, NodeKind, Ref
 from meshwright.costs.declared import Role
 from meshwright.costs.product_plan import product_plan
@@ -254,5 +254,5 @@ def _weight(walk: ShardWalk, call: _Call, cut: MatrixCut, rows: Axes, kept: tupl
 def _biased(walk: ShardWalk, step: str, bias: str | None, layout: Layout) -> str:
     if bias is None:
         return step
-    added = walk.read(bias, layout[-1:], axes_of(layout))
+    added = walk.read(bias, operand(walk.shape(bias), layout), axes_of(layout))
     return walk.call("aten.add.Tensor", (Local(step), added), layout).step
