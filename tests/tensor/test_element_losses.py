@@ -1,4 +1,4 @@
-"""Losses of elements under tensor modes keep their arguments, and products add what `addmm` is given."""
+"""Losses of elements under tensor modes keep their arguments; products add what `addmm` is given, and know turned weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class Regression(nn.Module):
     def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.up, self.down, self.head = nn.Linear(16, 32), nn.Parameter(torch.randn(32, 16) / 6), nn.Linear(16, 8)
-        self.offset = nn.Parameter(torch.rand(1))
+        self.offset, self.square = nn.Parameter(torch.rand(1)), nn.Parameter(torch.randn(16, 16) / 4)
         self.loss = loss
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         wide = torch.tanh(self.up(x))
         x = torch.addmm(x, wide, self.down)
         x = torch.addmm(self.offset, torch.tanh(self.up(x)), self.down)
+        x = x @ self.square.permute(0, 1) + x @ self.square.permute(1, 0) + x @ self.square.transpose(0, -2)
         return self.loss(self.head(x), labels)
 
 
