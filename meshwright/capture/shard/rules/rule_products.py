@@ -262,5 +262,7 @@ def _weight(walk: ShardWalk, call: _Call, cut: MatrixCut, rows: Axes, kept: tupl
 def _biased(walk: ShardWalk, step: str, bias: str | None, layout: Layout) -> str:
     if bias is None:
         return step
-    added = walk.read(bias, operand(walk.shape(bias), layout), axes_of(layout))
+    shape = walk.shape(bias)
+    want = layout[-1:] if shape == (length(layout[-1]),) else operand(shape, layout)
+    added = walk.read(bias, want, axes_of(layout))
     return walk.call("aten.add.Tensor", (Local(step), added), layout).step
