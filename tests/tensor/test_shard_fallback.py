@@ -134,10 +134,10 @@ def test_a_norm_over_several_dimensions(asked: Request) -> None:
 
 
 class Bits(nn.Module):
-    """Looks at the sign bit of numbers."""
+    """Keeps numbers above a half, which it knows by their bits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (x.view(torch.int64) < 0)
+        return x * (x.view(torch.int64) > 1022 << 52)
 
 
 def test_a_view_of_bits_is_no_change_of_shape() -> None:
