@@ -48,6 +48,8 @@ class GlobalDropout(nn.Module):
         """Returns the kept elements, scaled, and zeros for the others."""
         if not self.training or not self.rate:
             return x
+        if self.rate == 1:
+            return x * 0.0
         noise = self._noise(x).reshape([size for size, _ in self.factors])
         for dim, (_, axes) in enumerate(self.factors):
             for axis in axes:

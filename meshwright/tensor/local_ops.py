@@ -73,6 +73,12 @@ def normed(centred: Tensor, squares: Tensor, width: int, eps: float) -> Tensor:
     return centred * torch.rsqrt(squares / width + eps)
 
 
+def causal(scores: Tensor) -> Tensor:
+    """Hides the scores of keys that come after their query."""
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores.masked_fill(~seen, float("-inf"))
+
+
 def hidden(scores: Tensor, mask: Tensor) -> Tensor:
     """Returns attention scores with a boolean mask applied."""
     return scores.masked_fill(~mask, float("-inf"))

@@ -202,7 +202,11 @@ def test_a_replicated_module_says_what_runs_whole() -> None:
     [
         (("--tp", "5"), "transformer.h.0.attn.c_attn.weight: size 144 does not divide by 5 (p=5)", "size 145"),
         (("--box", "3,1,1"), "the rows of a microbatch: size 2 does not divide by 3 (w=3)", "size 3"),
-        (("--tp", "2", "--replicate", "nowhere"), "replicate names 'nowhere', which is not a module of the captured model", ""),
+        (
+            ("--tp", "2", "--replicate", "nowhere"),
+            "replicate names 'nowhere', which is not a module of the captured model",
+            "leave it out",
+        ),
     ],
 )
 def test_a_model_that_a_mode_cannot_run_is_refused(flags: tuple[str, ...], what: str, fix: str) -> None:

@@ -6,6 +6,7 @@ Casts to float32 inside the model are widened in the run and in the reference al
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -180,6 +181,11 @@ def on_threads(ref: Reference, found: Settled, work: Pass, *, seed: int | None =
     return _outcome(ref, found, cells, results, floor)
 
 
+def _sound(error: float) -> float:
+    """An error that is no number is as large as can be; `max` would pass over it."""
+    return math.inf if math.isnan(error) else error
+
+
 def _outcome(
     ref: Reference, found: Settled, cells: Grid, results: Sequence[tuple[float, dict[str, Tensor], Wires]], floor: float
 ) -> Outcome:
@@ -191,7 +197,7 @@ def _outcome(
         for number, (_, sums, _) in enumerate(results):
             want = part_of(ref.gradients[name], cut.layout, cells, number)
             scale = max(float(want.abs().max()), floor * largest)
-            error = float((sums[name] - want).abs().max()) / scale
+            error = _sound(float((sums[name] - want).abs().max()) / scale)
             worst = max(worst, (name, error), key=lambda pair: pair[1])
     log = results[0][2].log
     shares = {
@@ -200,7 +206,12 @@ def _outcome(
         if g.dim() == 2 and g.numel() and n in found.cuts
     }
     return Outcome(
-        max(error for error, _, _ in results), worst[1], worst[0], found, {phase: log.words(phase) for phase in Phase}, shares
+        max(_sound(error) for error, _, _ in results),
+        worst[1],
+        worst[0],
+        found,
+        {phase: log.words(phase) for phase in Phase},
+        shares,
     )
 
 

@@ -39,6 +39,7 @@ BY_ROW: dict[str, Work] = {
     "sort": lambda x, ids: x.sort(1)[0][..., 32:],
     "flip": lambda x, ids: x.flip([1, 2])[..., :32],
     "amax": lambda x, ids: x.unflatten(-1, (32, 2)).amax(-1),
+    "repeat": lambda x, ids: x[..., :16].repeat_interleave(2, -1),
 }
 MIXED: dict[str, tuple[Work, str]] = {
     "flip": (
@@ -49,6 +50,22 @@ MIXED: dict[str, tuple[Work, str]] = {
     "gather": (
         lambda x, ids: x.gather(0, (ids % 8)[..., None].expand(-1, -1, 64))[..., :32],
         r"aten.gather.default in the model may give another result then: rows are mixed",
+    ),
+    "convolution": (
+        lambda x, ids: functional.conv1d(x.permute(1, 2, 0), torch.ones(32, 64, 3).double(), padding=1).permute(2, 0, 1),
+        r"aten.conv1d.default in the model may give another result then: rows are mixed",
+    ),
+    "lookup": (
+        lambda x, ids: functional.embedding(ids[:, 0] % 4, x.flatten(1)).view(x.shape)[..., :32],
+        r"aten.embedding.default in the model may give another result then: rows are mixed",
+    ),
+    "pairs": (
+        lambda x, ids: ((ids[:, :1] == ids[:, 0]).double() @ x.flatten(1)).view(x.shape)[..., :32],
+        r"aten.matmul.default in the model .*: it reads a value with a place for every two rows",
+    ),
+    "repeat": (
+        lambda x, ids: x.repeat_interleave(2, 0)[::2, :, :32],
+        r"aten.repeat_interleave.self_int in the model may give another result then: rows are mixed",
     ),
     "fft": (
         lambda x, ids: torch.fft.fft(x).real[..., :32],

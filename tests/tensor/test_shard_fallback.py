@@ -113,6 +113,38 @@ def test_an_operation_without_parameters_and_rule_runs_on_whole_values(asked: Re
     assert any(move.path == "strange" and "fft" in move.operation and "gather" in move.reason for move in found.extra)
 
 
+class Planes(nn.Module):
+    """A norm over two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(16, 16), nn.LayerNorm((4, 4))
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x).unflatten(-1, (4, 4))).flatten(-2)
+
+
+@pytest.mark.parametrize("asked", [box(2, 1, 2), line(2)], ids=str)
+def test_a_norm_over_several_dimensions(asked: Request) -> None:
+    outcome = parity(odd(Planes), asked)
+    assert outcome.loss <= BOUND and outcome.gradient <= BOUND, outcome
+    assert outcome.words == declared_words(outcome.settled)
+    assert set(outcome.settled.replicated) == {"strange.norm.weight", "strange.norm.bias"}
+
+
+class Bits(nn.Module):
+    """Keeps numbers above a half, which it knows by their bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.view(torch.int64) > 1022 << 52)
+
+
+def test_a_view_of_bits_is_no_change_of_shape() -> None:
+    outcome = parity(odd(Bits), box(2, 1, 2))
+    assert outcome.loss <= BOUND and outcome.gradient <= BOUND, outcome
+
+
 @pytest.mark.parametrize("asked", [box(2, 1, 2), line(2, sequence=True)], ids=str)
 def test_a_user_s_function_with_constants_of_its_own(asked: Request) -> None:
     """Its sizes are worked out as on a CPU: on tensors of another device it would fail."""
@@ -159,5 +191,5 @@ def test_a_view_that_is_read_after_a_write_is_refused() -> None:
 
 
 def test_a_replicated_module_must_exist() -> None:
-    with pytest.raises(MeshwrightError, match="replicate names 'strong'"):
+    with pytest.raises(MeshwrightError, match=r"replicate names 'strong'.*; did you mean strange\?"):
         settled(odd(), line(2), replicate=["strong"])

@@ -26,8 +26,9 @@ MEAN, SUM = 1, 2
 
 _RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 _FREE = ("permute", "transpose", "t", "numpy_T", "T", "mT", "swapaxes", "expand", "expand_as", "dropout", "stack")
-_BY_ROW = ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "embedding", "conv1d", "conv2d", "conv3d")
-_KNOWN = frozenset((*BY_DIM, "gather"))
+_BY_ROW = ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "embedding")
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+_KNOWN = frozenset((*BY_DIM, *_CONVOLUTIONS, "gather", "repeat_interleave"))
 _DIM = {
     **dict.fromkeys(("slice", "narrow", "select", "cumsum", "cat", "unbind"), (1, 0)),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), (2, 0)),
@@ -87,10 +88,20 @@ def row_loss(whole: Settled, half: Settled) -> RowLoss:
                 raise _mixed(node, "a second reduction over rows")
             found = loss
             reduced.add(node.name)
+        elif _reads_pairs(whole, half, node):
+            raise _mixed(node, "it reads a value with a place for every two rows")
         elif not _by_row(whole, node) or (operation(node) in ELEMENTS and _other_number(whole, half, node)):
             raise _mixed(node)
     _refuse_places(whole, reduced)
+    _refuse_draws(whole)
     return found
+
+
+def _refuse_draws(whole: Settled) -> None:
+    """Raises if an operation draws random numbers on whole values: for half of the rows it would draw others."""
+    for step in (step for program in whole.programs for step in program.steps):
+        if step.kind is StepKind.NATIVE and step.node is not None and step.node.random:
+            raise _mixed(step.node, "it draws random numbers, and has no rule that draws them for all rows")
 
 
 def whole_reads(settled: Settled, node: Node) -> list[str]:
@@ -136,8 +147,8 @@ def _by_row(settled: Settled, node: Node) -> bool:
         return True  # an output of a split, which was checked
     if (node.random and name != "dropout" and name != "scaled_dot_product_attention") or node.changes:
         return False
-    if name == "embedding" and node.argument(3, "scale_grad_by_freq", False):
-        return False  # its gradient counts ids over all rows
+    if name == "embedding" and (node.argument(3, "scale_grad_by_freq", False) or node.args[0].name in carrying):
+        return False  # its gradient counts ids over all rows, or rows are looked up
     if not carrying:
         return node.name not in grows or name in _FREE
     if name in _DIM:
@@ -160,6 +171,11 @@ def _by_row(settled: Settled, node: Node) -> bool:
         return math.prod(shapes[carrying[0]][: grows[carrying[0]]]) == math.prod(shapes[node.name][:at])
     if name == "scaled_dot_product_attention":
         return all(grows[each] < len(shapes[each]) - 2 for each in carrying)
+    if name in _CONVOLUTIONS:
+        return carrying == [node.args[0].name] and grows[carrying[0]] == 0 == at  # rows are neither channels nor places
+    if name == "repeat_interleave":
+        dim = node.argument(2, "dim", None)
+        return isinstance(node.args[1], int) and isinstance(dim, int) and dim % rank != grows[carrying[0]]
     if name in ("layer_norm", "rms_norm"):
         return at < rank - len(node.args[1])
     if name in ("mean", "sum", "amax", "amin"):
@@ -175,6 +191,12 @@ def _along_others(settled: Settled, node: Node) -> bool:
     if others or not dims or not all(isinstance(dim, int) for dim in dims):
         return False
     return settled.sizes.grows[source] not in [dim % len(settled.sizes.shapes[source]) for dim in dims]
+
+
+def _reads_pairs(whole: Settled, half: Settled, node: Node) -> bool:
+    """Whether it reads a value that grows with the rows in several dimensions, such as a mask of pairs of rows."""
+    shapes, halved = whole.sizes.shapes, half.sizes.shapes
+    return any(shapes[name] != halved.get(name) and name not in whole.sizes.grows for name in whole_reads(whole, node))
 
 
 def _other_number(whole: Settled, half: Settled, node: Node) -> bool:

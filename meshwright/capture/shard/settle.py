@@ -30,7 +30,7 @@ from meshwright.capture.shard.rules.rule_tables import is_table, token_values
 from meshwright.capture.trace.graph import Node, NodeKind, refs
 from meshwright.costs.declared import CollectiveKind, Phase, SentWords, transfer
 from meshwright.costs.scheme import Grid, Save, Scheme
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,10 @@ def _known(line: Line, replicate: Sequence[str]) -> None:
     paths = {node.path for node in line.flat.nodes}
     for name in replicate:
         if not any(path == name or path.startswith(f"{name}.") for path in paths):
-            raise MeshwrightError(f"replicate names {name!r}, which is not a module of the captured model")
+            raise MeshwrightError(
+                f"replicate names {name!r}, which is not a module of the captured model{did_you_mean(name, paths)}",
+                fix="a module that meshwright inspect lists, or leave it out",
+            )
 
 
 def _light(

@@ -66,7 +66,12 @@ class Task:
 
 
 def operation(node: Node) -> str:
-    """Returns the name of an operation without its overload, and without the underscore of an in-place operation."""
+    """Returns the name of an operation without its overload, and without the underscore of an in-place operation.
+
+    A view of the bits as another type has its own name, since it changes values.
+    """
+    if node.target == "aten.view.dtype":
+        return node.target
     parts = node.target.split(".")
     return ".".join(parts[:2]).rstrip("_") if not parts[1].startswith("__") else ".".join(parts[:2])
 

@@ -105,15 +105,23 @@ def _heads(walk: ShardWalk, node: Node, name: str, batch: tuple[Dim, ...]) -> Lo
     return Local(walk.moved(made.step, wide, (rows, heads, *rest), path=name))
 
 
+def _for_every_head(walk: ShardWalk, name: str, given: Local, batch: tuple[Dim, ...]) -> Local:
+    """Keys or values as `_heads` gives them, repeated for the queries that share them."""
+    shape, heads = walk.shape(name), batch[1]
+    if length(heads) == shape[1] or len(heads) != 1 or shape[1] % walk.grid.size(heads[0].axes):
+        return given  # every rank has one for each of its queries
+    rows = batch[0] if length(batch[0]) == shape[0] else whole(shape[:1])[0]
+    wide: Layout = (rows, heads, *whole(shape[2:]))
+    return Local(walk.call("aten.repeat_interleave.self_int", (given, length(heads) // shape[1], 1), wide).step)
+
+
 def _dropped(
     walk: ShardWalk, node: Node, given: list[Local], mask: Local | None, more: dict[str, Any], batch: tuple[Dim, ...]
 ) -> Made:
     """Attention with dropout, step by step: the mask of dropout is drawn for all heads and rows."""
-    q, k, v = given
     names = [arg.name for arg in node.args[:3]]
+    q, k, v = given[0], *(_for_every_head(walk, name, one, batch) for name, one in zip(names[1:], given[1:], strict=True))
     queries, keys = walk.shape(names[0])[2], walk.shape(names[1])[2]
-    if walk.shape(names[1])[1] != walk.shape(names[0])[1] or more.get("is_causal"):
-        raise no_rule(node, "dropout inside grouped or causal attention")
     scale = more.get("scale")
     scale = walk.plain(scale) if scale is not None else walk.shape(names[0])[3] ** -0.5
     scores: Layout = (*batch, *whole((queries, keys)))
@@ -125,6 +133,9 @@ def _dropped(
         assert size is not None
         kind = "hidden" if size.dtype == "bool" else "added"
         found = walk.local(kind, (Local(found.step), mask), scores)
-    found = walk.call("aten.softmax.int", (Local(found.step), -1), scores)
+    if more.get("is_causal"):
+        found = walk.local("causal", (Local(found.step),), scores)
+    softmax = "aten._safe_softmax.default" if mask is not None else "aten.softmax.int"  # a query that sees no key gives zeros
+    found = walk.call(softmax, (Local(found.step), -1), scores)
     dropped = drop(walk, Local(found.step), float(walk.plain(more["dropout_p"])), scores, walk.sizes.grows.get(names[0]))
     return walk.call("aten.matmul.default", (Local(dropped), v), (*batch, *whole(walk.shape(node.name)[2:])))

@@ -12,7 +12,7 @@ from meshwright.capture.shard.layouts.layout import Dim, Layout, axes_of, bare, 
 from meshwright.capture.shard.layouts.refusals import no_rule
 from meshwright.capture.shard.layouts.steps import Local, StepKind
 from meshwright.capture.shard.layouts.walk import ShardWalk
-from meshwright.capture.shard.layouts.walk_task import Made
+from meshwright.capture.shard.layouts.walk_task import Made, operation
 from meshwright.capture.trace.graph import Node, Ref, mapped
 from meshwright.capture.trace.operations import is_one_of
 
@@ -26,6 +26,8 @@ _NAMES = (
     *("rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "sub", "tanh", "threshold"),
     *("to", "_to_copy", "tan", "trunc", "type_as", "where", "xlogy", "zeros_like", "full_like", "__and__", "__or__"),
 )
+_SINGULAR = tuple(f"aten.{name}" for name in ("log", "log1p", "logit", "pow", "reciprocal", "rsqrt", "sqrt", "tan", "xlogy"))
+_DIVISIONS = tuple(f"aten.{name}" for name in ("addcdiv", "div", "fmod", "remainder"))
 SHAPE_ONLY = ("aten.new_ones", "aten.new_zeros", "aten.new_full", "aten.new_empty")
 ELEMENTS = tuple(f"aten.{name}" for name in _NAMES)
 
@@ -71,11 +73,30 @@ def element(walk: ShardWalk, node: Node) -> Made | None:
     """All operands in one layout, and the operation on the parts."""
     names = walk.tensors((node.args, node.kwargs))
     layout = broadcast(walk, names, walk.shape(node.name))
-    return Made(push_element(walk, node, layout, frozenset()), layout)
+    if _is_singular(walk, node, layout):
+        layout = _unpadded(layout)
+    return Made(_emit(walk, node, layout, frozenset()), layout)
 
 
-def push_element(walk: ShardWalk, node: Node, layout: Layout, missing: frozenset[str]) -> str:
-    """Emits the operation with its operands in this layout, and returns the name of the result."""
+def _is_singular(walk: ShardWalk, node: Node, layout: Layout) -> bool:
+    """Whether padding may become infinite: its gradient would then be 0 times infinity, and go into every sum over features."""
+    if layout == _unpadded(layout):
+        return False
+    divisor = node.args[-1] if operation(node) in _DIVISIONS else None
+    if isinstance(divisor, Ref) and divisor.name in walk.sizes.shapes:
+        mine = operand(walk.shape(divisor.name), layout)
+        return mine != _unpadded(mine)
+    if operation(node) == "aten.pow" and isinstance(node.args[1], int | float) and node.args[1] >= 1:
+        return False
+    return operation(node) in _SINGULAR
+
+
+def _unpadded(layout: Layout) -> Layout:
+    """A layout with dimensions whole that are padded."""
+    return tuple(whole((length(dim),))[0] if any(f.real is not None for f in dim) else dim for dim in layout)
+
+
+def _emit(walk: ShardWalk, node: Node, layout: Layout, missing: frozenset[str]) -> str:
     work = axes_of(layout) | missing
     given = {n: walk.read(n, operand(walk.shape(n), layout), work) for n in walk.tensors((node.args, node.kwargs))}
 
@@ -108,11 +129,20 @@ def shape_only(walk: ShardWalk, node: Node) -> Made | None:
     return walk.call(node.target, args, whole(walk.shape(node.name)), walk.plain(dict(node.kwargs)))
 
 
+def push_element(walk: ShardWalk, node: Node, want: Layout, missing: frozenset[str]) -> str:
+    """A light value in a layout: its operands in that layout."""
+    if _is_singular(walk, node, want):
+        plain = _unpadded(want)
+        made = _emit(walk, node, plain, frozenset())  # the move sums its gradient over what is missing
+        return walk.moved(made, plain, want, missing=missing, path=node.path)
+    return _emit(walk, node, want, missing)
+
+
 def dropout(walk: ShardWalk, node: Node) -> Made | None:
     """Drawn for the whole tensor, of which every rank takes its part."""
     if not is_one_of(node.target, ("aten.dropout",)) or node.writes:
         raise no_rule(node)
-    source, layout = node.args[0].name, walk.layout(node.args[0].name)
+    source, layout = node.args[0].name, _unpadded(walk.layout(node.args[0].name))
     if not node.random:
         return Made(walk.read(source, layout, axes_of(layout)).name, layout)
     given = walk.read(source, layout, axes_of(layout))

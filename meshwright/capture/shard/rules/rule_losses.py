@@ -56,13 +56,13 @@ def element_loss(walk: ShardWalk, node: Node) -> Made | None:
     place = 4 if "binary" in node.target else 2
     reduction = node.argument(place, "reduction", MEAN)
     shape = tuple(max(sizes) for sizes in zip(*(walk.shape(name) for name in names), strict=True))
-    if reduction not in (MEAN, SUM) or len(names) != 2 or any(arg is not None for arg in node.args[2:place]):
+    if reduction not in (MEAN, SUM) or len(names) != 2 or any(arg is not None for arg in node.args[2:place]) or node.kwargs:
         raise no_rule(node)
     layout = broadcast(walk, names, shape)
     if any(factor.real is not None for dim in layout for factor in dim):
         raise no_rule(node, "its scores are padded")
     given = [walk.read(name, operand(walk.shape(name), layout), axes_of(layout)) for name in names]
-    args = (*given, None, None, NONE) if place == 4 else (*given, NONE)
+    args = (*given, None, None, NONE) if place == 4 else (*given, NONE, *walk.plain(node.args[place + 1 :]))
     each = walk.call(node.target, args, layout)
     total = walk.call("aten.sum.default", (Local(each.step),), ())
     step = walk.moved(total.step, (), (), parts=axes_of(layout), path=node.path)

@@ -12,6 +12,7 @@ from meshwright.capture.shard.layouts.refusals import no_rule
 from meshwright.capture.shard.layouts.steps import Local
 from meshwright.capture.shard.layouts.walk import ShardWalk
 from meshwright.capture.shard.layouts.walk_task import Made, operation
+from meshwright.capture.shard.rules.rule_rows import by_rows
 from meshwright.capture.trace.graph import Node, Ref
 
 
@@ -55,9 +56,14 @@ def _arguments(walk: ShardWalk, node: Node) -> tuple[str, str | None, str | None
 
 
 def norm(walk: ShardWalk, node: Node) -> Made | None:
-    """LayerNorm and RMSNorm over the features. If features are cut, sums go over their axes, and values are centred first."""
+    """LayerNorm and RMSNorm over the features. If features are cut, sums go over their axes, and values are centred first.
+
+    A norm over several dimensions has them whole.
+    """
     source, weight, bias, eps = _arguments(walk, node)
     layout, width = walk.layout(source), walk.shape(source)[-1]
+    if len(node.args[1]) > 1 and not node.kwargs:
+        return by_rows(walk, node)
     if list(walk.plain(node.args[1])) != [width] or _padded(layout) or node.kwargs:
         raise no_rule(node)
     work = axes_of(layout)

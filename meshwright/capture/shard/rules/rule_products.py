@@ -11,7 +11,7 @@ from meshwright.capture.shard.layouts.steps import Local, Product
 from meshwright.capture.shard.layouts.walk import ShardWalk
 from meshwright.capture.shard.layouts.walk_task import Made, operation
 from meshwright.capture.shard.rules.made_by import ends, taken_apart
-from meshwright.capture.shard.rules.rule_elements import ELEMENTS
+from meshwright.capture.shard.rules.rule_elements import ELEMENTS, operand
 from meshwright.capture.trace.graph import Node, NodeKind, Ref
 from meshwright.costs.declared import Role
 from meshwright.costs.product_plan import product_plan
@@ -46,10 +46,18 @@ def _call(walk: ShardWalk, node: Node) -> _Call | None:
         return None
     weight, turned = found[1].name, False
     while operation(walk.flat.by_name[weight]) in TRANSPOSES if walk.flat.by_name[weight].kind is NodeKind.CALL else False:
-        weight, turned = walk.flat.by_name[weight].args[0].name, not turned
+        view = walk.flat.by_name[weight]
+        weight, turned = view.args[0].name, turned != _turns(walk, view)
     if not walk.is_parameter(weight) or len(walk.shape(weight)) != 2:
         return None
     return _Call(found[0].name, weight, flip != turned, found[2].name if isinstance(found[2], Ref) else None)
+
+
+def _turns(walk: ShardWalk, view: Node) -> bool:
+    """Whether a view of a matrix swaps its dimensions: a permutation may leave them as they are."""
+    dims = walk.plain(view.args[1:])
+    order = list(dims[0]) if operation(view) == "aten.permute" else list(dims[:2])
+    return len({dim % 2 for dim in order}) != 1 and (operation(view) != "aten.permute" or order[0] % 2 == 1)
 
 
 def _role(walk: ShardWalk, call: _Call, cut: Layout | None) -> tuple[Role, Layout | None]:
@@ -254,5 +262,7 @@ def _weight(walk: ShardWalk, call: _Call, cut: MatrixCut, rows: Axes, kept: tupl
 def _biased(walk: ShardWalk, step: str, bias: str | None, layout: Layout) -> str:
     if bias is None:
         return step
-    added = walk.read(bias, layout[-1:], axes_of(layout))
+    shape = walk.shape(bias)
+    want = layout[-1:] if shape == (length(layout[-1]),) else operand(shape, layout)
+    added = walk.read(bias, want, axes_of(layout))
     return walk.call("aten.add.Tensor", (Local(step), added), layout).step
