@@ -12,6 +12,8 @@ grid_layout            workers to devices
 device_links           links as arrays
 tensor_costs           time of tensor-parallel collectives
 pricing                costs, links and memory of a candidate, to simulate it
+priced_bound           a bound that knows links
+priced_plan            a candidate with its costs and its time
 mapping                the same plan on other devices, by swaps
 pool                   plans that were simulated
 """
