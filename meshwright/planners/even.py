@@ -33,7 +33,7 @@ def plan(
     for candidate in sorted(plain or listed.fit, key=lambda each: (-each.pp, -each.dp, each.key)):
         priced = pricer.quick(candidate)
         if priced is not None and priced.over_bytes <= 0:
-            timeline, uses = pricer.engine(priced)
+            timeline, uses = pricer.engine(priced, bounded=True)
             if priced.over_bytes <= 0:
                 pool.add(priced)
                 found = plan_of(pricer, pool, SearchTally(listed.bounded, len(listed.misfit)), priced, timeline, uses)

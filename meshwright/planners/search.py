@@ -26,30 +26,17 @@ from meshwright.planners._answer.chosen import plan_of
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._nearest_fit import nothing_fits
 from meshwright.planners._refused_requests import nothing_runs
+from meshwright.planners._search import wide_plans
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import shaped_by_costs
 from meshwright.planners._search.mapping import Mapper
 from meshwright.planners._search.pool import Pool, SearchTally
-from meshwright.planners._search.pricing import Priced, Pricer, tensor_of
+from meshwright.planners._search.priced_plan import Priced
+from meshwright.planners._search.pricing import Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import NotRunnableError, TensorChoice
-from meshwright.planners._search.wide_plans import (
-    EVERY,
-    Stages,
-    allowed,
-    as_plans,
-    bound_s,
-    count_of_all,
-    descended,
-    every_plan,
-    neighbours,
-    orders,
-    polished,
-    steps_of,
-    table_plans,
-    unequal_starts,
-)
+from meshwright.planners._search.wide_plans import EVERY, Stages
 from meshwright.planners.spp import small_enough, stage_candidates
 
 INF = float("inf")
@@ -127,9 +114,9 @@ class Search:
     def _over(self) -> bool:
         return perf_counter() > self.end
 
-    def try_plan(self, found: Candidate | WidePlan) -> Priced | None:
-        """Simulates a plan and keeps it; None if it cannot be built or does not fit."""
-        priced = self.pricer.quick(found)
+    def try_plan(self, found: Candidate | WidePlan, *, below: float = INF) -> Priced | None:
+        """Simulates a plan and keeps it; None if it cannot be built, does not fit, or cannot be shorter than `below`."""
+        priced = self.pricer.quick(found, below=below)
         self._say()
         if priced is None:
             return None
@@ -154,41 +141,49 @@ class Search:
             spent = self.pricer.actions > ACTIONS or n >= FIRST or self._over()
             if best is not None and (candidate.bound_s >= best.step_s * (1 - 1e-9) or spent):
                 return candidates[n:]
-            self.try_plan(candidate)
+            swapped = self.problem.devices <= SWAPPED  # then slower plans matter, too: on other devices they may be the best
+            self.try_plan(candidate, below=INF if best is None or swapped else best.step_s)
         return []
 
     def _families(self, candidates: list[Candidate]) -> None:
         """Simulates the most promising plan of each family that was not simulated, so that it can be compared."""
-        tried = dict.fromkeys(self.pool.families(), ATTEMPTS)
+        excluded = {plan.family.name for _, plan in self.pricer.excluded}
+        tried = dict.fromkeys(self.pool.families() | excluded, ATTEMPTS)
         for candidate in candidates:
             name = candidate.family.name
             size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
             if tried.get(name, 0) < ATTEMPTS and size <= ACTIONS // 16 and not self._over():
                 tried[name] = ATTEMPTS if self.try_plan(candidate) is not None else tried.get(name, 0) + 1
 
+    def _excluded(self) -> None:
+        """Simulates plans that cannot be the best one, as far as they may be the best of their schedule."""
+        steps = {each.family.name: each.step_s for each in sorted(self.pool.plans, key=lambda each: -each.step_s)}
+        for bound, plan in sorted(self.pricer.excluded, key=lambda pair: pair[0]):
+            name = plan.family.name
+            if bound < steps.get(name, INF) and not self._over() and (priced := self.try_plan(plan)) is not None:
+                steps[name] = min(steps.get(name, INF), priced.step_s)
+
     def _wide_plans(self) -> None:
         """Tries plans with stages of any width."""
         problem, limits = self.problem, self.problem.limits
         if limits.dp not in (None, 1) or problem.devices > WIDE:
             return
-        for microbatches, rows in steps_of(problem):
+        for microbatches, rows in wide_plans.steps_of(problem):
             starts: list[tuple[str, Stages]] = []
-            if count_of_all(problem.layers, problem.devices) <= EVERY:
-                starts = [("every plan", stages) for stages in every_plan(problem.layers, problem.devices)]
+            if wide_plans.count_of_all(problem.layers, problem.devices) <= EVERY:
+                starts = [("every plan", stages) for stages in wide_plans.every_plan(problem.layers, problem.devices)]
             else:
-                starts += [("by speed", stages) for stages in unequal_starts(problem, rows)]
-                for order in orders(problem):
-                    starts += [("threshold", stages) for stages in table_plans(problem, order, microbatches, rows)]
+                starts += [("by speed", stages) for stages in wide_plans.unequal_starts(problem, rows)]
+                for order in wide_plans.orders(problem):
+                    starts += [("threshold", stages) for stages in wide_plans.table_plans(problem, order, microbatches, rows)]
                 if small_enough(problem.layers, problem.devices):
                     starts += [("spp", stages) for stages in stage_candidates(problem, microbatches, rows)]
-            ranked = sorted(
-                ((bound_s(problem, stages, microbatches, rows), n, source, stages) for n, (source, stages) in enumerate(starts)),
-                key=lambda item: item[:2],
-            )
+            bounds = (wide_plans.bound_s(problem, stages, microbatches, rows) for _, stages in starts)
+            ranked = sorted(zip(bounds, count(), starts, strict=False), key=lambda item: item[:2])
             self.tally.bounded += len(ranked)
-            for bound, _, source, stages in ranked:
+            for bound, _, (source, stages) in ranked:
                 self._try_stages(stages, bound, microbatches, rows, source)
-            self._improve(microbatches, rows, [stages for _, _, _, stages in ranked])
+            self._improve(microbatches, rows, [stages for _, _, (_, stages) in ranked])
             self._polish(microbatches, rows)
 
     def _try_stages(self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str) -> float:
@@ -198,7 +193,7 @@ class Search:
         if stages in self.wide or spent or self._over() or (best is not None and bound >= best.step_s * (1 - 1e-9)):
             return INF
         self.wide.add(stages)
-        found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, source)]
+        found = [self.try_plan(each) for each in wide_plans.as_plans(self.problem, stages, microbatches, rows, source)]
         return min((priced.step_s for priced in found if priced is not None), default=INF)
 
     def _improve(self, microbatches: int, rows: int | None, plans: list[Stages]) -> None:
@@ -209,17 +204,17 @@ class Search:
         last = self.pricer.simulated + (TRIALS if problem.devices > 10 else 8 * TRIALS)
         tried: set[Stages] = set()
         starts = self.pool.best_stages(6)
-        if problem.devices <= 10 and count_of_all(problem.layers, problem.devices) > EVERY:
+        if problem.devices <= 10 and wide_plans.count_of_all(problem.layers, problem.devices) > EVERY:
             for lowest in {len(each): each for each in reversed(plans)}.values():
-                found = descended(problem, lowest, microbatches, rows)
+                found = wide_plans.descended(problem, lowest, microbatches, rows)
                 starts.append((found, self._try_neighbour(found, microbatches, rows)))
         for stages, step in starts:
             for _ in range(ROUNDS):
-                ways = [each for each in neighbours(stages, problem.devices, problem.layers) if each not in tried]
+                ways = [each for each in wide_plans.neighbours(stages, problem.devices, problem.layers) if each not in tried]
                 tried.update(ways)
-                ways = [each for each in ways if allowed(problem, each, rows)]
+                ways = [each for each in ways if wide_plans.allowed(problem, each, rows)]
                 self.tally.bounded += len(ways)
-                ranked = sorted((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways))
+                ranked = sorted((wide_plans.bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways))
                 better = None
                 for bound, n in ranked:
                     if bound >= step * (1 - 1e-9) or self._over() or self.pricer.simulated > last:
@@ -238,7 +233,7 @@ class Search:
             trials = TRIALS if self.problem.devices <= 10 else TRIALS // SHAPES
             for priced in Mapper(self.problem, self.enumerator, self.pricer).mapped(self.pool.plans, SHAPES, trials, self._over):
                 self.pool.add(priced)
-            for microbatches, rows in steps_of(self.problem):
+            for microbatches, rows in wide_plans.steps_of(self.problem):
                 self._polish(microbatches, rows)
 
     def _polish(self, microbatches: int, rows: int | None) -> None:
@@ -247,16 +242,16 @@ class Search:
             return
         for stages, _ in self.pool.best_stages(80):
             best = self.pool.best()
-            close = best is not None and bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
+            close = best is not None and wide_plans.bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
             wanted = self.problem.limits.schedule in (None, "listed")
             if close and wanted and len(stages) * microbatches <= POLISHED and len(stages) > 1 and not self._over():
-                for each in polished(stages, microbatches, rows):
+                for each in wide_plans.polished(stages, microbatches, rows):
                     self.try_plan(each)
 
     def _try_neighbour(self, stages: Stages, microbatches: int, rows: int | None) -> float:
         if self.pricer.actions > 2 * ACTIONS:
             return INF
-        found = [self.try_plan(each) for each in as_plans(self.problem, stages, microbatches, rows, "improved")]
+        found = [self.try_plan(each) for each in wide_plans.as_plans(self.problem, stages, microbatches, rows, "improved")]
         return min((priced.step_s for priced in found if priced is not None), default=INF)
 
     def _proved(self, rest: list[Candidate]) -> Plan:
@@ -275,6 +270,7 @@ class Search:
                 self._refuse_mode(best)
                 self.tally.open_s = rest[0].bound_s if rest else INF
                 self._keep_order(best)
+                self._excluded()
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
             tight = self.tight[best.sharding] = filled if refused >= REFUSALS else INF
             alike = [each for each in self.pool.plans if each.sharding is best.sharding and each is not best]

@@ -33,7 +33,7 @@ def memory(found: Iterable[Life], times: Times) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-def at_peak(found: Sequence[Life], times: Times) -> dict[str, float]:
+def at_peak(found: Iterable[Life], times: Times) -> dict[str, float]:
     """Returns the bytes of one worker at its peak, by the kind of value; "working" is what exists while a backward runs.
 
     The peak is that of `memory`; the bytes of all kinds add up to it.

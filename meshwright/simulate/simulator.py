@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwright.ir.action import Action, Entry
 from meshwright.ir.analysis.effects import collective
-from meshwright.ir.analysis.lifetime import Life, lives, parameter_copies
+from meshwright.ir.analysis.lifetime import lives, parameter_copies
 from meshwright.ir.analysis.order import no_collection
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
@@ -58,48 +58,40 @@ def simulate(
     cluster = cluster or Cluster()
     flow = lowered_flow(schedule, sync=sync, costs=costs, cluster=cluster)
     price = Price(flow.schedule, costs, cluster, overlap=overlap, copies=copies)
-    return _simulated(EventGraph(flow, cluster.duplex), price)[0]
+    program = EventGraph(flow, cluster.duplex)
+    return timeline(program, price, *sweep(program, program.table(price)))
 
 
 @no_collection()
 def proved_with_peaks(
-    schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster | None = None, *, copies: int = 1
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    cluster: Cluster | None = None,
+    *,
+    copies: int = 1,
+    bounded: bool = False,
 ) -> tuple[Timeline, tuple[dict[str, float], ...]]:
     """Proves a schedule as `check` does, and simulates it: its timeline, and what the peak of each worker consists of.
 
-    The second is in bytes by kind of value. What is proved is what is simulated. Raises if a law is broken.
+    The second is in bytes by kind of value. What is proved is what is simulated. The timeline has spans, and a
+    lower bound if `bounded`; a search has bounds of its own. Raises if a law is broken.
     """
     cluster = cluster or Cluster()
     flow = lowered_flow(schedule, costs=costs, cluster=cluster, checked=True)
     program = EventGraph(flow, cluster.duplex, proved_run(schedule, flow))
-    found, held = _simulated(program, Price(flow.schedule, costs, cluster, copies=copies))
-    return found, tuple(at_peak(of_worker, times) for of_worker, times in held)
-
-
-def _simulated(program: EventGraph, price: Price) -> tuple[Timeline, list[tuple[list[Life], list[tuple[float, float]]]]]:
-    """Returns the timeline, and for each worker what it holds and the times of its entries."""
-    starts, ready = sweep(program, program.table(price))
-    return _timeline(program, price, starts, ready)
+    price = Price(flow.schedule, costs, cluster, copies=copies)
+    spans, times = _spans(program, *sweep(program, program.table(price)))
+    least = lower_bound(program, price) if bounded else 0.0
+    found = Timeline(schedule.name, schedule.workers, tuple(spans), lower_bound_s=least, flush=schedule.flush)
+    return found, tuple(at_peak(lives(flow, price, worker), of_worker) for worker, of_worker in enumerate(times))
 
 
 def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:
     """Returns spans, memory, parameter copies and the lower bound from the times of a program's nodes."""
-    return _timeline(program, price, starts, ready)[0]
-
-
-def _timeline(
-    program: EventGraph, price: Price, starts: Sequence[float], ready: Sequence[float]
-) -> tuple[Timeline, list[tuple[list[Life], list[tuple[float, float]]]]]:
-    schedule, flow = program.schedule, program.flow
-    spans: list[Span] = []
-    times: list[list[tuple[float, float]]] = [[(0.0, 0.0)] * len(entries) for entries in flow.lists]
-    lanes = [_lanes(schedule, what) for _, what in program.classes]
-    for places, class_, start, end in zip(program.places, program.class_of, starts, ready, strict=True):
-        for (worker, index), lane in zip(places, lanes[class_], strict=True):
-            times[worker][index] = (start, end)
-            spans.append(Span(worker, lane, flow.lists[worker][index], start, end))
-    held = [list(lives(flow, price, worker)) for worker in range(schedule.workers)]
-    found = Timeline(
+    schedule = program.schedule
+    spans, times = _spans(program, starts, ready)
+    held = [list(lives(program.flow, price, worker)) for worker in range(schedule.workers)]
+    return Timeline(
         schedule=schedule.name,
         workers=schedule.workers,
         spans=tuple(spans),
@@ -108,7 +100,21 @@ def _timeline(
         lower_bound_s=lower_bound(program, price),
         flush=schedule.flush,
     )
-    return found, list(zip(held, times, strict=True))
+
+
+def _spans(
+    program: EventGraph, starts: Sequence[float], ready: Sequence[float]
+) -> tuple[list[Span], list[list[tuple[float, float]]]]:
+    """Returns all spans, and for each worker the times of its entries."""
+    schedule, flow = program.schedule, program.flow
+    spans: list[Span] = []
+    times: list[list[tuple[float, float]]] = [[(0.0, 0.0)] * len(entries) for entries in flow.lists]
+    lanes = [_lanes(schedule, what) for _, what in program.classes]
+    for places, class_, start, end in zip(program.places, program.class_of, starts, ready, strict=True):
+        for (worker, index), lane in zip(places, lanes[class_], strict=True):
+            times[worker][index] = (start, end)
+            spans.append(Span(worker, lane, flow.lists[worker][index], start, end))
+    return spans, times
 
 
 def _lanes(schedule: Schedule, what: Entry | Message) -> tuple[Lane, ...]:

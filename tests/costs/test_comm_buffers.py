@@ -17,7 +17,7 @@ from meshwright import Cluster, Device, Host, LayerCost, Link, Profile
 from meshwright.costs.memory.comm_buffers import SLOTS, copied_bytes, ring_bytes, window_bytes
 from meshwright.costs.memory.memory_classes import AddedBytes, memory_use
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost
+from meshwright.ir.stage_cost import StageCost
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search.candidate_plans import Candidate
 from meshwright.planners._search.candidates import Enumerator
@@ -26,7 +26,7 @@ from meshwright.planners._search.pricing import Pricer
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import ALONE
 from meshwright.runtime.launch.workers import Workers
-from meshwright.runtime.parameters.shares import Shares
+from meshwright.runtime.parameters.zero_shares import Shares
 from meshwright.runtime.transport import shared_memory
 from meshwright.runtime.transport.pair_sum import PairSum
 

@@ -25,6 +25,7 @@ from meshwright.report.progress import SearchBar
 from tests.support.paths import ROOT
 from tests.support.plan_oracle import SmallModel, best_step
 from tests.support.plans import cluster_of, random_profile, random_rates
+from tests.support.thin import thinned
 
 NVLINK = Cluster(hosts=(Host(8, Link(0.0, 25e9), Link(0.0, 3e9)),) * 2)
 PCIE = Cluster(hosts=(Host(4, Link(0.0, 12e9), Link(0.0, 1.25e9)),) * 4)
@@ -43,6 +44,13 @@ def test_never_slower_than_spp_priced_in_the_same_way(name: str, cluster: Cluste
     profile = published(name)
     spp = mw.plan(profile, cluster, microbatches=16, planner="spp")
     assert mw.plan(profile, cluster, microbatches=16, planner="search").step_s <= spp.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", thinned(range(20), 10))
+def test_never_slower_than_spp_over_any_links(seed: int) -> None:
+    profile, cluster = random_profile(seed, 5 + seed % 4), cluster_of(random_rates(seed, 4 + seed % 5))
+    steps = [mw.plan(profile, cluster, microbatches=2 + seed, planner=planner).step_s for planner in ("search", "spp")]
+    assert steps[0] <= steps[1] * (1 + 1e-9)
 
 
 def blocks(count: int, *, saved: float = 4e6) -> Profile:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.placement import Placement
-from meshwright.ir.profile import StageCost
+from meshwright.ir.stage_cost import StageCost
 
 SLOTS = 6
 """The most messages of a channel in flight, as in `runtime/transport/shared_memory.py`."""

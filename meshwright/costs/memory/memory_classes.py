@@ -13,7 +13,7 @@ A simulation counts the values of a schedule. Temporary memory of layers and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.ir.plan.chosen_plan import MemoryUse

@@ -13,6 +13,8 @@ device_links           links as arrays
 tensor_costs           time of tensor-parallel collectives
 uncounted_memory       memory besides that of a simulation
 pricing                costs, links and memory of a candidate, to simulate it
+priced_bound           a bound that knows links
+priced_plan            a candidate with its costs and its time
 mapping                the same plan on other devices, by swaps
 pool                   plans that were simulated
 """

@@ -8,7 +8,7 @@ of the family holds, the scratch of the largest layer, and the reserve.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ class Enumerator:
         self._groups: dict[tuple[object, ...], GroupBounds] = {}
         self._grids: dict[tuple[object, ...], DeviceGrid] = {}
         self._rates: dict[tuple[object, ...], tuple[Floats, int]] = {}
-        self._tensor: dict[tuple[int, int | None], TensorChoice | None] = {}
+        self._tensor: dict[tuple[int, int | None], list[TensorChoice]] = {}
         self._lives: dict[tuple[object, ...], Floats] = {}
 
     def run(self, *, few: bool = False) -> Enumeration:
@@ -52,14 +52,12 @@ class Enumerator:
             if few and (pp & (pp - 1) or tp not in (1, 8)):
                 continue
             for rows, share, count in self.problem.splits(dp)[: 1 if few else None]:
-                tensor = self.tensor(tp, rows)
-                if tensor is None:
-                    continue
+                tensors = self.tensors(tp, rows)[: 1 if few else None]
                 for family in islice(self._families(pp, dp, count), 1 if few else None):
                     tight = False
-                    for recompute in (False, True):
-                        if recompute and not tight:
-                            break  # a plan that fits without it is faster
+                    for tensor, recompute in product(tensors, (False, True)):
+                        if not tight and (recompute or (tensor != tensors[0] and pp == 1)):
+                            continue  # it only saves memory, and a plan that fits without it is as fast, or faster
                         for found in self._variants(family, pp, dp, tensor, (rows, share, count), recompute):
                             bounded += 1
                             tight = tight or found.over_bytes > -ROOMY * self.least_memory
@@ -99,20 +97,24 @@ class Enumerator:
             if pp * family.chunks <= self.problem.layers and family.fits(pp, count):
                 yield family
 
-    def tensor(self, tp: int, rows: int | None) -> TensorChoice | None:
-        """Returns the mode with the least collectives; None if tensor ranks cannot be priced, or no mode can run."""
+    def tensors(self, tp: int, rows: int | None) -> list[TensorChoice]:
+        """Returns the mode with the least collectives; none if tensor ranks cannot be priced, or no mode can run.
+
+        If its ranks keep whole what lies between layers, the best mode that divides that follows: it holds and sends less.
+        """
         key = (tp, rows)
         if key not in self._tensor:
             found = [each for each in tensor_choices(self.problem.profile, tp) if each not in self.refused]
             choices = [each for each in found if (rows or 0) % each.row_unit == 0]
             if len(choices) > 1:
-                latency, rate = self._tensor_link(tp)
-                seconds = [
-                    sum(float(x.sum()) for x in tensor_seconds(self.problem.profile, choice, rows or 1, latency, rate))
+                link = self._tensor_link(tp)
+                seconds = {
+                    choice: sum(float(x.sum()) for x in tensor_seconds(self.problem.profile, choice, rows or 1, *link))
                     for choice in choices
-                ]
-                choices = [choices[int(np.argmin(seconds))]]
-            self._tensor[key] = choices[0] if choices else None
+                }
+                choices.sort(key=lambda choice: seconds[choice])
+            smaller = [each for each in choices if not each.copies_residual]
+            self._tensor[key] = choices[:1] + (smaller[:1] if choices[:1] != smaller[:1] else [])
         return self._tensor[key]
 
     def _tensor_link(self, tp: int) -> tuple[float, float]:

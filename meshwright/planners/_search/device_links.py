@@ -99,6 +99,12 @@ class DeviceLinks:
             by_hosts = (many - 1) / many / each / card.max(axis=1) + (each - 1) / each / inside.max(axis=1)
             found: Floats = np.maximum(flat, (count - 1) / count / by_hosts)
             return found
+        if len(set(map(len, groups))) == 1:
+            seats = self.seat[np.stack(list(groups))]
+            pairs = self.worst_rate[seats[:, :, None], seats[:, None, :]]
+            pairs[:, np.eye(seats.shape[1], dtype=bool)] = np.inf  # a device has no link to itself
+            slowest: Floats = pairs.min(axis=(1, 2))
+            return slowest
         return np.array([self.slowest(group).bytes_per_s for group in groups])
 
     def gather_s(self, ranks: Ranks, size: float) -> float:

@@ -72,9 +72,11 @@ def worker_links(problem: Problem, found: DeviceGrid, placement: Placement) -> C
 
 def sync_groups(found: DeviceGrid, placement: Placement) -> list[Ints]:
     """For each stage the devices that add up its gradients: all holders in all copies, at the first tensor coordinate."""
-    table = worker_table(placement)
+    table = np.sort(worker_table(placement), axis=0)
     if len(table) == 1:
         return list(found.devices[table[0], :, 0])
+    if (np.diff(table, axis=0) > 0).all():  # no worker holds a stage twice
+        return list(np.sort(found.devices[table.T, :, 0].reshape(table.shape[1], -1), axis=1))
     return [np.unique(found.devices[np.unique(holders), :, 0]) for holders in table.T]
 
 

@@ -17,7 +17,8 @@ from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import shaped_by_costs
 from meshwright.planners._search.grid_layout import grid
-from meshwright.planners._search.pricing import Priced, Pricer, tensor_of
+from meshwright.planners._search.priced_plan import Priced
+from meshwright.planners._search.pricing import Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 
 Found = Candidate | WidePlan

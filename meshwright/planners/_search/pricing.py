@@ -6,17 +6,16 @@ its memory curve decides whether a plan fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from meshwright.costs.memory.memory_classes import AddedBytes, memory_use, optimizer_state, reserve_bytes, static_bytes
-from meshwright.costs.stages import of_microbatch, stage_links, sum_seconds
+from meshwright.costs.memory.memory_classes import memory_use, optimizer_state, reserve_bytes, static_bytes
+from meshwright.costs.stages import stage_links, sum_seconds
 from meshwright.errors import MeshwrightError
-from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.stage_cost import StageCost
@@ -32,6 +31,8 @@ from meshwright.planners._search.grid_layout import (
     worker_slowness,
 )
 from meshwright.planners._search.group_bounds import placement_of
+from meshwright.planners._search.priced_bound import split_bound_s
+from meshwright.planners._search.priced_plan import Priced
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
 from meshwright.planners._search.uncounted_memory import added_bytes, added_to_wide
@@ -44,61 +45,6 @@ SMALL = 8192
 """Lists with at most this number of actions are kept for the next search."""
 
 
-@dataclass
-class Priced:
-    """What the simulation of a plan needs, and what the plan says."""
-
-    plan: Candidate | WidePlan
-    family: Family
-    workers: int
-    microbatches: int
-    costs: tuple[StageCost, ...]
-    links: Cluster
-    capacity: tuple[float, ...]
-    added: tuple[AddedBytes, ...]
-    static: tuple[float, ...]
-    update_s: float
-    tensor_s: float
-    sharding: Sharding
-    copies: int
-    details: Callable[[], tuple[tuple[PlanStage, ...], Mapping[str, Any]]]
-    """Makes stages and keywords: most plans are only compared by their times."""
-    step_s: float = float("inf")
-    peak_bytes: tuple[float, ...] = ()
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The plan as keywords of `Parallel`, with the costs of whole microbatches: lists are lowered and simulated with them."""
-        wide = isinstance(self.plan, WidePlan)
-        costs = of_microbatch(self.costs, [stage.width for stage in self.stages]) if wide else self.costs
-        return {**self.parallel, "costs": [asdict(cost) for cost in costs]}
-
-    @property
-    def actions(self) -> int:
-        """About how many actions a simulation has."""
-        return 2 * self.workers * self.microbatches * self.family.chunks
-
-    @cached_property
-    def stages(self) -> tuple[PlanStage, ...]:
-        """The stages with their layers and devices."""
-        return self.details()[0]
-
-    @cached_property
-    def parallel(self) -> Mapping[str, Any]:
-        """The keywords of `Parallel`."""
-        return self.details()[1]
-
-    @property
-    def over_bytes(self) -> float:
-        """By how much the tightest worker misses its memory; 0 if all fit."""
-        return max([0.0, *(peak - cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))])
-
-    @property
-    def filled(self) -> float:
-        """The share of its memory that the tightest worker uses."""
-        return max(peak / cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))
-
-
 class Pricer:
     """Prices and simulates candidates, and keeps schedules that several of them use."""
 
@@ -106,10 +52,22 @@ class Pricer:
         self.problem, self.enumerator = problem, enumerator
         self._programs: dict[tuple[object, ...], QuickProgram] = {}
         self.simulated = self.proved = self.actions = 0
+        self.excluded: list[tuple[float, Candidate | WidePlan]] = []
+        """Plans that were not built because of their bound, which comes first."""
 
-    def quick(self, plan: Candidate | WidePlan) -> Priced | None:
-        """Returns a plan with its time and its memory; None if its schedule cannot be built at these sizes."""
+    def quick(self, plan: Candidate | WidePlan, *, below: float = float("inf")) -> Priced | None:
+        """Returns a plan with its time and its memory; None if its schedule cannot be built at these sizes.
+
+        Also None if its order would have to be made, and no order can be shorter than `below`.
+        """
         priced = self.price(plan)
+        if below < float("inf") and priced.family.split and shaped_by_costs(priced.family):
+            placement = placement_of(priced.family, priced.workers)
+            bound = split_bound_s(placement, priced.costs, priced.links, priced.microbatches) + priced.update_s
+            if bound >= below * (1 - 1e-9):
+                self.actions += priced.actions
+                self.excluded.append((bound, plan))
+                return None
         try:
             program = self._program(priced)
         except MeshwrightError:
@@ -144,9 +102,11 @@ class Pricer:
             self._programs[key] = QuickProgram(_built(*key))
         return self._programs[key]
 
-    def engine(self, priced: Priced) -> tuple[Timeline, tuple[MemoryUse, ...]]:
-        """Proves a plan and simulates it with the engine: its timeline, and its memory by class."""
-        timeline, kinds = proved_with_peaks(self.schedule(priced), priced.costs, priced.links, copies=priced.copies)
+    def engine(self, priced: Priced, *, bounded: bool = False) -> tuple[Timeline, tuple[MemoryUse, ...]]:
+        """Proves a plan and simulates it with the engine: its timeline, if asked for with a bound, and its memory by class."""
+        timeline, kinds = proved_with_peaks(
+            self.schedule(priced), priced.costs, priced.links, copies=priced.copies, bounded=bounded
+        )
         self.proved += 1
         uses = tuple(
             memory_use(of_worker, more=more, capacity=cap)

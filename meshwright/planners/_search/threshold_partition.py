@@ -183,33 +183,36 @@ class ThresholdTable:
 
 
 def _windows(rates: Floats, widths: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """The slowest link among the r devices before i, and between these and the r' devices before them."""
+    """The slowest link among the r devices before i, and between these and the r' devices before them; `widths` ascend."""
     count, kinds = len(rates), len(widths)
     inside = np.full((count + 1, kinds), np.inf)
     between = np.full((count + 1, kinds, kinds), np.inf)
-    square = rates.copy()
-    np.fill_diagonal(square, np.inf)
-    ends = np.arange(count + 1)
-    for j, r_before in enumerate(widths.tolist()):
-        rows = _sliding(square, r_before)  # rows[a]: the least over rows a .. a + r' - 1
-        for k, r in enumerate(widths.tolist()):
-            if r + r_before > count and not (j == k and r <= count):
-                continue
-            both = _sliding(rows.T, r).T  # both[a, b]: over rows a.. and columns b..
-            if j == k:
-                starts = ends[r:] - r
-                inside[r:, k] = both[starts, starts]
-            if r + r_before <= count:
-                last = ends[r + r_before :]
-                between[last, k, j] = both[last - r - r_before, last - r]
+    rows = rates.copy()
+    np.fill_diagonal(rows, np.inf)
+    done = 1
+    for j, width in enumerate(widths.tolist()):
+        while done < width:  # rows[a] becomes the least over rows a .. a + width - 1
+            step = min(done, width - done)
+            rows = np.minimum(rows[:-step], rows[step:])
+            done += step
+        _least_of_rows(rows, j, widths, inside, between)
     return inside, between
 
 
-def _sliding(values: Floats, length: int) -> Floats:
-    """The least of each `length` neighbours along the first axis."""
-    done, result = 1, values
-    while done < length:
-        step = min(done, length - done)
-        result = np.minimum(result[:-step], result[step:])
-        done += step
-    return result
+@njit(cache=True)
+def _least_of_rows(rows: Any, j: int, widths: Any, inside: Any, between: Any) -> None:
+    """Fills in what follows from the least over each `widths[j]` rows: along each row, columns are added one by one."""
+    width, count = widths[j], rows.shape[1]
+    for a in range(len(rows)):
+        least = np.inf
+        for b in range(a, a + width):
+            least = min(least, rows[a, b])
+        inside[a + width, j] = least
+        least, b = np.inf, a + width
+        for k in range(len(widths)):
+            if a + width + widths[k] > count:
+                break
+            while b < a + width + widths[k]:
+                least = min(least, rows[a, b])
+                b += 1
+            between[b, k, j] = least

@@ -8,7 +8,7 @@ from meshwright.costs.memory.comm_buffers import copied_bytes, ring_bytes, windo
 from meshwright.costs.memory.memory_classes import AddedBytes
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
-from meshwright.ir.profile import StageCost
+from meshwright.ir.stage_cost import StageCost
 from meshwright.planners._search.candidate_plans import Candidate
 from meshwright.planners._search.grid_layout import DeviceGrid, sync_groups
 from meshwright.planners._search.problem import Problem

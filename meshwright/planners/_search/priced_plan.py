@@ -1,0 +1,72 @@
+"""A plan with its costs, links and limits, and what its simulation found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from meshwright.costs.memory.memory_classes import AddedBytes
+from meshwright.costs.stages import of_microbatch
+from meshwright.ir.cluster import Cluster
+from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.ir.schedule import Sharding
+from meshwright.ir.stage_cost import StageCost
+from meshwright.planners._search.candidate_plans import Candidate, WidePlan
+from meshwright.planners._search.families import Family
+
+
+@dataclass
+class Priced:
+    """What the simulation of a plan needs, and what the plan says."""
+
+    plan: Candidate | WidePlan
+    family: Family
+    workers: int
+    microbatches: int
+    costs: tuple[StageCost, ...]
+    links: Cluster
+    capacity: tuple[float, ...]
+    added: tuple[AddedBytes, ...]
+    static: tuple[float, ...]
+    update_s: float
+    tensor_s: float
+    sharding: Sharding
+    copies: int
+    details: Callable[[], tuple[tuple[PlanStage, ...], Mapping[str, Any]]]
+    """Makes stages and keywords: most plans are only compared by their times."""
+    step_s: float = float("inf")
+    peak_bytes: tuple[float, ...] = ()
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The plan as keywords of `Parallel`, with the costs of whole microbatches: lists are lowered and simulated with them."""
+        wide = isinstance(self.plan, WidePlan)
+        costs = of_microbatch(self.costs, [stage.width for stage in self.stages]) if wide else self.costs
+        return {**self.parallel, "costs": [asdict(cost) for cost in costs]}
+
+    @property
+    def actions(self) -> int:
+        """About how many actions a simulation has."""
+        return 2 * self.workers * self.microbatches * self.family.chunks
+
+    @cached_property
+    def stages(self) -> tuple[PlanStage, ...]:
+        """The stages with their layers and devices."""
+        return self.details()[0]
+
+    @cached_property
+    def parallel(self) -> Mapping[str, Any]:
+        """The keywords of `Parallel`."""
+        return self.details()[1]
+
+    @property
+    def over_bytes(self) -> float:
+        """By how much the tightest worker misses its memory; 0 if all fit."""
+        return max([0.0, *(peak - cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))])
+
+    @property
+    def filled(self) -> float:
+        """The share of its memory that the tightest worker uses."""
+        return max(peak / cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))
