@@ -28,12 +28,12 @@ from benchmarks.predicted_models import gpt, llama, train
 from meshwright.ir.plan.chosen_plan import MemoryUse
 from meshwright.ir.plan.planned_file import plan_file_json
 from meshwright.planners._limits import PlanLimits
+from meshwright.planners._pricing.pricing import Pricer
 from meshwright.planners._search.candidate_plans import Candidate
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import families
 from meshwright.planners._search.group_bounds import placement_of
-from meshwright.planners._search.pricing import Pricer
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
 from meshwright.runtime.launch.workers import Workers

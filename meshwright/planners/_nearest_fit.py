@@ -17,9 +17,9 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.planners._answer.plan_row import name
 from meshwright.planners._limits import Asked, NothingFitsError
-from meshwright.planners._search.pool import Pool
-from meshwright.planners._search.priced_plan import Priced
-from meshwright.planners._search.pricing import Pricer
+from meshwright.planners._pricing.pool import Pool
+from meshwright.planners._pricing.priced_plan import Priced
+from meshwright.planners._pricing.pricing import Pricer
 
 HALVINGS = 6
 TRIES = 3

@@ -11,10 +11,10 @@ from meshwright.ir.profile import Profile
 from meshwright.planners._answer.chosen import plan_of
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._nearest_fit import nothing_fits
+from meshwright.planners._pricing.pool import Pool, SearchTally
+from meshwright.planners._pricing.pricing import Pricer
 from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.pool import Pool, SearchTally
-from meshwright.planners._search.pricing import Pricer
 from meshwright.planners._search.problem import Problem
 
 

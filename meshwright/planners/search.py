@@ -25,15 +25,15 @@ from meshwright.ir.schedule import Sharding
 from meshwright.planners._answer.chosen import plan_of
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._nearest_fit import nothing_fits
+from meshwright.planners._pricing.mapping import Mapper
+from meshwright.planners._pricing.pool import Pool, SearchTally
+from meshwright.planners._pricing.priced_plan import Priced
+from meshwright.planners._pricing.pricing import Pricer, tensor_of
 from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search import wide_plans
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import shaped_by_costs
-from meshwright.planners._search.mapping import Mapper
-from meshwright.planners._search.pool import Pool, SearchTally
-from meshwright.planners._search.priced_plan import Priced
-from meshwright.planners._search.pricing import Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import NotRunnableError, TensorChoice
 from meshwright.planners._search.wide_plans import EVERY, Stages

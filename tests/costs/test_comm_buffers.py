@@ -19,10 +19,10 @@ from meshwright.costs.memory.memory_classes import AddedBytes, memory_use
 from meshwright.ir.placement import Placement
 from meshwright.ir.stage_cost import StageCost
 from meshwright.planners._limits import PlanLimits
+from meshwright.planners._pricing.pricing import Pricer
 from meshwright.planners._search.candidate_plans import Candidate
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import families
-from meshwright.planners._search.pricing import Pricer
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import ALONE
 from meshwright.runtime.launch.workers import Workers

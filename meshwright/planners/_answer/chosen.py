@@ -10,9 +10,9 @@ from meshwright.ir.profile import Profile, ProfileSource
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._answer.compared import best_of_schedules, rivals
 from meshwright.planners._answer.plan_row import name, row
-from meshwright.planners._search.pool import Pool, SearchTally
-from meshwright.planners._search.priced_plan import Priced
-from meshwright.planners._search.pricing import Pricer, tensor_of
+from meshwright.planners._pricing.pool import Pool, SearchTally
+from meshwright.planners._pricing.priced_plan import Priced
+from meshwright.planners._pricing.pricing import Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import ASSUMED
 

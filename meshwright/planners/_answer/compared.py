@@ -6,10 +6,10 @@ from typing import Any
 
 from meshwright.ir.plan.chosen_plan import Rejected
 from meshwright.planners._answer.plan_row import choices, gb, name, row
+from meshwright.planners._pricing.pool import Pool
+from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.families import families
-from meshwright.planners._search.pool import Pool
-from meshwright.planners._search.priced_plan import Priced
 from meshwright.planners._search.problem import Problem
 
 CHOICES = ("schedule", "pp", "dp", "tp", "zero", "rows", "recompute", "layout", "width")

@@ -6,9 +6,9 @@ from typing import Any
 
 from meshwright.costs.stages import achieved_speed
 from meshwright.ir.timeline import Timeline
+from meshwright.planners._pricing.priced_plan import Priced
+from meshwright.planners._pricing.pricing import tensor_of
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
-from meshwright.planners._search.priced_plan import Priced
-from meshwright.planners._search.pricing import tensor_of
 from meshwright.planners._search.problem import Problem
 
 

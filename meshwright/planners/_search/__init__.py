@@ -1,4 +1,4 @@
-"""The parts of the planner `search`.
+"""What the planner `search` tries: problems as arrays, candidates with bounds, their devices.
 
 problem                layers, devices and links as arrays
 families               schedules that a search tries
@@ -11,10 +11,4 @@ even_cuts              even cuts
 grid_layout            workers to devices
 device_links           links as arrays
 tensor_costs           time of tensor-parallel collectives
-uncounted_memory       memory besides that of a simulation
-pricing                costs, links and memory of a candidate, to simulate it
-priced_bound           a bound that knows links
-priced_plan            a candidate with its costs and its time
-mapping                the same plan on other devices, by swaps
-pool                   plans that were simulated
 """

@@ -20,6 +20,9 @@ from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
+from meshwright.planners._pricing.priced_bound import split_bound_s
+from meshwright.planners._pricing.priced_plan import Priced
+from meshwright.planners._pricing.uncounted_memory import added_bytes, added_to_wide
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import Family, shaped_by_costs
@@ -31,11 +34,8 @@ from meshwright.planners._search.grid_layout import (
     worker_slowness,
 )
 from meshwright.planners._search.group_bounds import placement_of
-from meshwright.planners._search.priced_bound import split_bound_s
-from meshwright.planners._search.priced_plan import Priced
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
-from meshwright.planners._search.uncounted_memory import added_bytes, added_to_wide
 from meshwright.schedules import build
 from meshwright.simulate.quick_memory import activation_peaks
 from meshwright.simulate.quick_sweep import QuickProgram

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._search.candidate_plans import Enumeration, WidePlan
-from meshwright.planners._search.priced_plan import Priced
 from meshwright.planners._search.tensor_costs import TensorChoice
 
 

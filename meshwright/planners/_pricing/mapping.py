@@ -13,12 +13,12 @@ from itertools import accumulate, combinations, pairwise
 from random import Random
 
 from meshwright.planners._device_order import alike
+from meshwright.planners._pricing.priced_plan import Priced
+from meshwright.planners._pricing.pricing import Pricer, tensor_of
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import shaped_by_costs
 from meshwright.planners._search.grid_layout import grid
-from meshwright.planners._search.priced_plan import Priced
-from meshwright.planners._search.pricing import Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 
 Found = Candidate | WidePlan
