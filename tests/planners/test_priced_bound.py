@@ -12,8 +12,8 @@ pytest.importorskip("numpy")
 import meshwright as mw
 from meshwright import Cluster, Duplex, LayerCost, Link, Profile, StageCost
 from meshwright.ir.schedule import Sharding
+from meshwright.planners._pricing import pricing
 from meshwright.planners._pricing.priced_bound import split_bound_s
-from meshwright.planners._search import pricing
 from meshwright.simulate.quick_sweep import QuickProgram
 from tests.support.plans import cluster_of, random_rates
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -80,7 +81,8 @@ def test_the_next_plan_shows_the_error_of_the_last(tmp_path: Path, cluster: Path
     second = ours(gpt2(), tmp_path / "2", text(), workers, parallel=f"auto:{cluster}", max_steps=2)
     second.train()
     assert second.args.planned.predicted["error"] == max(first.args.planned.predicted["error"], off)
-    assert second.args.planned.parallel == first.args.planned.parallel, "the band never changes the choice"
+    chosen = [replace(each.args.planned.parallel, costs=()) for each in (first, second)]  # times are measured anew
+    assert chosen[0] == chosen[1], "the band never changes the choice"
 
 
 def test_a_damaged_log_of_predictions_is_no_error(cache: Path) -> None:

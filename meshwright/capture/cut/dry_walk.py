@@ -174,9 +174,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def states_like(model: nn.Module, like: Callable[[str, Tensor], Tensor]) -> States:
-    """Returns the states of a model with other tensors: `like` makes each from its first name and the tensor of the model."""
+    """Returns the states of a model with other tensors: `like` makes each from its first name and the tensor of the model.
+
+    No operation may take the model's own tensors here: a mode without values would keep references to them.
+    """
     states = States(model)
-    made = {p: nn.Parameter(like(name, p.detach()), p.requires_grad) for p, name in states.first.items()}
+    made = {p: nn.Parameter(like(name, p), p.requires_grad) for p, name in states.first.items()}
     states.parameters = {name: made[p] for name, p in states.parameters.items()}
     states.first = {made[p]: name for p, name in states.first.items()}
     states.buffers = {name: like(name, buffer) for name, buffer in states.buffers.items()}

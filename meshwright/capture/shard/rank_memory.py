@@ -142,7 +142,7 @@ def _local_states(settled: Settled, model: nn.Module) -> States:
     def shard(name: str, whole: Tensor) -> Tensor:
         cut = settled.cuts.get(name)
         if cut is None:
-            return whole.to("meta")
+            return whole.detach().to("meta")
         return torch.empty(local_shape(cut.layout, settled.grid), dtype=whole.dtype, device="meta")
 
     return states_like(model, shard)
