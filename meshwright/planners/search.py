@@ -43,7 +43,7 @@ INF = float("inf")
 ACTIONS = 400_000
 """The most actions that are simulated before a search ends."""
 FIRST = 40
-"""The most plans of one width that are simulated in a row, best bound first."""
+"""The most plans of one width that are simulated in a row, best bound first; eight times as many on at most ten devices."""
 ATTEMPTS = 3
 """How many plans of a schedule are simulated only to compare it, if they turn out not to fit."""
 WIDE = 1024
@@ -120,6 +120,8 @@ class Search:
         self._say()
         if priced is None:
             return None
+        best = self.pool.best()
+        self.pricer.look_again(priced, INF if best is None else best.step_s)
         if priced.over_bytes > 0 or priced.filled >= self.tight.get(priced.sharding, INF):
             self.tally.died += 1
             self.pool.misfits.append(priced)
@@ -136,9 +138,10 @@ class Search:
 
     def _best_first(self, candidates: list[Candidate]) -> list[Candidate]:
         """Simulates by bound until the next one cannot be better. Returns what was not simulated."""
+        most = FIRST if self.problem.devices > 10 else 8 * FIRST
         for n, candidate in enumerate(candidates):
             best = self.pool.best()
-            spent = self.pricer.actions > ACTIONS or n >= FIRST or self._over()
+            spent = self.pricer.actions > ACTIONS or n >= most or self._over()
             if best is not None and (candidate.bound_s >= best.step_s * (1 - 1e-9) or spent):
                 return candidates[n:]
             swapped = self.problem.devices <= SWAPPED  # then slower plans matter, too: on other devices they may be the best

@@ -38,6 +38,8 @@ class Priced:
     """Makes stages and keywords: most plans are only compared by their times."""
     step_s: float = float("inf")
     peak_bytes: tuple[float, ...] = ()
+    waiting_bytes: tuple[float, ...] = ()
+    """The part of `peak_bytes` that is only estimated: gradients that wait for their sums."""
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -65,6 +67,12 @@ class Priced:
     def over_bytes(self) -> float:
         """By how much the tightest worker misses its memory; 0 if all fit."""
         return max([0.0, *(peak - cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))])
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the plan only misses its memory by what is estimated."""
+        sums = zip(self.peak_bytes, self.waiting_bytes, self.capacity, strict=False)
+        return self.over_bytes > 0 and bool(self.waiting_bytes) and all(peak - late <= cap for peak, late, cap in sums)
 
     @property
     def filled(self) -> float:

@@ -43,6 +43,8 @@ from meshwright.simulate.simulator import proved_with_peaks
 
 SMALL = 8192
 """Lists with at most this number of actions are kept for the next search."""
+LOOKS = 16
+"""How many plans that an estimate finds too large the engine simulates."""
 
 
 class Pricer:
@@ -51,7 +53,7 @@ class Pricer:
     def __init__(self, problem: Problem, enumerator: Enumerator) -> None:
         self.problem, self.enumerator = problem, enumerator
         self._programs: dict[tuple[object, ...], QuickProgram] = {}
-        self.simulated = self.proved = self.actions = 0
+        self.simulated = self.proved = self.actions = self.looked = 0
         self.excluded: list[tuple[float, Candidate | WidePlan]] = []
         """Plans that were not built because of their bound, which comes first."""
 
@@ -83,7 +85,15 @@ class Pricer:
         late = _waiting_bytes(priced, times.computed_s)
         sums = zip(priced.static, held, late, priced.added, priced.capacity, strict=True)
         priced.peak_bytes = tuple(more.peak(s, h + w) + reserve_bytes(c) for s, h, w, more, c in sums)
+        priced.waiting_bytes = tuple(late)
         return priced
+
+    def look_again(self, priced: Priced, best_s: float) -> None:
+        """Lets the engine decide whether a plan fits that is too large by an estimate, if it would be the best one."""
+        if priced.may_fit and priced.step_s < best_s and priced.actions <= SMALL and self.looked < LOOKS:
+            self.looked += 1
+            self.engine(priced)
+            priced.waiting_bytes = ()
 
     def schedule(self, priced: Priced) -> Schedule:
         """Builds the schedule of a plan."""

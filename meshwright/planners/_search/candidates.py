@@ -56,8 +56,8 @@ class Enumerator:
                 for family in islice(self._families(pp, dp, count), 1 if few else None):
                     tight = False
                     for tensor, recompute in product(tensors, (False, True)):
-                        if not tight and (recompute or (tensor != tensors[0] and pp == 1)):
-                            continue  # it only saves memory, and a plan that fits without it is as fast, or faster
+                        if recompute and not tight:
+                            continue  # a plan that fits without it is faster
                         for found in self._variants(family, pp, dp, tensor, (rows, share, count), recompute):
                             bounded += 1
                             tight = tight or found.over_bytes > -ROOMY * self.least_memory

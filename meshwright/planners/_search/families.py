@@ -92,7 +92,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("dualpipev", lambda D: Placement.zigzag(D, legs=2), chunks=2, split=True, fits=lambda D, N: D > 1 and N >= 2 * D - 1),
     Family("gems", Placement.mirrored, replicas=2, fits=lambda D, N: D > 1 and N >= 2),
 )
-ZERO_3 = Family("interleaved", lambda D: Placement.looped(1, chunks=4), {"chunks": 4}, chunks=4)
+ZERO_3 = Family("interleaved", lambda D: Placement.looped(1, chunks=4), {"chunks": 4}, chunks=4, live=lambda w, D, N: 4)
 """One worker that gathers the parameters of four stages, one after the other."""
 
 
