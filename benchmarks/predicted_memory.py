@@ -35,7 +35,7 @@ from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import families
 from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
-from meshwright.planners._search.tensor_costs import TensorChoice
+from meshwright.planners._search.tensor_costs import tensor_choices
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.models.example_batches import example_for
 from meshwright.train.models.model_names import ModelFile
@@ -130,10 +130,10 @@ def predicted(held: Held, profile: mw.Profile, cluster: mw.Cluster) -> tuple[tup
     problem = Problem(profile, cluster, PlanLimits(), microbatches=None, batch=BATCH)
     enumerator = Enumerator(problem)
     family = next(f for f in families(held.schedule) if dict(f.options) == held.options)
-    tensor, microbatches = TensorChoice(held.tp), BATCH // held.dp
+    tensor = next(choice for choice in tensor_choices(profile, held.tp) if choice.name == "line")
     stages = placement_of(family, held.pp).stages
     ends = even_cuts(enumerator.timed(1, 1, tensor).sums["work"], (1.0,) * stages)
-    plan = Candidate(family, held.pp, held.dp, tensor, 1, 1, microbatches, held.zero, held.recompute, "copies", ends, 0.0)
+    plan = Candidate(family, held.pp, held.dp, tensor, 1, 1, BATCH // held.dp, held.zero, held.recompute, "copies", ends, 0.0)
     pricer = Pricer(problem, enumerator)
     priced = pricer.price(plan)
     _, uses = pricer.engine(priced)

@@ -64,6 +64,8 @@ def train(
         logging_steps=1000,
         parallel=str(Path(folder, "plan.json")),
     )
-    more = {"callbacks": [callback] if callback else [], "workers": workers}
-    result = mw.Trainer(mw.sketch(model.build), args, train_dataset=data(model, batch * steps), **more).train()
+    trainer = mw.Trainer(mw.sketch(model.build), args, train_dataset=data(model, batch * steps), workers=workers)
+    if callback is not None:
+        trainer.add_callback(callback)
+    result = trainer.train()
     return float(result.metrics["train_step_time"])
