@@ -30,12 +30,12 @@ class Scored(nn.Module):
 
     def __init__(self, work: Work) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(16, 32), nn.Linear(32, CLASSES)
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, CLASSES)
         self.prior = nn.Parameter(torch.rand(CLASSES) + 0.5)
         self.work = work
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.work(self.head(torch.tanh(self.body(x))), self.prior), labels)
+        return functional.cross_entropy(self.work(self.head(self.down(torch.tanh(self.up(x)))), self.prior), labels)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,4 @@ def test_padding_stays_finite(name: str, asked: Request) -> None:
     found = parity(reference(Scored(WORK[name]), batch), asked)
     assert found.loss <= 1e-12 and found.gradient <= 1e-12, found
     assert found.words == declared_words(found.settled)
+    assert found.settled.cuts["head.weight"].layout[0][0].real == CLASSES
