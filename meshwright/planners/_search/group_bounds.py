@@ -92,7 +92,8 @@ class GroupBounds:
         scratch = np.maximum.reduceat(arrays.transient, before) / tensor.tp
         if recompute:
             scratch = scratch + kept
-            kept = np.where(before > 0, arrays.output[np.maximum(before - 1, 0)], 0.0)
+            crossing = arrays.output / (1 if tensor.copies_residual else tensor.tp)
+            kept = np.where(before > 0, crossing[np.maximum(before - 1, 0)], 0.0)
         self.held = np.zeros(workers)
         np.add.at(self.held, flat, np.tile(self.parameters, replicas))
         self.held = np.maximum(self.held - problem.tied / tensor.tp, 0.0)
@@ -112,7 +113,7 @@ class GroupBounds:
         """Returns how many bytes the fullest worker exceeds its memory by; negative if it may fit."""
         static = self.held * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)  # linear in the parameters
         if zero == "zero-3":
-            static = static + self.held / self.family.chunks
+            static = static + self.parameters.min()  # of the stage that runs
         need = static + (alive - self.swaps) * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
         return float((need - capacity).max())
 
