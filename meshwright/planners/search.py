@@ -43,7 +43,9 @@ INF = float("inf")
 ACTIONS = 400_000
 """The most actions that are simulated before a search ends."""
 FIRST = 40
-"""The most plans of one width that are simulated in a row, best bound first; eight times as many on at most ten devices."""
+"""The most plans of one width that are simulated in a row and fit, best bound first."""
+MOST = 320
+"""The same with plans that do not fit, or on at most ten devices."""
 ATTEMPTS = 3
 """How many plans of a schedule are simulated only to compare it, if they turn out not to fit."""
 WIDE = 1024
@@ -95,9 +97,7 @@ class Search:
     def run(self) -> Iterator[Plan]:
         """Enumerates, searches best first, improves, and proves."""
         for simple in self.enumerator.run(few=True).fit:
-            asks = (
-                self.problem.limits.refusal is not None and simple.tensor.tp > 1
-            )  # whether the model runs so is asked at the end
+            asks = self.problem.limits.refusal is not None and simple.tensor.tp > 1  # whether it runs so is asked at the end
             if not asks and (first := self.try_plan(simple)) is not None:
                 yield plan_of(self.pricer, self.pool, self.tally, first)
                 break
@@ -138,10 +138,11 @@ class Search:
 
     def _best_first(self, candidates: list[Candidate]) -> list[Candidate]:
         """Simulates by bound until the next one cannot be better. Returns what was not simulated."""
-        most = FIRST if self.problem.devices > 10 else 8 * FIRST
+        most, died = FIRST if self.problem.devices > 10 else MOST, self.tally.died
         for n, candidate in enumerate(candidates):
             best = self.pool.best()
-            spent = self.pricer.actions > ACTIONS or n >= most or self._over()
+            tried = n >= MOST or n - (self.tally.died - died) >= most
+            spent = self.pricer.actions > ACTIONS or tried or self._over()
             if best is not None and (candidate.bound_s >= best.step_s * (1 - 1e-9) or spent):
                 return candidates[n:]
             swapped = self.problem.devices <= SWAPPED  # then slower plans matter, too: on other devices they may be the best

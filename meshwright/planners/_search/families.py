@@ -1,7 +1,8 @@
 """The schedules that a search tries, and what is known of each without building it: its placement, and the sizes it accepts.
 
-`live` is the least number of activations that a worker holds at once. It rejects plans before they are built; what a plan really
-holds comes from its lists.
+`live` is the least number of activations that a worker holds at once, each of one of its stages: forwards whose backward, or
+whose first half of a backward, has not ended. It rejects plans before they are built; what a plan really holds comes from its
+lists.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def _whole_units(D: int, N: int) -> bool:
     return D % 2 == 0 and N % 2 == 0 and (N <= D or N % D == 0)
 
 
+def _even(D: int, N: int) -> bool:
+    return D % 2 == 0 and N % 2 == 0
+
+
 def _pairs(D: int) -> Placement:
     return Placement.of(lambda r, stage: worker_of(D, 2, r, stage), stages=D, replicas=4)
 
@@ -66,8 +71,18 @@ def _interleaved(chunks: int) -> Family:
         {"chunks": chunks},
         chunks=chunks,
         fits=lambda D, N: D > 1 and N % D == 0,
-        live=lambda w, D, N: min(chunks * N, 2 * (D - 1 - w) + (chunks - 1) * D),
+        live=lambda w, D, N: min(chunks * N, 2 * (D - 1 - w) + (chunks - 1) * D + 1),
     )
+
+
+def _wave(legs: int) -> Callable[[int, int, int], int]:
+    """The activations of a wave: as many forwards as there are stages come first."""
+    return lambda w, D, N: min(legs * D, (legs - 2) * min(N, D) + N + 1 + w, legs * N)
+
+
+def _two_ways(w: int, D: int, N: int) -> int:
+    """The activations of a V that is unfolded into two directions."""
+    return _wave(2)(min(w, D - 1 - w), D // 2, N // 2)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -75,21 +90,40 @@ FAMILIES: tuple[Family, ...] = (
     Family("onef1b", Placement.line, {"warmup": 2}, live=lambda w, D, N: min(N, 2 * (D - 1 - w) + 1)),
     Family("gpipe", Placement.line, live=lambda w, D, N: N),
     Family("zero_bubble", Placement.line, {"variant": "h1"}, split=True, live=lambda w, D, N: min(N, D - w)),
-    Family("zero_bubble", Placement.line, {"variant": "h2"}, split=True, live=lambda w, D, N: min(N, D - w)),
-    Family("listed", Placement.line, live=lambda w, D, N: min(N, max(1, D - w))),
+    Family("zero_bubble", Placement.line, {"variant": "h2"}, split=True, live=lambda w, D, N: min(N, 2 * (D - 1 - w) + 1)),
+    Family("listed", Placement.line, live=lambda w, D, N: min(N, max(1, 4 * (D - 1 - w)))),
     _interleaved(2),
     _interleaved(4),
-    Family("zbv", lambda D: Placement.zigzag(D, legs=2), chunks=2, split=True, fits=lambda D, N: D > 1),
-    Family("hanayo", lambda D: Placement.zigzag(D, legs=2), {"waves": 1}, chunks=2, fits=lambda D, N: D > 1),
-    Family("hanayo", lambda D: Placement.zigzag(D, legs=4), {"waves": 2}, chunks=4, fits=lambda D, N: D > 1),
-    Family("chimera", Placement.mirrored, replicas=2, fits=_whole_units, live=lambda w, D, N: min(N, D // 2)),
-    Family("chimera", Placement.mirrored, {"mode": "steady"}, replicas=2, fits=lambda D, N: D % 2 == 0 and N % 2 == 0),
-    Family("chimera", Placement.mirrored, {"split": True}, replicas=2, split=True, fits=lambda D, N: D % 2 == 0 and N % 2 == 0),
-    Family("chimera", _pairs, {"pairs": 2}, replicas=4, fits=lambda D, N: _whole_units(D, N) and D % 4 == 0 and N % 4 == 0),
+    Family("zbv", lambda D: Placement.zigzag(D, legs=2), chunks=2, split=True, fits=lambda D, N: D > 1, live=_wave(2)),
+    Family("hanayo", lambda D: Placement.zigzag(D, legs=2), {"waves": 1}, chunks=2, fits=lambda D, N: D > 1, live=_wave(2)),
+    Family("hanayo", lambda D: Placement.zigzag(D, legs=4), {"waves": 2}, chunks=4, fits=lambda D, N: D > 1, live=_wave(4)),
+    Family("chimera", Placement.mirrored, replicas=2, fits=_whole_units, live=lambda w, D, N: _two_ways(w, D, min(N, D))),
+    Family("chimera", Placement.mirrored, {"mode": "steady"}, replicas=2, fits=_even, live=_two_ways),
+    Family("chimera", Placement.mirrored, {"split": True}, replicas=2, split=True, fits=_even, live=_two_ways),
     Family(
-        "dualpipe", Placement.mirrored, replicas=2, split=True, fits=lambda D, N: D % 2 == 0 and N % 2 == 0 and N >= 2 * D - 2
+        "chimera",
+        _pairs,
+        {"pairs": 2},
+        replicas=4,
+        fits=lambda D, N: _whole_units(D, N) and D % 4 == 0 and N % 4 == 0,
+        live=lambda w, D, N: 1 + (min(N, D) + 1) // 2,
     ),
-    Family("dualpipev", lambda D: Placement.zigzag(D, legs=2), chunks=2, split=True, fits=lambda D, N: D > 1 and N >= 2 * D - 1),
+    Family(
+        "dualpipe",
+        Placement.mirrored,
+        replicas=2,
+        split=True,
+        fits=lambda D, N: _even(D, N) and N >= 2 * D - 2,
+        live=lambda w, D, N: D + (N > 2 * D - 2 or 0 < w < D - 1),
+    ),
+    Family(
+        "dualpipev",
+        lambda D: Placement.zigzag(D, legs=2),
+        chunks=2,
+        split=True,
+        fits=lambda D, N: D > 1 and N >= 2 * D - 1,
+        live=lambda w, D, N: 2 * D + (N > 2 * D - 1 or w > 0),
+    ),
     Family("gems", Placement.mirrored, replicas=2, fits=lambda D, N: D > 1 and N >= 2),
 )
 ZERO_3 = Family("interleaved", lambda D: Placement.looped(1, chunks=4), {"chunks": 4}, chunks=4, live=lambda w, D, N: 4)
