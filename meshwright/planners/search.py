@@ -12,13 +12,11 @@ The work limit counts simulated actions, not seconds, so the same input gives th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import count
 from time import perf_counter
 
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.profile import Profile
 from meshwright.ir.schedule import Sharding
@@ -33,7 +31,6 @@ from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search import wide_plans
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.families import shaped_by_costs
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import NotRunnableError, TensorChoice
 from meshwright.planners._search.wide_plans import EVERY, Stages
@@ -50,9 +47,8 @@ ATTEMPTS = 3
 """How many plans of a schedule are simulated only to compare it, if they turn out not to fit."""
 WIDE = 1024
 """On more devices only plans of one width are tried."""
-POLISHED = 200
-"""The most forwards of a plan whose order is searched, on at most FEW devices: it takes longer than all else."""
-FEW = 16
+POLISHED, FEW = 200, 16
+"""The most forwards of a plan whose order is searched, and the most devices: it takes longer than all else."""
 TRIALS = 150
 """The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
 SHAPES = 6
@@ -124,7 +120,7 @@ class Search:
         self.pricer.look_again(priced, INF if best is None else best.step_s)
         if priced.over_bytes > 0 or priced.filled >= self.tight.get(priced.sharding, INF):
             self.tally.died += 1
-            self.pool.misfits.append(priced)
+            self.pool.reject(priced)
             return None
         self.pool.add(priced)
         return priced
@@ -146,7 +142,10 @@ class Search:
             if best is not None and (candidate.bound_s >= best.step_s * (1 - 1e-9) or spent):
                 return candidates[n:]
             swapped = self.problem.devices <= SWAPPED  # then slower plans matter, too: on other devices they may be the best
-            self.try_plan(candidate, below=INF if best is None or swapped else best.step_s)
+            if self.problem.uniform and self.pool.rejects(candidate):
+                self.tally.died += 1
+            else:
+                self.try_plan(candidate, below=INF if best is None or swapped else best.step_s)
         return []
 
     def _families(self, candidates: list[Candidate]) -> None:
@@ -273,7 +272,7 @@ class Search:
             if best.over_bytes <= 0:
                 self._refuse_mode(best)
                 self.tally.open_s = rest[0].bound_s if rest else INF
-                self._keep_order(best)
+                self.pricer.keep_order(best)
                 self._excluded()
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
             tight = self.tight[best.sharding] = filled if refused >= REFUSALS else INF
@@ -291,9 +290,3 @@ class Search:
         why = refusal(best.parallel, best.plan.rows) if refusal is not None and mode.tp > 1 else None
         if why is not None:
             raise NotRunnableError(mode, why)
-
-    def _keep_order(self, best: Priced) -> None:
-        """Stores the order itself in a plan whose order was made for its links: a run does not know them."""
-        if best.family.schedule in ("listed", "onef1b") and shaped_by_costs(best.family):
-            kept = {key: value for key, value in best.parallel.items() if key not in ("schedule", "options", "pp")}
-            best.parallel = {**kept, "order": json.loads(schedule_to_json(self.pricer.schedule(best)))}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.planners._pricing.priced_plan import Priced
-from meshwright.planners._search.candidate_plans import Enumeration, WidePlan
+from meshwright.planners._search.candidate_plans import Candidate, Enumeration, WidePlan
 from meshwright.planners._search.tensor_costs import TensorChoice
 
 
@@ -29,12 +29,22 @@ class Pool:
         self.plans: list[Priced] = []
         self.misfits: list[Priced] = []
         self._best: Priced | None = None
+        self._too_large: set[tuple[object, ...]] = set()
 
     def add(self, priced: Priced) -> None:
         """Keeps a plan."""
         self.plans.append(priced)
         if self._best is None or priced.step_s < self._best.step_s * (1 - 1e-12):
             self._best = priced
+
+    def reject(self, priced: Priced) -> None:
+        """Keeps a plan that does not fit."""
+        self.misfits.append(priced)
+        self._too_large.add(_sizes(priced.plan))
+
+    def rejects(self, plan: Candidate) -> bool:
+        """Whether the same plan in another layout does not fit: on equal devices it needs as much memory."""
+        return _sizes(plan) in self._too_large
 
     def drop(self, misfits: Sequence[Priced]) -> None:
         """Removes plans that turned out not to fit."""
@@ -60,3 +70,10 @@ class Pool:
             if len(found) == count:
                 break
         return list(found.items())
+
+
+def _sizes(plan: Candidate | WidePlan) -> tuple[object, ...]:
+    """What decides the memory of a plan on equal devices."""
+    if isinstance(plan, WidePlan):
+        return (plan,)
+    return plan.family, plan.pp, plan.dp, plan.tensor, plan.rows, plan.share, plan.zero, plan.recompute, plan.ends

@@ -6,6 +6,7 @@ its memory curve decides whether a plan fits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,6 +17,7 @@ import numpy as np
 from meshwright.costs.memory.memory_classes import memory_use, optimizer_state, reserve_bytes, static_bytes
 from meshwright.costs.stages import stage_links, sum_seconds
 from meshwright.errors import MeshwrightError
+from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.stage_cost import StageCost
@@ -125,6 +127,12 @@ class Pricer:
         priced.step_s = timeline.makespan_s + priced.update_s
         priced.peak_bytes = tuple(use.total for use in uses)
         return timeline, uses
+
+    def keep_order(self, priced: Priced) -> None:
+        """Stores the order itself in a plan whose order was made for its links: a run does not know them."""
+        if priced.family.schedule in ("listed", "onef1b") and shaped_by_costs(priced.family):
+            kept = {key: value for key, value in priced.parallel.items() if key not in ("schedule", "options", "pp")}
+            priced.parallel = {**kept, "order": json.loads(schedule_to_json(self.schedule(priced)))}
 
     def price(self, plan: Candidate | WidePlan) -> Priced:
         """Returns the costs of a plan."""

@@ -1,8 +1,9 @@
 """Every plan of one width that a search considers, with a bound on its step and on its memory, before anything is built.
 
 The bound of worker w is (forwards before its first stage) + (all its work) + (backwards after its last), plus half of what its
-sums take; no order is faster. The bound on memory counts parameters, gradients, optimizer state, the activations that every order
-of the family holds, the scratch of the largest layer, and the reserve.
+sums take; no order is faster. A worker that holds few activations at once also waits until microbatches come back to it. The
+bound on memory counts parameters, gradients, optimizer state, the activations that every order of the family holds, the scratch
+of the largest layer, and the reserve.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Enumerator:
         self._grids: dict[tuple[object, ...], DeviceGrid] = {}
         self._rates: dict[tuple[object, ...], tuple[Floats, int]] = {}
         self._tensor: dict[tuple[int, int | None], list[TensorChoice]] = {}
-        self._lives: dict[tuple[object, ...], Floats] = {}
+        self._lives: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
     def run(self, *, few: bool = False) -> Enumeration:
         """Returns all candidates, the most promising first; or a few simple ones, so that a first plan is there at once."""
@@ -175,8 +176,8 @@ class Enumerator:
             for reverse in (False,) if problem.uniform else (False, True):
                 found = self.grid(pp, dp, tp, layout, reverse)
                 group = self._group(family, pp, (rows, share), tensor, recompute, found)
-                bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group))
-                alive = self._alive(family, pp, count)
+                alive, most = self._alive(family, pp, count)
+                bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group), most)
                 capacity = problem.memory[:1] if problem.uniform else problem.memory[found.devices].min(axis=(1, 2))
                 for zero in zeros:
                     over = group.over_bytes(problem, zero, shares, alive, capacity) if self.limited else -np.inf
@@ -188,11 +189,15 @@ class Enumerator:
                         family, pp, dp, tensor, rows, share, count, zero, recompute, layout, group.ends, step, over, reverse
                     )
 
-    def _alive(self, family: Family, pp: int, count: int) -> Floats:
-        """The least activations of each worker."""
+    def _alive(self, family: Family, pp: int, count: int) -> tuple[Floats, Floats]:
+        """The least and the most activations of each worker."""
         key = (family, pp, count)
         if key not in self._lives:
-            self._lives[key] = np.array([family.live(w, pp, count) for w in range(pp)], dtype=np.float64)
+            least, most = (
+                np.array([alive(w, pp, count) for w in range(pp)], dtype=np.float64)
+                for alive in (family.live, family.most or family.live)
+            )
+            self._lives[key] = least, most
         return self._lives[key]
 
     def _group(

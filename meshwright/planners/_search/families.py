@@ -29,6 +29,7 @@ class Family:
         placement: Which worker has which stage, by the number of workers.
         fits: Whether it accepts these numbers of workers and microbatches.
         live: The least activations that are alive on worker w of D with N microbatches.
+        most: The most of them; None if that is the same number.
     """
 
     schedule: str
@@ -39,6 +40,7 @@ class Family:
     split: bool = False
     fits: Callable[[int, int], bool] = lambda D, N: True
     live: Callable[[int, int, int], int] = lambda w, D, N: 1
+    most: Callable[[int, int, int], int] | None = None
 
     @property
     def name(self) -> str:
@@ -107,6 +109,7 @@ FAMILIES: tuple[Family, ...] = (
         replicas=4,
         fits=lambda D, N: _whole_units(D, N) and D % 4 == 0 and N % 4 == 0,
         live=lambda w, D, N: 1 + (min(N, D) + 1) // 2,
+        most=lambda w, D, N: min(N, D),
     ),
     Family(
         "dualpipe",

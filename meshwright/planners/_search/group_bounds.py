@@ -71,7 +71,10 @@ class GroupBounds:
             self.tail = np.zeros(workers)
         self.work = np.zeros(workers)
         np.add.at(self.work, flat, np.tile(self.stage_work, replicas) / replicas)
-        self.trip = float(forward.sum() + chain.sum())
+        stay = np.cumsum((forward + chain)[::-1])[::-1]  # from the forward of a stage to its backward
+        self.stay = np.zeros(workers)
+        np.add.at(self.stay, flat, np.tile(stay, replicas))
+        self.trip = float(stay[0])
         self.first_head = head[:stages]
         self._memory(problem, timed, (before, at), recompute, tensor, rows)
 
@@ -97,23 +100,31 @@ class GroupBounds:
         self.held = np.zeros(workers)
         np.add.at(self.held, flat, np.tile(self.parameters, replicas))
         self.held = np.maximum(self.held - problem.tied / tensor.tp, 0.0)
+        self.largest = np.zeros(workers)
+        np.maximum.at(self.largest, flat, np.tile(self.parameters, replicas))
         self.kept = np.full(workers, np.inf)
         np.minimum.at(self.kept, flat, np.tile(kept, replicas))
         self.scratch = np.zeros(workers)
         np.maximum.at(self.scratch, flat, np.tile(scratch, replicas))
 
-    def bound_s(self, count: int, sync_s: Floats) -> float:
-        """Returns a lower bound on the time of a step with `count` microbatches, in any order."""
+    def bound_s(self, count: int, sync_s: Floats, most: Floats) -> float:
+        """Returns a lower bound on the time of a step with `count` microbatches, in any order.
+
+        A worker holds `most` activations at once; other microbatches wait until one of these has come back.
+        """
         each = count / len(self.worker)
+        waits = count // len(self.worker) * float((self.stay / most).max())
         whole = float((self.head + count * self.work + self.tail).max())
         sums = float((self.first_head + each * self.stage_work + sync_s).max())
-        return max(whole, sums, self.trip)
+        return max(whole, sums, waits, self.trip)
 
     def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> float:
         """Returns how many bytes the fullest worker exceeds its memory by; negative if it may fit."""
         static = self.held * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)  # linear in the parameters
         if zero == "zero-3":
             static = static + self.parameters.min()  # of the stage that runs
+        elif zero == "zero-2":
+            static = static + np.maximum(self.largest - problem.tied, 0.0)  # a gradient before its sum
         need = static + (alive - self.swaps) * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
         return float((need - capacity).max())
 
