@@ -22,7 +22,6 @@ from torch import nn
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat
 from meshwright.capture.weights.sketch import Skeleton
-from meshwright.ir.placement import Rows
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.stage_cost import StageCost
@@ -35,6 +34,7 @@ from meshwright.runtime.stage.batch import Batch, Given
 from meshwright.runtime.stage.layers import Layers
 from meshwright.runtime.stage.objective import Count, Loss, LossKind, Objective
 from meshwright.runtime.stage.precision import Precision
+from meshwright.train.data.step_rows import microbatch_sizes
 from meshwright.train.data.vocabulary import Vocabulary, refuse_ids, vocabularies
 from meshwright.train.setup.build_schedule import (
     SEGMENT,
@@ -246,9 +246,7 @@ def _microbatch_rows(request: RunRequest) -> list[int]:
     """Returns the numbers of rows that microbatches have."""
     plan, example = request.parallel, request.example
     given = len(next(iter(example.values())) if isinstance(example, Mapping) else example[0])
-    steps = [Rows(0, rows).cut(copy, plan.copies) for rows in request.step_rows or (given,) for copy in range(plan.copies)]
-    cuts = [step.cut(number, plan.microbatches) for step in steps for number in range(plan.microbatches)]
-    return sorted({cut.size for cut in cuts} - {0}) or [1]
+    return sorted(microbatch_sizes(request.step_rows or (given,), copies=plan.copies, microbatches=plan.microbatches)) or [1]
 
 
 def _start(request: RunRequest, graph: CutGraph) -> Start:

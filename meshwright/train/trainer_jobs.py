@@ -118,7 +118,8 @@ class TrainerJobs:
 
     def _planned_job(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
         """Chooses the plan of `parallel="auto"`, and returns its job."""
-        request = auto_request(self.args, self.model, self.reader.source(dataset).example(self.args.example_rows))
+        source = self.reader.source(dataset)
+        request = auto_request(self.args, self.model, source.example(self.args.example_rows), source.size if trains else None)
         with phase(self._phase_listeners, "plan"):
             planned = chosen_plan(request)
         self.args.take_plan(planned, batch_of(planned))

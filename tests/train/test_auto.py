@@ -14,12 +14,16 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 
+import torch
+
 from meshwright import Cluster, Device, Link, MeshwrightError, Parallel, TrainingArguments, parallelize, planned_file
 from meshwright.ir.plan.planned_file import PlannedFile
 from meshwright.report import prediction_log
 from meshwright.runtime.discover import device_speed
 from meshwright.runtime.launch.workers import Workers
+from meshwright.train.auto.auto_plan import auto_request
 from meshwright.train.auto.found_devices import differences
+from meshwright.train.auto.plan_refusal import PlanRefusal
 from tests.support.paths import ROOT
 from tests.support.trainers import distance, gpt2, ours, series, text
 
@@ -129,6 +133,25 @@ def test_a_cluster_with_more_memory_than_this_machine(
     trainer = ours(gpt2(), tmp_path, text(), workers, parallel=f"auto:{cluster}")
     with pytest.raises(MeshwrightError, match=r"rank 0 has 0.001 GB of memory, but the cluster .* says 4 GB"):
         trainer.train()
+
+
+def test_a_plan_that_cannot_run_the_short_last_step_is_not_chosen() -> None:
+    """A box of two ranks divides the rows of microbatches: not 5 rows of a last step, nor 6 in four microbatches."""
+    box = {"tp": 2, "tensor": "box", "box": [2, 1, 1], "microbatches": 1}
+    example = {name: torch.tensor([row[name] for row in text()[:4]]) for name in text()[0]}
+    model = gpt2()
+    refusal = PlanRefusal(model, example)
+    assert refusal(box, 4) is None
+    refusal.last_rows = 6
+    assert refusal(box, 4) is None
+    assert "size 1 does not divide by 2" in str(refusal({**box, "microbatches": 4}, 4))
+    refusal.last_rows = 5
+    assert "size 5 does not divide by 2" in str(refusal(box, 4))
+    assert refusal({"pp": 2, "microbatches": 4}, 4) is None, "a pipeline takes any rows"
+    args = TrainingArguments(output_dir="out", parallel="auto", per_device_train_batch_size=4)
+    assert auto_request(args, model, example, 37).epoch_rows == 37
+    args.dataloader_drop_last = True
+    assert auto_request(args, model, example, 37).epoch_rows == 0
 
 
 def test_a_batch_that_copies_cannot_share_is_refused(tmp_path: Path) -> None:

@@ -58,10 +58,12 @@ class AutoRequest:
     optimizer: str = "adamw"
     cluster: str | None = None
     """A cluster file or preset; None measures the machine or the job."""
+    epoch_rows: int = 0
+    """The rows of an epoch, if its last step may be short."""
 
 
-def auto_request(args: TrainingArguments, model: Any, example: Given) -> AutoRequest:
-    """Returns what a Trainer with these arguments asks for."""
+def auto_request(args: TrainingArguments, model: Any, example: Given, epoch_rows: int | None = None) -> AutoRequest:
+    """Returns what a Trainer with these arguments asks for. `epoch_rows` is the size of the data set, if that is known."""
     if not isinstance(model, nn.Module):
         raise MeshwrightError(
             f'parallel="auto" needs one module, got {type(model).__name__}: the cost of a list of layers is not known',
@@ -70,7 +72,8 @@ def auto_request(args: TrainingArguments, model: Any, example: Given) -> AutoReq
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     state = "sgd-momentum" if str(args.optim).startswith("sgd") else "adamw"
     cluster = auto_cluster(str(args.auto))
-    return AutoRequest(model, example, rows, args.precision.compute, state, cluster)
+    last = 0 if args.dataloader_drop_last else epoch_rows or 0
+    return AutoRequest(model, example, rows, args.precision.compute, state, cluster, last)
 
 
 def batch_of(planned: PlannedFile) -> int:
@@ -105,7 +108,7 @@ def plan_text(request: AutoRequest, cluster: Cluster) -> str:
         precision=request.precision,
         optimizer=request.optimizer,
     )
-    refusal = PlanRefusal(request.model, request.example)
+    refusal = PlanRefusal(request.model, request.example, request.epoch_rows % batch)
     found = planners.plan(profile, cluster, batch=batch, planner="search", seconds=SECONDS, refusal=refusal)
     return planned_text(with_earlier_errors(found, profile.device), profile, cluster, batch=batch)
 

@@ -20,7 +20,11 @@ from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 from meshwright.runtime.stage.batch import Given
+from meshwright.train.data.step_rows import microbatch_sizes
 from meshwright.train.setup.sharded_layers import tensor_cut
+
+PLAN_KEYS = ("dp", "dp_mode", "microbatches", "tp", "tensor", "box", "sequence")
+"""What decides the rows of microbatches, and how tensors are divided."""
 
 
 @dataclass
@@ -29,6 +33,8 @@ class PlanRefusal:
 
     model: nn.Module
     example: Given
+    last_rows: int = 0
+    """The rows of the last step of an epoch, if it is short."""
 
     @cached_property
     def _flat(self) -> Flat:
@@ -38,15 +44,22 @@ class PlanRefusal:
         """Returns the reason, None if the plan can run. `keywords` are those of `Parallel`."""
         if keywords.get("tp", 1) == 1:
             return None
-        tensor = tensor_cut(Parallel.of({key: keywords[key] for key in ("tp", "tensor", "box", "sequence") if key in keywords}))
+        plan = Parallel.of({key: keywords[key] for key in PLAN_KEYS if key in keywords})
+        tensor = tensor_cut(plan)
         assert tensor is not None
         flat = self._flat
         columns = {node.target: node.size.shape for node in flat.nodes if node.kind is NodeKind.COLUMN and node.size is not None}
-        shapes = {name: (rows or shape[0], *shape[1:]) for name, shape in columns.items()}
         starts = list(keywords.get("stages") or ())
         places = choose_cuts(self.model, flat, len(starts) + 1, at=starts or None).places
+        counts = [rows or next(iter(columns.values()))[0]]
+        if self.last_rows:
+            short = microbatch_sizes([self.last_rows], copies=plan.copies, microbatches=plan.microbatches)
+            counts += sorted(short - set(counts))
+        every = [{name: (count, *shape[1:]) for name, shape in columns.items()} for count in counts]
         try:
-            shard_plan(self.model, flat, tensor, shapes, places=places)
+            found = shard_plan(self.model, flat, tensor, every[0], places=places)
+            for short_shapes in every[1:]:
+                found.resized(self.model, short_shapes)
         except MeshwrightError as error:
             return error.what
         return None

@@ -79,6 +79,12 @@ def _one_microbatch_each(plan: Parallel, device: int, accumulation: int) -> Para
     return plan
 
 
+def microbatch_sizes(steps: Iterable[int], *, copies: int, microbatches: int) -> set[int]:
+    """Returns the numbers of rows that microbatches have in steps of so many rows. Microbatches without rows are left out."""
+    shares = {Rows(0, rows).cut(copy, copies).size for rows in steps for copy in range(copies)}
+    return {Rows(0, share).cut(number, microbatches).size for share in shares for number in range(microbatches)} - {0}
+
+
 def refuse_small_cuts(refusal: Callable[[Shapes], str | None], example: Given, rows: Iterable[int], cuts: int) -> None:
     """Raise before the first step if some step has microbatches of a size that the captured layers cannot compute."""
     if not isinstance(example, Mapping):
