@@ -46,7 +46,7 @@ READ_BY = {
 WRITES = {
     "cli/plan.py",
     "cli/_parts/profile_costs.py",
-    "planners/search.py",
+    "planners/_pricing/pricing.py",
     "report/prediction_log.py",
     "train/auto/auto_plan.py",
     "capture/trace/export.py",

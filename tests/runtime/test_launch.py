@@ -29,10 +29,12 @@ SCRIPT = str(SUPPORT / "under_torchrun.py")
 
 
 def alive(pid: int) -> bool:
+    """Whether any thread still runs. The last one closes the pipes: the first can be a zombie before that."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread ended while it was read
+        return Path(f"/proc/{pid}").exists()
+    return any(stat.rpartition(")")[2].split()[0] not in "ZX" for stat in stats)
 
 
 def gone(pids: list[int], limit_s: float = 20.0) -> bool:
