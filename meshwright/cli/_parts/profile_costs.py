@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 from meshwright.cli._parts import inputs
@@ -69,7 +69,7 @@ def with_profile(flags: inputs.CostFlags, path: Path | None, rows: int | None) -
     return ProfileCosts(**{**given, "file": path}, profile=profile, rows=rows if profile.rows else None)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _starts(profile: Profile, rows: int | None, stages: int) -> tuple[int, ...]:
     chain = profile.at(rows)
     if len(chain.forward_s) < stages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +133,7 @@ class GroupBounds:
         return problem.update_s(float(self.held.max()) / (1 if zero == "replicated" else shares), device)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def placement_of(family: Family, pp: int) -> Placement:
     """Returns which worker has which stage under the schedule of a family."""
     return family.placement(pp)
