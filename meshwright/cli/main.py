@@ -21,9 +21,9 @@ def main() -> None:
     """Runs a verb."""
     gc.disable()  # a verb is short and makes no cycles: the collector would only scan its objects, and once more at exit
     try:
-        from meshwright.cli._verbs import app
+        from meshwright.cli._verbs import command_line
 
-        app()
+        command_line(sys.argv[1] if len(sys.argv) > 1 else "")()
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)

@@ -12,6 +12,7 @@ import typer
 from meshwright.cli._parts import inputs, outputs
 from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
+from meshwright.cli.train import CONTEXT as CONTEXT
 from meshwright.cli.train import asked_job
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.measurement import FILE, Measurement, measurement_from_json

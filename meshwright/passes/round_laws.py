@@ -18,6 +18,7 @@ def rounds(schedule: Schedule) -> Iterator[Violation]:
     if schedule.forward_only:
         return
     counts: Counts = defaultdict(Counter)
+    syncs: list[dict[Action, int]] = [{} for _ in schedule.lists]
     for worker, entries in enumerate(schedule.lists):
         norm, seen = NONE, set[Entry]()
         for index, entry in enumerate(entries):
@@ -34,8 +35,10 @@ def rounds(schedule: Schedule) -> Iterator[Violation]:
                     yield Violation(Law.ORDER, worker, index, entry, reason)
                 norm = entry.version if entry.op is Op.N else norm
                 seen.add(entry)
+                if entry.op is Op.S:
+                    syncs[worker].setdefault(entry, index)
     yield from _units(schedule, counts)
-    yield from _single_syncs(schedule)
+    yield from _single_syncs(schedule, syncs)
     if schedule.sharding is Sharding.PARAMETERS:
         yield from _unread_gathers(schedule)
     if counts[Op.N] and schedule.lowered and not schedule.norm:
@@ -72,22 +75,21 @@ def _units(schedule: Schedule, counts: Counts) -> Iterator[Violation]:
                         yield Violation(Law.ONCE, worker, index, action, reason)
 
 
-def _single_syncs(schedule: Schedule) -> Iterator[Violation]:
+def _single_syncs(schedule: Schedule, syncs: list[dict[Action, int]]) -> Iterator[Violation]:
     """Where gradients are sharded, every holder has one sync for each gradient of a round; elsewhere one for the round."""
+    if not any(syncs):
+        return
     single = schedule.sharding.sums_singly
     wanted = gradient_counts(schedule) if single else {}
-    there = [{entry for entry in entries if isinstance(entry, Action) and entry.op is Op.S} for entries in schedule.lists]
-    if not any(there):
-        return
-    for worker, entries in enumerate(schedule.lists):
-        for index, entry in enumerate(entries):
-            if isinstance(entry, Action) and entry.op is Op.S and (entry.mb != NONE) != single:
+    for worker, there in enumerate(syncs):
+        for entry, index in there.items():
+            if (entry.mb != NONE) != single:
                 reason = "a sync of sharded gradients names one of them" if single else "only sharded gradients are summed singly"
                 yield Violation(Law.ONCE, worker, index, entry, reason)
                 return
     for (unit, round_), count in wanted.items():
         for worker in schedule.holders[unit]:
-            named = {entry for entry in there[worker] if (entry.stage, entry.version) == (unit, round_)}
+            named = {entry for entry in syncs[worker] if (entry.stage, entry.version) == (unit, round_)}
             needed = {Action(Op.S, unit, round_ * schedule.microbatches + k, version=round_) for k in range(count)}
             for action in sorted(needed ^ named):
                 odd = "is missing" if action in needed else "has no gradient"

@@ -12,7 +12,8 @@ uses the plain path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from meshwright.passes.sync import Sync
 from meshwright.simulate.event_graph import EventGraph, Message
 
 FIELDS = [field.name for field in fields(StageCost)]
+_VALUES = attrgetter(*FIELDS)
 Array = NDArray[np.float64]
 
 
@@ -100,7 +102,7 @@ class Compiled:
         return result
 
     def _array(self, costs: Sequence[StageCost]) -> Array:
-        return np.array([astuple(cost) for cost in rows_for(costs, self.stages)])
+        return np.array([_VALUES(cost) for cost in rows_for(costs, self.stages)])
 
 
 def _terms(what: Any) -> list[tuple[int, Any]]:

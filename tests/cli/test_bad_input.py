@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright import MeshwrightError, TrainingArguments
 from meshwright.capture.weights.safetensors_files import Weights
-from meshwright.cli._verbs import app
+from tests.support.command import app
 
 NAN = float("nan")
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from meshwright import Cluster, Link, MeshwrightError, StageCost, Timeline, cluster_to_json, costs_to_json, schedules
 from meshwright.cli._parts import outputs
-from meshwright.cli._verbs import app
+from tests.support.command import app
 
 
 def meshwright(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError, read_cluster
-from meshwright.cli._verbs import app
 from meshwright.ir.files.cluster_file import preset_names, preset_text
+from tests.support.command import app
 
 
 def said(*words: str) -> str:

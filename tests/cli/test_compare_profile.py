@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from meshwright import LayerCost, MeshwrightError, Profile, profile_to_json
-from meshwright.cli._verbs import app
+from tests.support.command import app
 
 LAYER = LayerCost("h.0", (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), output_bytes=1e6, saved_bytes=1e9, parameter_bytes=1e9)
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from meshwright.cli._parts.mode_flags import ModeFlags
 from meshwright.cli._parts.tensor_comparison import flags_of
-from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
 from meshwright.costs.planned_grid import planned_grid
 from meshwright.costs.scheme import Save, TensorRequest
 from meshwright.costs.tensor_rows import TensorRow
 from meshwright.ir.plan.plan import Parallel
+from tests.support.command import app
 
 SIZES = ("--batch", "8", "--sequence", "1024", "--hidden", "4096", "--ranks", "8")
 

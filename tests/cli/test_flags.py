@@ -14,8 +14,8 @@ import pytest
 import typer
 
 from meshwright import __version__, schedules
-from meshwright.cli._verbs import app
 from tests.cli.test_cli import meshwright
+from tests.support.command import app
 from tests.support.paths import ROOT
 
 COMMAND: Any = typer.main.get_command(app)

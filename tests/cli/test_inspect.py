@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
-from meshwright.cli._verbs import app
 from tests.cli.test_cli import meshwright
+from tests.support.command import app
 from tests.tensor.test_shard_fallback import Distances, Odd
 
 CONFIG = {

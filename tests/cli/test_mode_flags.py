@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from meshwright import MeshwrightError, Parallel, plan_from_json, plan_to_json
 from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
-from meshwright.cli._verbs import app
 from meshwright.costs.planned_grid import row_unit
 from meshwright.ir.plan.plan_file import read_plan
 from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS
 from tests.cli.test_flags import VERBS
+from tests.support.command import app
 
 FULL = ModeFlags(tensor_mode="box", tp=4, box="2,2,1", sub_pipeline=True, save="gathered", replicate=["lm_head", "model.norm"])
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
-from meshwright.cli._verbs import app
 from meshwright.train.job_file import Job
+from tests.support.command import app
 
 FLAGS = ["train", "gpt-tiny", "--per-device-train-batch-size", "4", "--length", "16", "--logging-steps", "1"]
 FLAGS += ["--disable-tqdm", "true", "--report-to", "none"]

@@ -16,12 +16,12 @@ pytest.importorskip("numpy")
 
 import meshwright as mw
 from meshwright import Cluster, Device, LayerCost, MeshwrightError, Profile
-from meshwright.cli._verbs import app
 from meshwright.ir.cluster import Host, Link
 from meshwright.planners import NothingFitsError
 from meshwright.planners._flip_points import batch_scale, signature, with_links, with_memory
 from meshwright.planners._limits import Asked, PlanLimits
 from meshwright.planners._nearest_fit import with_least_memory
+from tests.support.command import app
 from tests.support.paths import ROOT
 
 SLOW = pytest.mark.slow
@@ -70,7 +70,7 @@ def test_parts_add_up(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "asked"),
-    [(1, {"schedule": "onef1b"}), *(pytest.param(seed, {}, marks=SLOW) for seed in (0, 1, 2, 3, 4, 5, 7, 9))],
+    [(1, {"schedule": "onef1b"}), *(pytest.param(seed, {}, marks=SLOW) for seed in (0, 1, 2, 3, 4, 5, 7, 11))],
 )
 def test_answers_change_where_they_are_said_to(seed: int, asked: dict[str, Any]) -> None:
     """5 % beyond a flip point the answer is another one, 5 % before it is the present one."""

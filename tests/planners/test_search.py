@@ -15,13 +15,13 @@ pytest.importorskip("numpy")
 
 import meshwright as mw
 from meshwright import Cluster, Device, Host, LayerCost, Link, Parallel, Profile, profile_from_text
-from meshwright.cli._verbs import app
 from meshwright.planners import NothingFitsError
 from meshwright.planners import search as searching
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search import wide_plans
 from meshwright.planners._search.problem import Problem
 from meshwright.report.progress import SearchBar
+from tests.support.command import app
 from tests.support.paths import ROOT
 from tests.support.plan_oracle import SmallModel, best_step
 from tests.support.plans import cluster_of, random_profile, random_rates

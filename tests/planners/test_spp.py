@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright import Cluster, Host, Link, MeshwrightError, Profile, profile_from_text
-from meshwright.cli._verbs import app
 from meshwright.costs.stages import Charge, shared_chain, stage_costs, stage_links
 from meshwright.planners import NothingFitsError
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._replicated_partition import cuttings
 from meshwright.planners._search.problem import Problem
+from tests.support.command import app
 from tests.support.paths import ROOT
 from tests.support.plans import cluster_of, random_profile, random_rates
 

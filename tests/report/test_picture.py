@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from examples.pictures import FOLDER, LAYOUTS, PICTURES, draw, draw_layout
 from meshwright import MeshwrightError, schedules, simulate
-from meshwright.cli._verbs import app
 from meshwright.costs.modes import mode
 from meshwright.ir.action import Cell
 from meshwright.ir.stage_cost import StageCost, even_costs
@@ -23,6 +22,7 @@ from meshwright.report.pictures.layout_picture import layout_picture
 from meshwright.report.pictures.picture import EDGE, HELD, LEFT, RIGHT, ROW, Area, Box, Picture, Text, picture
 from meshwright.report.pictures.png import to_png
 from meshwright.report.pictures.svg import to_svg
+from tests.support.command import app
 
 SVG = "{http://www.w3.org/2000/svg}"
 

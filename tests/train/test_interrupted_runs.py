@@ -82,7 +82,7 @@ def test_ctrl_c_while_the_verbs_are_imported(how: str, tmp_path: Path) -> None:
         "import sys\n"
         "class Interrupt:\n"
         "    def find_spec(self, name, *_):\n"
-        f"        if name == 'meshwright.cli.train': {how}\n"
+        f"        if name == 'meshwright.cli.schedules': {how}\n"
         "sys.meta_path.insert(0, Interrupt())\n"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from meshwright import Lane, MeshwrightError, Timeline, costs_from_json, measure, measurement_from_json, measurement_to_json
-from meshwright.cli._verbs import app
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.loop.traced_steps import Traced
 from meshwright.train.setup.captured_layers import through
+from tests.support.command import app
 from tests.support.trainers import Plain, gpt2, ours, text, vectors
 
 ROWS = [(torch.full((8,), float(i)), torch.ones(8)) for i in range(64)]

@@ -14,11 +14,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
-from meshwright.cli._verbs import app
 from meshwright.train.models.example_batches import batches_for, example_for
 from meshwright.train.models.model_names import presets, resolve_model
 from meshwright.train.verify import verify as module
 from meshwright.train.verify.verify_case import Case, prepare_case
+from tests.support.command import app
 
 TOML = """schema = 1
 head = "AutoModelForCausalLM"

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel, Schedule, StageCost, schedules
-from meshwright.cli._verbs import app
 from meshwright.ir.plan.plan_file import asked, plan_table, read_plan
 from meshwright.passes.widen import widen
 from meshwright.report.terminal import timeline_text
@@ -23,6 +22,7 @@ from meshwright.train.models import small_models as models
 from meshwright.train.setup.build_schedule import built_for, lists_for, stages_of
 from meshwright.train.setup.settled_plan import settled
 from tests.conftest import Pool
+from tests.support.command import app
 from tests.support.trainers import gpt2, ours, text
 
 UNEVEN = (

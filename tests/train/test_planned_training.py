@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel, StageCost, plan_file_json, schedules
-from meshwright.cli._verbs import app
 from meshwright.ir.action import actions
 from meshwright.ir.timeline import Lane
 from meshwright.train.models.small_models import mlp, mlp_batch
 from meshwright.train.setup.captured_layers import listed_layers
 from meshwright.train.setup.where import refuse_world
 from tests.conftest import Pool
+from tests.support.command import app
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.trainers import distance, gpt2, ours, series, text
 

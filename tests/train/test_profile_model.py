@@ -19,11 +19,11 @@ from meshwright.capture.cut.dry_walk import WalkOptions, dry_walk
 from meshwright.capture.cut.op_work import layer_work
 from meshwright.capture.model_graph import capture, line_of
 from meshwright.capture.trace.export import flatten
-from meshwright.cli._verbs import app
 from meshwright.costs.roofline import ESTIMATE_ERROR, WorkKind
 from meshwright.ir.profile import ProfileSource
 from meshwright.train.profiling import timed_layers
 from meshwright.train.profiling.timed_layers import LayerTimer
+from tests.support.command import app
 
 BATCH = {"tokens": torch.arange(24).reshape(2, 12) % 11}
 GPU = mw.Cluster(devices=(mw.Device("a100", 80e9, {"bf16": 250e12, "fp32": 17e12}, 1.7e12),))

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
 from meshwright.capture.model_graph import capture
-from meshwright.cli._verbs import app
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.loop.report_to import refuse_reporters
+from tests.support.command import app
 from tests.support.trainers import Plain, gpt2, ours, text, vectors
 
 JOB = [

@@ -239,7 +239,7 @@ class _Rule:
         return tuple(Value(kind, boundary, mb, replica, 0, action.part, p[0]) for p in crossing if p[here] == worker)
 
     def _params(self, worker: int, action: Action) -> tuple[Value, ...]:
-        if (found_gathers := self.gathered.get((worker, action))) is not None:
+        if self.gathered and (found_gathers := self.gathered.get((worker, action))) is not None:
             return self._gathered_params(worker, action, found_gathers)
         if not self.schedule.ties:  # the same for all microbatches, so it is cached
             key = (worker, action.stage, action.version, action.op is Op.F)

@@ -49,7 +49,11 @@ class Life(NamedTuple):
 def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
     """Yields everything that a worker holds at some time."""
     entries, values = flow.lists[worker], flow.values
-    last = {_stored(flow, worker, value): index for index, reads in enumerate(flow.reads[worker]) for value in reads}
+    last = {
+        _stored(flow, worker, number) if values[number].kind is Kind.PARAM else number: index
+        for index, reads in enumerate(flow.reads[worker])
+        for number in reads
+    }
     gradients = dict(_gradients(flow, worker))
     for number in flow.initial[worker]:
         if values[number].kind not in UNCOUNTED and _stored(flow, worker, number) == number:
@@ -59,7 +63,7 @@ def lives(flow: Flow, price: Price, worker: int) -> Iterator[Life]:
             kind = values[number].kind
             if kind in UNCOUNTED or (kind in SUMS and _in_buffer(values[number], entry, gradients)):
                 continue
-            if _stored(flow, worker, number) != number:
+            if kind is Kind.PARAM and _stored(flow, worker, number) != number:
                 continue
             if kind in MESSAGES and not price.value_bytes(worker, values[number]):
                 continue
@@ -157,11 +161,13 @@ def _stored(flow: Flow, worker: int, number: int) -> int:
 
 def _ends(flow: Flow, worker: int, value: Value) -> bool:
     """True if a value ends with its last local use. Parameters end only if an update replaces them here."""
+    if value.kind in CONSUMED:
+        return True
     if value.kind is Kind.PARAM and (value.mb != NONE or worker not in flow.schedule.holders[value.stage]):
         return True
     if value.kind in (Kind.PARAM, Kind.SHARD, Kind.OPT):
         return value._replace(version=value.version + 1) in flow.ids and not _is_kept(flow, worker, value)
-    return value.kind in CONSUMED or value.kind is Kind.SUM or value.kind is Kind.NORM
+    return value.kind is Kind.SUM or value.kind is Kind.NORM
 
 
 def _is_kept(flow: Flow, worker: int, value: Value) -> bool:
