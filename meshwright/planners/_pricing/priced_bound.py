@@ -65,7 +65,8 @@ def split_bound_s(placement: Placement, costs: Sequence[StageCost], links: Clust
                 loads[_link(ends, links.duplex)].add(ready, each * sends, there - sends + trip - start[stage + 1])
             if returns:
                 loads[_link(ends[::-1], links.duplex)].add(trip - rest - again, each * returns, again - returns + rest)
-    best = max([best, *(heads[worker] + works[worker] for worker in works)])
+    for worker, held in enumerate(placement.held):  # the last thing that it computes is a gradient, which is added up after that
+        best = max(best, heads[worker] + works[worker] + min(costs[stage].sync_s for _, stage in held))
     best = max([best, *(load.first_s + load.busy_s + load.rest_s for load in loads.values())])
     return max([best, *_sums(placement, costs, gradient)])
 
