@@ -249,6 +249,7 @@ def no_flush() -> dict[str, Any]:
         ({"tp": 2, "tensor": "ring"}, {}, "no tensor mode 'ring'"),
         ({"tp": 2, "recompute": "2GB"}, {}, "a recompute budget with tp=2 does not run yet"),
         (no_flush(), {}, "pipedream has no flush and keeps versions of parameters"),
+        ({"tp": 2, "dp": 2, "dp_mode": "cyclic"}, {}, 'dp_mode="cyclic" has no flush(.|\n)*dp_mode="zero-1"'),
         ({"box": (4, 1, 1), "microbatches": 4}, {}, r"the rows of a microbatch: size 2 does not divide by 4 \(w=4\)"),
     ],
 )

@@ -52,9 +52,11 @@ def refuse_unsharded(plan: Parallel, *, captured: bool) -> None:
 def refuse_versions(plan: Parallel, *, flush: bool) -> None:
     """Raises if a schedule keeps old versions of parameters, which gathered weights do not read."""
     if not flush:
+        cyclic = plan.mode.is_cyclic
+        name = f'dp_mode="{plan.mode}"' if cyclic else plan.schedule
         raise MeshwrightError(
-            f"{plan.schedule} has no flush and keeps versions of parameters, which tp={plan.tp} cannot read",
-            fix="a schedule with a flush, or tp=1",
+            f"{name} has no flush and keeps versions of parameters, which tp={plan.tp} cannot read",
+            fix='dp_mode="zero-1", or tp=1' if cyclic else "a schedule with a flush, or tp=1",
         )
 
 
