@@ -137,14 +137,12 @@ class Words:
     backward_steps: int = 0
 
 
-def whole_root(ranks: int, *, mode: str) -> int:
-    """Returns the side of a square grid. Raises if the number of ranks is not a square."""
+def whole_root(ranks: int, *, mode: str, depth: int = 1) -> int:
+    """Returns the side of a square grid, of which there are `depth`. Raises if the number of its ranks is not a square."""
     side = math.isqrt(ranks)
     if side * side != ranks:
-        raise MeshwrightError(
-            f"{mode} needs a square number of ranks, got {ranks}",
-            fix=f"tp={side * side} or tp={(side + 1) ** 2}, or a box of {ranks}",
-        )
+        tried = " or ".join(f"tp={fits}" for fits in (depth * side**2, depth * (side + 1) ** 2) if fits > 1)
+        raise MeshwrightError(f"{mode} needs a square number of ranks, got {ranks}", fix=f"{tried}, or a box of {depth * ranks}")
     return side
 
 

@@ -22,7 +22,7 @@ def grid(asked: TensorRequest) -> Grid:
         raise MeshwrightError(
             f"tesseract: depth {depth} does not divide {ranks} ranks", fix="tp = depth x q x q, as tp=8, depth=2"
         )
-    side = whole_root(ranks // depth, mode=f"tesseract of depth {depth}")
+    side = whole_root(ranks // depth, mode=f"a layer of a tesseract of {ranks} ranks with depth {depth}", depth=depth)
     return Grid("tesseract", (("d", depth), ("i", side), ("j", side)))
 
 

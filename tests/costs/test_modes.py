@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -115,6 +117,16 @@ def test_refused(mode: str, asked: TensorRequest, part: str) -> None:
     with pytest.raises(MeshwrightError, match=part) as caught:
         modes.mode(mode).grid(asked)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("asked", [TensorRequest(tp=12, depth=2), TensorRequest(tp=6, depth=2), TensorRequest(tp=3)], ids=str)
+def test_the_suggested_ranks_make_a_tesseract(asked: TensorRequest) -> None:
+    """The suggestions count all layers, and none of them is one rank, which plans refuse."""
+    with pytest.raises(MeshwrightError, match=f"a tesseract of {asked.tp} ranks") as caught:
+        modes.mode("tesseract").grid(asked)
+    *squares, box = re.findall(r"\d+", caught.value.fix)
+    assert squares and int(box) == asked.tp
+    assert all(modes.mode("tesseract").grid(replace(asked, tp=int(ranks))).ranks == int(ranks) > 1 for ranks in squares)
 
 
 def test_an_unknown_mode_is_named() -> None:

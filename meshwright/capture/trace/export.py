@@ -39,6 +39,8 @@ from meshwright.capture.trace.unsupported_modules import require_ready
 from meshwright.errors import MeshwrightError
 from meshwright.torch_internals import size_guards, size_in_example
 
+log = logging.getLogger(__name__)
+
 _SCORES = "logits"
 _HIDDEN = ("hidden_state", "hidden_states", "past_key_values")
 
@@ -191,6 +193,7 @@ def _exported(plain: _Plain, given: Mapping[str, Tensor]) -> tuple[Any, bool]:
             raise
         except Exception as error:  # the model or the tracer may raise anything
             problem = problem or error
+            log.info("a trace with dynamic %s failed: %s: %s", "lengths" if lengths else "rows", type(error).__name__, error)
     assert problem is not None
     raise unexportable(plain.model, problem, list(given), lambda: _run(plain, given)) from problem
 
@@ -210,7 +213,9 @@ def open_sizes(tensor: Tensor, lengths: bool) -> dict[int, Any]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence libraries while tracing. Users do not need their messages; a failure is raised as an error."""
-    names = ["torch", "transformers", *(n for n in logging.root.manager.loggerDict if n.startswith(("torch.", "transformers.")))]
+    # A copy: if a thread makes a logger meanwhile, the trace would fail, and the next one has static lengths.
+    known = list(logging.root.manager.loggerDict)
+    names = ["torch", "transformers", *(n for n in known if n.startswith(("torch.", "transformers.")))]
     levels = {name: logging.getLogger(name).level for name in names}
     nowhere = io.StringIO()
     try:
