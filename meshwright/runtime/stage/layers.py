@@ -93,7 +93,8 @@ class Layers:
         cuts = {} if self.tensor is None else self.tensor.cuts
         whole = {p: cuts[p].shape if p in cuts else tuple(p.shape) for p in self.names}  # a rank may hold parts of some
         shapes = [(name, whole[p], str(p.dtype), self.users[p]) for p, name in self.names.items()]
-        return sha256(repr((self.starts, shapes, self.columns, self.graph)).encode()).hexdigest()[:16]
+        graphs = self.graph, None if self.evaluation is None else self.evaluation.graph
+        return sha256(repr((self.starts, shapes, self.columns, *graphs)).encode()).hexdigest()[:16]
 
     @cached_property
     def users(self) -> dict[nn.Parameter, tuple[int, ...]]:
