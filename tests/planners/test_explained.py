@@ -17,6 +17,8 @@ pytest.importorskip("numpy")
 import meshwright as mw
 from meshwright import Cluster, Device, LayerCost, MeshwrightError, Profile
 from meshwright.ir.cluster import Host, Link
+from meshwright.ir.files.cluster_writer import cluster_to_toml
+from meshwright.ir.files.profile_json import profile_to_json
 from meshwright.planners import NothingFitsError
 from meshwright.planners._flip_points import batch_scale, signature, with_links, with_memory
 from meshwright.planners._limits import Asked, PlanLimits
@@ -167,6 +169,34 @@ def eight(tmp_path: Path) -> str:
 def test_contradictions_are_refused_with_numbers(eight: str, flags: list[str], what: str, fix: str) -> None:
     code, _, error = run("--profile", TEXT, "--cluster", eight, *flags)
     assert code == 2 and what in error and fix in error.split("try:")[1], error
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        (["--batch", "64", "-n", "2"], "--batch 8"),
+        (["--batch", "64", "-n", "2", "--rows", "32"], "--batch 8 --rows 4"),
+        (["--batch", "64", "--rows", "32"], "without --rows 32"),
+    ],
+)
+def test_the_change_that_fits_can_be_typed(tmp_path: Path, flags: list[str], fix: str) -> None:
+    """Rows that follow from --batch and --microbatches are changed by flags that do not contradict each other."""
+    profile, cluster, _ = problem(0)
+    small = replace(cluster, devices=tuple(replace(d, memory_bytes=1.5e8) for d in cluster.devices))
+    (tmp_path / "p.json").write_text(profile_to_json(profile))
+    (tmp_path / "c.toml").write_text(cluster_to_toml(small))
+    given = ["--profile", str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.toml"), "--planner", "search", "--json"]
+    code, text, _ = run(*given, *flags)
+    found = json.loads(text)
+    assert code == 3 and fix in found["fix"].split(", or "), found
+    keys = {"--batch": "batch", "--rows": "rows"}
+    if fix.startswith("without"):
+        assert {"without": fix.removeprefix("without ")} in found["changes"]
+        assert run(*given, *flags[:2])[0] == 0
+    else:
+        words = fix.split()
+        assert dict(zip([keys[word] for word in words[::2]], map(int, words[1::2]), strict=True)) in found["changes"]
+        assert run(*given, *fix.split(), *flags[2:4])[0] == 0
 
 
 def test_requests_of_a_microbatch_choose_the_search(eight: str) -> None:
