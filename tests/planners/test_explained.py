@@ -7,15 +7,17 @@ import random
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 pytest.importorskip("numpy")
 
 import meshwright as mw
 from meshwright import Cluster, Device, LayerCost, MeshwrightError, Profile
+from meshwright.cli._parts.next_commands import Planned, next_commands
 from meshwright.ir.cluster import Host, Link
 from meshwright.ir.files.cluster_writer import cluster_to_toml
 from meshwright.ir.files.profile_json import profile_to_json
@@ -229,6 +231,17 @@ def test_the_next_commands_run(eight: str, tmp_path: Path) -> None:
     look = shlex.split(steps[1].replace("plan.json", str(file)))
     done = CliRunner().invoke(app, look[1:])
     assert look[:2] == ["meshwright", "simulate"] and done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(("mode", "drops"), [("box", True), ("line", False)])
+def test_ranks_that_divide_rows_drop_a_short_last_step(mode: str, drops: bool) -> None:
+    """The data set of a preset does not divide by the batch, so `train` would refuse the command."""
+    parallel = {"pp": 1, "dp": 1, "tp": 2, "tensor": mode}
+    plan = mw.Plan("search", (mw.PlanStage(0, 1, (0, 1)),), 1, 1.0, 1.0, (1.0,), parallel=parallel)
+    planned = Planned(plan, problem(0)[1], "laptop", "gpt-tiny", None, None, "fp32", 8, Path("plan.json"))
+    *_, train = next_commands(cast(typer.Context, None), planned)
+    assert train.startswith("meshwright train gpt-tiny") or "torchrun" in train
+    assert ("--dataloader-drop-last" in train) is drops
 
 
 def test_a_single_device(tmp_path: Path) -> None:
