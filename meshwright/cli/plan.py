@@ -181,7 +181,15 @@ def _layers(
             "a plan needs either MODEL or --profile", fix="meshwright plan gpt-small --cluster laptop --batch 32"
         )
     if profile is not None:
-        return _profile(profile), None
+        layers = _profile(profile)
+        own = (("--length", length is not None), ("--batch-function", batch is not None))
+        for flag, is_given in (*own, ("--precision", precision not in ("fp32", layers.precision))):
+            if is_given:
+                raise MeshwrightError(
+                    f"{flag} is for a MODEL: a profile is made for one {flag[2:]}",
+                    fix=f"profile it again: meshwright profile MODEL {flag} ...",
+                )
+        return layers, None
     from meshwright.train.auto.plan_refusal import PlanRefusal
     from meshwright.train.models.named_layers import named_model
     from meshwright.train.profiling.profile_model import profile_model

@@ -165,6 +165,8 @@ def eight(tmp_path: Path) -> str:
         (["--split-rows", "even", "--rows", "6", "--dp", "4"], "4 copies cannot share the 6 rows", "--rows 4"),
         (["--batch", "30", "--microbatches", "16"], "30 cannot be cut into 16 microbatches", "--batch 16"),
         (["--batch", "32", "--planner", "search"], "in rows, but this profile does not know its rows", "microbatches"),
+        (["--length", "5"], "--length is for a MODEL", "meshwright profile MODEL --length"),
+        (["--precision", "bf16"], "--precision is for a MODEL", "meshwright profile MODEL --precision"),
         (["--seconds", "nan"], "nan seconds", "--seconds"),
     ],
 )
