@@ -87,7 +87,7 @@ def plan(
     layers, refusal = _layers(model, profile, machine, length, batch_function, precision)
     if microbatches is None and batch is None:
         microbatches = DEFAULT_MICROBATCHES
-    step = batch
+    step, rows_given = batch, rows is not None
     if microbatches is not None and batch is not None:
         rows = _rows(batch, microbatches, rows)
         batch = None
@@ -115,7 +115,7 @@ def plan(
                 progress=bar.at,
             )
     except planners.NothingFitsError as error:
-        raise _nothing_fits(error, as_json=as_json) from None
+        raise _nothing_fits(_in_flags(error, step, microbatches, rows_given=rows_given), as_json=as_json) from None
     found = with_earlier_errors(replace(found, notes=(*found.notes, _about(cluster, machine))), layers.device)
     if output is not None:
         outputs.write(output, planned_text(found, layers, machine, batch=step))
@@ -126,6 +126,21 @@ def plan(
         step = microbatches * rows
     planned = Planned(found, machine, str(cluster), model, batch_function, length, precision, step, output)
     sys.stdout.write(plan_text(found, layers, machine, steps=list(next_commands(context, planned))) + "\n")
+
+
+def _in_flags(error: NothingFitsError, batch: int | None, microbatches: int | None, *, rows_given: bool) -> NothingFitsError:
+    """Returns the error with a smaller batch instead of fewer rows, if the request gives rows by --batch and --microbatches."""
+    rows = next((change["rows"] for change in error.changes if "rows" in change), None)
+    if batch is None or microbatches is None or rows is None:
+        return error
+    smaller = {"batch": rows * microbatches, **({"rows": rows} if rows_given else {})}
+    flags = " ".join(f"--{name} {size}" for name, size in smaller.items())
+    return type(error)(
+        error.what,
+        fix=(error.fix or "").replace(f"--rows {rows}", flags),
+        needed_bytes=error.needed_bytes,
+        changes=tuple(smaller if "rows" in change else change for change in error.changes),
+    )
 
 
 def _nothing_fits(error: NothingFitsError, *, as_json: bool) -> typer.Exit:
@@ -166,7 +181,15 @@ def _layers(
             "a plan needs either MODEL or --profile", fix="meshwright plan gpt-small --cluster laptop --batch 32"
         )
     if profile is not None:
-        return _profile(profile), None
+        layers = _profile(profile)
+        own = (("--length", length is not None), ("--batch-function", batch is not None))
+        for flag, is_given in (*own, ("--precision", precision not in ("fp32", layers.precision))):
+            if is_given:
+                raise MeshwrightError(
+                    f"{flag} is for a MODEL: a profile is made for one {flag[2:]}",
+                    fix=f"profile it again: meshwright profile MODEL {flag} ...",
+                )
+        return layers, None
     from meshwright.train.auto.plan_refusal import PlanRefusal
     from meshwright.train.models.named_layers import named_model
     from meshwright.train.profiling.profile_model import profile_model

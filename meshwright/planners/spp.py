@@ -24,6 +24,7 @@ from meshwright.ir.profile import Profile
 from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._limits import NothingFitsError, PlanLimits
+from meshwright.planners._pricing.uncounted_memory import added_to_wide
 from meshwright.planners._replicated_partition import cuttings
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import table_plans
@@ -54,16 +55,26 @@ def plan(
 
     steps = [executed(stages, Charge.PAIRS).makespan_s for stages in candidates]
     ranked = sorted(zip(steps, candidates, strict=True), key=lambda pair: pair[0])  # stable: ties go to the one found first
-    paper, stages, real = _first_that_fits(problem, ranked, lambda found: executed(found, Charge.ROWS))
+
+    def held(stages: Stages, real: Timeline) -> list[float]:
+        """The peak of each worker: what the simulation counts, temporary memory of layers, and buffers of communication."""
+        transient = [
+            float(max(problem.arrays(limits.rows, stage.width).transient[stage.first : stage.last + 1])) for stage in stages
+        ]
+        more = added_to_wide(problem, stages, costs_of(stages, Charge.ROWS), transient, microbatches)
+        return [added.peak(0.0, real.peak_bytes(worker)) for worker, added in enumerate(more)]
+
+    paper, stages, real, peaks = _first_that_fits(problem, ranked, lambda found: executed(found, Charge.ROWS), held)
     yield Plan(
         planner="spp",
         stages=stages,
         microbatches=microbatches,
         step_s=real.makespan_s,
         lower_bound_s=real.lower_bound_s,
-        peak_bytes=tuple(real.peak_bytes(worker) for worker in range(real.workers)),
+        peak_bytes=peaks,
         paper_step_s=paper,
         parallel=keywords(stages, microbatches, costs_of(stages, Charge.ROWS)),
+        name=f"listed, {_name(stages)}, {microbatches} microbatches",
         alternatives=tuple(
             Rejected(_name(other), step, f"{step / paper:.3f} times the chosen step, by the published costs")
             for step, other in ranked[1:]
@@ -73,17 +84,21 @@ def plan(
 
 
 def _first_that_fits(
-    problem: Problem, ranked: list[tuple[float, Stages]], executed: Callable[[Stages], Timeline]
-) -> tuple[float, Stages, Timeline]:
-    """Returns the best plan whose workers fit into the memory of their devices at every event."""
+    problem: Problem,
+    ranked: list[tuple[float, Stages]],
+    executed: Callable[[Stages], Timeline],
+    held: Callable[[Stages, Timeline], list[float]],
+) -> tuple[float, Stages, Timeline, tuple[float, ...]]:
+    """Returns the best plan whose workers fit into the memory of their devices at every event, and their peaks."""
     least = float("inf")
     for paper, stages in ranked:
         real = executed(stages)
         caps = [float(problem.memory[list(stage.devices)].min()) for stage in stages]
-        peaks = [real.peak_bytes(worker) + reserve_bytes(cap) for worker, cap in enumerate(caps)]
+        own = held(stages, real)
+        peaks = tuple(peak + reserve_bytes(cap) for peak, cap in zip(own, caps, strict=True))
         if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)):
-            return paper, stages, real
-        least = min(least, max(real.peak_bytes(worker) for worker in range(real.workers)) / (1.0 - RESERVE))
+            return paper, stages, real, peaks
+        least = min(least, max(own) / (1.0 - RESERVE))
     raise NothingFitsError(
         f"none of the {len(ranked)} plans of spp fits: the smallest needs {1.01 * least / 1e9:.4g} GB on a device",
         fix="--planner search, which knows recompute and ZeRO",

@@ -31,6 +31,15 @@ def test_a_matrix_in_json(tmp_path: Path) -> None:
     assert found.slowest((0, 1)).bytes_per_s == 1.0 and found.slowest((0,), (1, 2)).bytes_per_s == 1.0
 
 
+@pytest.mark.parametrize("own", ["null", "-1", '"-"', "Infinity", "0"])
+def test_the_diagonal_of_a_matrix_is_ignored(tmp_path: Path, own: str) -> None:
+    (tmp_path / "c.json").write_text(
+        f'{{"bytes_per_s": [[{own}, 5.0], [4.0, {own}]], "latency_s": [[{own}, 0.1], [0.2, {own}]]}}'
+    )
+    (tmp_path / "zero.json").write_text('{"bytes_per_s": [[0, 5.0], [4.0, 0]], "latency_s": [[0, 0.1], [0.2, 0]]}')
+    assert read_cluster(tmp_path / "c.json") == read_cluster(tmp_path / "zero.json")
+
+
 def test_links_by_pair_are_still_read(tmp_path: Path) -> None:
     assert written(tmp_path, "c.json", b'{"schema": 1, "kind": "cluster", "link": {"latency_s": 0.5}}').link == Link(0.5)
 

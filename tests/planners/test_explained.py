@@ -7,16 +7,20 @@ import random
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 pytest.importorskip("numpy")
 
 import meshwright as mw
 from meshwright import Cluster, Device, LayerCost, MeshwrightError, Profile
+from meshwright.cli._parts.next_commands import Planned, next_commands
 from meshwright.ir.cluster import Host, Link
+from meshwright.ir.files.cluster_writer import cluster_to_toml
+from meshwright.ir.files.profile_json import profile_to_json
 from meshwright.planners import NothingFitsError
 from meshwright.planners._flip_points import batch_scale, signature, with_links, with_memory
 from meshwright.planners._limits import Asked, PlanLimits
@@ -161,12 +165,42 @@ def eight(tmp_path: Path) -> str:
         (["--split-rows", "even", "--rows", "6", "--dp", "4"], "4 copies cannot share the 6 rows", "--rows 4"),
         (["--batch", "30", "--microbatches", "16"], "30 cannot be cut into 16 microbatches", "--batch 16"),
         (["--batch", "32", "--planner", "search"], "in rows, but this profile does not know its rows", "microbatches"),
+        (["--length", "5"], "--length is for a MODEL", "meshwright profile MODEL --length"),
+        (["--precision", "bf16"], "--precision is for a MODEL", "meshwright profile MODEL --precision"),
         (["--seconds", "nan"], "nan seconds", "--seconds"),
     ],
 )
 def test_contradictions_are_refused_with_numbers(eight: str, flags: list[str], what: str, fix: str) -> None:
     code, _, error = run("--profile", TEXT, "--cluster", eight, *flags)
     assert code == 2 and what in error and fix in error.split("try:")[1], error
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        (["--batch", "64", "-n", "2"], "--batch 8"),
+        (["--batch", "64", "-n", "2", "--rows", "32"], "--batch 8 --rows 4"),
+        (["--batch", "64", "--rows", "32"], "without --rows 32"),
+    ],
+)
+def test_the_change_that_fits_can_be_typed(tmp_path: Path, flags: list[str], fix: str) -> None:
+    """Rows that follow from --batch and --microbatches are changed by flags that do not contradict each other."""
+    profile, cluster, _ = problem(0)
+    small = replace(cluster, devices=tuple(replace(d, memory_bytes=1.5e8) for d in cluster.devices))
+    (tmp_path / "p.json").write_text(profile_to_json(profile))
+    (tmp_path / "c.toml").write_text(cluster_to_toml(small))
+    given = ["--profile", str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.toml"), "--planner", "search", "--json"]
+    code, text, _ = run(*given, *flags)
+    found = json.loads(text)
+    assert code == 3 and fix in found["fix"].split(", or "), found
+    keys = {"--batch": "batch", "--rows": "rows"}
+    if fix.startswith("without"):
+        assert {"without": fix.removeprefix("without ")} in found["changes"]
+        assert run(*given, *flags[:2])[0] == 0
+    else:
+        words = fix.split()
+        assert dict(zip([keys[word] for word in words[::2]], map(int, words[1::2]), strict=True)) in found["changes"]
+        assert run(*given, *fix.split(), *flags[2:4])[0] == 0
 
 
 def test_requests_of_a_microbatch_choose_the_search(eight: str) -> None:
@@ -199,6 +233,17 @@ def test_the_next_commands_run(eight: str, tmp_path: Path) -> None:
     look = shlex.split(steps[1].replace("plan.json", str(file)))
     done = CliRunner().invoke(app, look[1:])
     assert look[:2] == ["meshwright", "simulate"] and done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(("mode", "drops"), [("box", True), ("line", False)])
+def test_ranks_that_divide_rows_drop_a_short_last_step(mode: str, drops: bool) -> None:
+    """The data set of a preset does not divide by the batch, so `train` would refuse the command."""
+    parallel = {"pp": 1, "dp": 1, "tp": 2, "tensor": mode}
+    plan = mw.Plan("search", (mw.PlanStage(0, 1, (0, 1)),), 1, 1.0, 1.0, (1.0,), parallel=parallel)
+    planned = Planned(plan, problem(0)[1], "laptop", "gpt-tiny", None, None, "fp32", 8, Path("plan.json"))
+    *_, train = next_commands(cast(typer.Context, None), planned)
+    assert train.startswith("meshwright train gpt-tiny") or "torchrun" in train
+    assert ("--dataloader-drop-last" in train) is drops
 
 
 def test_a_single_device(tmp_path: Path) -> None:

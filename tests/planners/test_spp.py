@@ -189,6 +189,20 @@ def test_memory_limits_spp() -> None:
     assert mw.plan(profile, limited(1.0), microbatches=8, memory_free=True).step_s <= plan.step_s * 1.5
 
 
+def test_memory_counts_what_layers_need_while_they_run() -> None:
+    """Two copies of two layers: 20 bytes of parameters, as many gradients, and 25 for the half of the rows that runs."""
+    layers = tuple(
+        mw.LayerCost(f"{n}", (1.0,), (1.0,), (1.0,), output_bytes=0.0, parameter_bytes=10.0, transient_bytes=50.0)
+        for n in range(2)
+    )
+    free = cluster_of(((1e9,) * 2,) * 2)
+    plan = mw.plan(Profile(layers, optimizer_bytes_per_parameter=0.0), free, microbatches=4, rows=2)
+    assert plan.name and plan.peak_bytes == (65.0,)
+    small = replace(free, devices=(mw.Device(memory_bytes=60.0),) * 2)
+    with pytest.raises(NothingFitsError, match="plans of spp fits"):
+        mw.plan(Profile(layers, optimizer_bytes_per_parameter=0.0), small, microbatches=4, rows=2)
+
+
 def test_the_verb(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(
         'schema = 1\n[device.v100]\nmemory = "16 GB"\n[[nodes]]\ncount = 2\nper_node = 8\ndevice = "v100"\n'

@@ -117,8 +117,13 @@ def link_from(row: Any, more: frozenset[str] = frozenset()) -> Link:
 
 
 def matrix(value: Any, least: float = -1.0) -> tuple[tuple[float, ...], ...]:
-    """Returns a square matrix of numbers above `least`, except on the diagonal. Infinite rates are allowed."""
-    found = tuple(tuple(one if one == float("inf") else number(one) for one in rows(row)) for row in rows(value))
+    """Returns a square matrix of numbers above `least`. Infinite ones are allowed; the diagonal is ignored and becomes 0."""
+
+    def rate_of(one: Any) -> float:
+        return one if one == float("inf") else number(one)
+
+    given = (enumerate(rows(row)) for row in rows(value))
+    found = tuple(tuple(0.0 if a == b else rate_of(one) for b, one in row) for a, row in enumerate(given))
     if not 1 <= len(found) <= DEVICES or any(len(row) != len(found) for row in found):
         raise MeshwrightError(f"it must be a square matrix, got {len(found)} rows", fix="one row for each device")
     if any(one <= least for a, row in enumerate(found) for b, one in enumerate(row) if a != b):
