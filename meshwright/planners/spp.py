@@ -12,20 +12,23 @@ with the rows that really cross (`step_s`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 
 from meshwright.costs.memory.memory_classes import RESERVE, reserve_bytes
-from meshwright.costs.stages import Charge, of_microbatch, shared_chain, stage_costs, stage_links
+from meshwright.costs.stages import Charge, shared_chain, stage_costs, stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.plan.chosen_plan import Plan, PlanStage, Rejected
+from meshwright.ir.plan.chosen_plan import MemoryUse, Plan, PlanStage, Rejected
 from meshwright.ir.profile import Profile
-from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
+from meshwright.planners._answer.chosen import causes
 from meshwright.planners._limits import NothingFitsError, PlanLimits
-from meshwright.planners._pricing.uncounted_memory import added_to_wide
+from meshwright.planners._pricing.priced_plan import Priced
+from meshwright.planners._pricing.pricing import Pricer
 from meshwright.planners._replicated_partition import cuttings
+from meshwright.planners._search.candidate_plans import WidePlan
+from meshwright.planners._search.candidates import Enumerator
+from meshwright.planners._search.families import families
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import table_plans
 from meshwright.schedules import build
@@ -44,80 +47,56 @@ def plan(
         raise MeshwrightError(f"spp plans a fixed number of microbatches, got batch={batch}", fix="microbatches=16, rows=4")
     problem = Problem(profile, cluster, limits, microbatches=microbatches, batch=None)
     candidates = list(dict.fromkeys(stage_candidates(problem, microbatches, limits.rows)))
-
-    def costs_of(stages: Stages, charge: Charge) -> tuple[StageCost, ...]:
-        chains = {stage.width: problem.chain(limits.rows, stage.width) for stage in stages}
-        return stage_costs(profile, stages, cluster, rows=limits.rows, charge=charge, groups=problem.links, chains=chains)
-
-    def executed(stages: Stages, charge: Charge) -> Timeline:
-        order = build("listed", workers=len(stages), microbatches=microbatches)
-        return simulate(order, costs_of(stages, charge), stage_links(stages, cluster, charge=charge, groups=problem.links))
-
-    steps = [executed(stages, Charge.PAIRS).makespan_s for stages in candidates]
+    steps = [_paper_s(problem, stages, microbatches) for stages in candidates]
     ranked = sorted(zip(steps, candidates, strict=True), key=lambda pair: pair[0])  # stable: ties go to the one found first
-
-    def held(stages: Stages, real: Timeline) -> list[float]:
-        """The peak of each worker: what the simulation counts, temporary memory of layers, and buffers of communication."""
-        transient = [
-            float(max(problem.arrays(limits.rows, stage.width).transient[stage.first : stage.last + 1])) for stage in stages
-        ]
-        more = added_to_wide(problem, stages, costs_of(stages, Charge.ROWS), transient, microbatches)
-        return [added.peak(0.0, real.peak_bytes(worker)) for worker, added in enumerate(more)]
-
-    paper, stages, real, peaks = _first_that_fits(problem, ranked, lambda found: executed(found, Charge.ROWS), held)
+    paper, priced, timeline, uses = _first_that_fits(problem, ranked, microbatches)
     yield Plan(
         planner="spp",
-        stages=stages,
+        stages=priced.stages,
         microbatches=microbatches,
-        step_s=real.makespan_s,
-        lower_bound_s=real.lower_bound_s,
-        peak_bytes=peaks,
+        step_s=priced.step_s,
+        lower_bound_s=timeline.lower_bound_s + priced.update_s,
+        peak_bytes=priced.peak_bytes,
         paper_step_s=paper,
-        parallel=keywords(stages, microbatches, costs_of(stages, Charge.ROWS)),
-        name=f"listed, {_name(stages)}, {microbatches} microbatches",
+        parallel=priced.keywords,
+        memory=uses,
+        causes=causes(priced, timeline),
+        name=f"listed, {_name(priced.stages)}, {microbatches} microbatches",
         alternatives=tuple(
             Rejected(_name(other), step, f"{step / paper:.3f} times the chosen step, by the published costs")
             for step, other in ranked[1:]
-            if other != stages
+            if other != priced.stages
         ),
     )
 
 
+def _paper_s(problem: Problem, stages: Stages, microbatches: int) -> float:
+    """The step of a plan by the published costs."""
+    rows, charge = problem.limits.rows, Charge.PAIRS
+    chains = {stage.width: problem.chain(rows, stage.width) for stage in stages}
+    costs = stage_costs(problem.profile, stages, problem.cluster, rows=rows, charge=charge, groups=problem.links, chains=chains)
+    order = build("listed", workers=len(stages), microbatches=microbatches)
+    return simulate(order, costs, stage_links(stages, problem.cluster, charge=charge, groups=problem.links)).makespan_s
+
+
 def _first_that_fits(
-    problem: Problem,
-    ranked: list[tuple[float, Stages]],
-    executed: Callable[[Stages], Timeline],
-    held: Callable[[Stages, Timeline], list[float]],
-) -> tuple[float, Stages, Timeline, tuple[float, ...]]:
-    """Returns the best plan whose workers fit into the memory of their devices at every event, and their peaks."""
+    problem: Problem, ranked: list[tuple[float, Stages]], microbatches: int
+) -> tuple[float, Priced, Timeline, tuple[MemoryUse, ...]]:
+    """Returns the best plan whose workers fit into the memory of their devices at every event, priced as the search does it."""
+    pricer, (listed,) = Pricer(problem, Enumerator(problem)), families("listed")
     least = float("inf")
     for paper, stages in ranked:
-        real = executed(stages)
-        caps = [float(problem.memory[list(stage.devices)].min()) for stage in stages]
-        own = held(stages, real)
-        peaks = tuple(peak + reserve_bytes(cap) for peak, cap in zip(own, caps, strict=True))
-        if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)):
-            return paper, stages, real, peaks
+        priced = pricer.price(WidePlan(stages, listed, microbatches, problem.limits.rows))
+        timeline, uses = pricer.engine(priced, bounded=True)
+        if priced.over_bytes <= 0:
+            return paper, priced, timeline, uses
+        own = (peak - reserve_bytes(cap) for peak, cap in zip(priced.peak_bytes, priced.capacity, strict=True))
         least = min(least, max(own) / (1.0 - RESERVE))
     raise NothingFitsError(
         f"none of the {len(ranked)} plans of spp fits: the smallest needs {1.01 * least / 1e9:.4g} GB on a device",
         fix="--planner search, which knows recompute and ZeRO",
         needed_bytes=1.01 * least,
     )
-
-
-def keywords(stages: Stages, microbatches: int, costs: Sequence[StageCost]) -> dict[str, object]:
-    """Returns a plan as keywords of `Parallel`."""
-    widths = [stage.width for stage in stages]
-    return {
-        "pp": len(stages),
-        "schedule": "listed",
-        "microbatches": microbatches,
-        **({"width": widths} if max(widths) > 1 else {}),
-        "stages": [stage.first for stage in stages[1:]],
-        "ranks": [device for stage in stages for device in stage.devices],
-        "costs": [asdict(cost) for cost in of_microbatch(costs, widths)],
-    }
 
 
 def small_enough(layers: int, devices: int) -> bool:

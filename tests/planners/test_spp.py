@@ -203,6 +203,19 @@ def test_memory_counts_what_layers_need_while_they_run() -> None:
         mw.plan(Profile(layers, optimizer_bytes_per_parameter=0.0), small, microbatches=4, rows=2)
 
 
+def test_a_step_has_all_parts_that_other_planners_count() -> None:
+    """Two devices with a layer each: five slots of 3 s, then parameters, gradients and states are read and written: 7 s."""
+    layers = tuple(mw.LayerCost(f"{n}", (1.0,), (1.0,), (1.0,), output_bytes=0.0, parameter_bytes=1e12) for n in range(2))
+    device = mw.Device("d", float("inf"), {"fp32": 1e12}, bytes_per_s=1e12)
+    host = mw.Host(1, mw.Link(bytes_per_s=1e9), mw.Link(bytes_per_s=1e9))
+    cluster = mw.Cluster(devices=(device,) * 2, hosts=(host,) * 2)
+    found = {name: mw.plan(Profile(layers), cluster, microbatches=4, planner=name) for name in ("spp", "even")}
+    for plan in found.values():
+        assert plan.step_s == pytest.approx(22.0) and plan.lower_bound_s <= plan.step_s
+        assert sum(plan.causes.values()) == pytest.approx(plan.step_s) and plan.causes["update"] == pytest.approx(7.0)
+        assert [use.total for use in plan.memory] == pytest.approx(list(plan.peak_bytes))
+
+
 def test_the_verb(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(
         'schema = 1\n[device.v100]\nmemory = "16 GB"\n[[nodes]]\ncount = 2\nper_node = 8\ndevice = "v100"\n'
