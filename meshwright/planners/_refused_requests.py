@@ -7,12 +7,20 @@ from meshwright.planners._limits import Asked, SplitRows
 from meshwright.planners._search.families import FAMILIES, families
 from meshwright.planners._search.problem import Problem
 
+MOST_MICROBATCHES = 16_384
+"""Every action of a step is simulated: with more microbatches a search would take minutes."""
+
 
 def refuse_contradictions(planner: str, asked: Asked) -> None:
     """Raises if no plan can be what was asked for, whatever the memory."""
     limits, devices, layers = asked.limits, asked.cluster.size, len(asked.profile.layers)
     if planner == "spp":
         _refuse_of_spp(asked)
+    if (asked.microbatches or 0) > MOST_MICROBATCHES:
+        raise MeshwrightError(
+            f"a step of {asked.microbatches} microbatches is too long to simulate: at most {MOST_MICROBATCHES}",
+            fix="fewer and larger microbatches",
+        )
     if limits.schedule is not None and not families(limits.schedule):
         raise MeshwrightError(
             f"{limits.schedule} is not planned: it trains with delayed parameters",

@@ -154,6 +154,7 @@ def eight(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("flags", "what", "fix"),
     [
+        (["-n", "20000"], "a step of 20000 microbatches is too long to simulate: at most 16384", "larger microbatches"),
         (["--pp", "16"], "pp 16 needs 16 devices, the cluster has 8", "--pp 8"),
         (["--pp", "4", "--dp", "4"], "pp 4 x dp 4 needs 16 devices", "--dp 2"),
         (["--schedule", "chimera", "--pp", "3"], "chimera does not run with pp 3, 16 microbatches on 8 devices", "--pp 8"),
