@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +15,19 @@ pytest.importorskip("torch", reason="needs torch")
 
 import torch
 
-from meshwright import Cluster, Device, Link, MeshwrightError, Parallel, TrainingArguments, parallelize, planned_file
+import meshwright as mw
+from meshwright import (
+    Cluster,
+    Device,
+    LayerCost,
+    Link,
+    MeshwrightError,
+    Parallel,
+    Profile,
+    TrainingArguments,
+    parallelize,
+    planned_file,
+)
 from meshwright.ir.plan.planned_file import PlannedFile
 from meshwright.report import prediction_log
 from meshwright.runtime.discover import device_speed
@@ -80,13 +91,16 @@ def test_the_chosen_plan_trains_as_if_it_were_given(tmp_path: Path, cluster: Pat
 def test_the_next_plan_shows_the_error_of_the_last(tmp_path: Path, cluster: Path, workers: Workers) -> None:
     first = ours(gpt2(), tmp_path / "1", text(), workers, parallel=f"auto:{cluster}", max_steps=2)
     first.train()
-    off = median(prediction_log.earlier_errors(first.args.planned.made_for["profile"]["device"]))
+    device = first.args.planned.made_for["profile"]["device"]
+    off = median(prediction_log.earlier_errors(device))
     assert off > 0
     second = ours(gpt2(), tmp_path / "2", text(), workers, parallel=f"auto:{cluster}", max_steps=2)
     second.train()
     assert second.args.planned.predicted["error"] == max(first.args.planned.predicted["error"], off)
-    chosen = [replace(each.args.planned.parallel, costs=()) for each in (first, second)]  # times are measured anew
-    assert chosen[0] == chosen[1], "the band never changes the choice"
+    layer = LayerCost("layer", (1.0,), (1.0,), (1.0,), output_bytes=1.0, parameter_bytes=1.0)
+    plan = mw.plan(Profile((layer,) * 2), Cluster(Link(), devices=(Device(),) * 2), microbatches=4)
+    shown = prediction_log.with_earlier_errors(plan, device)
+    assert shown.error > plan.error and (shown.parallel, shown.step_s) == (plan.parallel, plan.step_s), "only the band changes"
 
 
 def test_a_damaged_log_of_predictions_is_no_error(cache: Path) -> None:
