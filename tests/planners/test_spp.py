@@ -127,9 +127,10 @@ def test_names_of_devices_do_not_matter(seed: int) -> None:
     assert one.paper_step_s == pytest.approx(other.paper_step_s, rel=1e-12)
 
 
-def test_the_larger_server_is_used_if_links_between_servers_are_useless() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_the_larger_server_is_used_if_links_between_servers_are_useless(seed: int) -> None:
     cluster = Cluster(hosts=(Host(2, Link(0.0, 1e9), Link(0.0, 1e-3)), Host(3, Link(0.0, 1e9), Link(0.0, 1e-3))))
-    layers = tuple(replace(layer, output_bytes=8.0, parameter_bytes=8.0) for layer in random_profile(4, 6).layers)
+    layers = tuple(replace(layer, output_bytes=8.0, parameter_bytes=8.0) for layer in random_profile(seed, 6).layers)
     assert set(mw.plan(Profile(layers), cluster, microbatches=4).ranks) == {2, 3, 4}
 
 
