@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from meshwright.cli._verbs import app
+from meshwright.cli._verbs import command_line
 from meshwright.costs.modes import mode
 from meshwright.costs.scheme import TensorRequest
 from meshwright.report.pictures.layout_picture import layout_picture
@@ -55,7 +55,7 @@ def draw_layout(name: str, folder: Path = FOLDER) -> Path:
 def draw(name: str, folder: Path = FOLDER) -> Path:
     """Write one picture as SVG and return its file."""
     path = folder / f"{name}.svg"
-    app([*shlex.split(PICTURES[name]), "--format", "svg", "-o", str(path)], standalone_mode=False)
+    command_line()([*shlex.split(PICTURES[name]), "--format", "svg", "-o", str(path)], standalone_mode=False)
     return path
 
 
