@@ -28,6 +28,7 @@ from meshwright.train.verify.verify import momentum, rank_trace, serial_trace
 from meshwright.train.verify.verify_case import Case
 from tests.conftest import Pool
 from tests.support.mutations import handmade, low
+from tests.support.thin import thinned
 
 BUILD = partial(models.mlp, layers=6, width=6)
 
@@ -90,7 +91,7 @@ MUTABLE = [
 ]
 
 
-@pytest.mark.parametrize("change", MUTABLE)
+@pytest.mark.parametrize("change", thinned(MUTABLE))
 def test_what_could_change_after_its_proof_is_not_proved(change: Callable[[Schedule], Schedule]) -> None:
     """Neither afresh nor with the proof of equal lists that cannot change."""
     proved = prove(lower(schedules.build("onef1b", workers=2, microbatches=2)))

@@ -17,6 +17,7 @@ from meshwright.runtime.parameters.parameters import Rules
 from meshwright.train.models import small_models as models
 from tests.conftest import Pool
 from tests.support.parity import model
+from tests.support.thin import thinned
 from tests.support.training import Recipe, agree
 
 PLANS: list[dict[str, Any]] = [
@@ -118,7 +119,7 @@ def frozen(which: str) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("which", ["some", "stage", "first", "last", "most", "biases"])
-@pytest.mark.parametrize("plan", [*PLANS[:4], {"schedule": "zero_bubble", "pp": 4, "recompute": "early"}], ids=shown)
+@pytest.mark.parametrize("plan", thinned([*PLANS[:4], {"schedule": "zero_bubble", "pp": 4, "recompute": "early"}]), ids=shown)
 def test_frozen_parameters_stay(pool: Pool, which: str, plan: dict[str, Any]) -> None:
     wanted, _ = agree(pool, Recipe(partial(frozen, which), noise, clip=0.05), **plan)
     torch.manual_seed(0)
@@ -128,7 +129,7 @@ def test_frozen_parameters_stay(pool: Pool, which: str, plan: dict[str, Any]) ->
             assert p.requires_grad or torch.equal(p.double(), wanted.weights[f"{index}.{name}"])
 
 
-@pytest.mark.parametrize("name", ["onef1b", "zero_bubble", "chimera", "pipedream", "cyclic"])
+@pytest.mark.parametrize("name", thinned(["onef1b", "zero_bubble", "chimera", "pipedream", "cyclic"]))
 @pytest.mark.parametrize("which", ["first", "stage", "biases"])
 def test_frozen_parameters_under_verify(pool: Pool, name: str, which: str) -> None:
     found = pool.verify(partial(frozen, which), partial(noise, rows=9), steps=3, pp=4, microbatches=4, schedule=name)
@@ -170,7 +171,7 @@ def marked(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=shown)
+@pytest.mark.parametrize("plan", thinned(PLANS), ids=shown)
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_one_gradient_that_is_no_number_skips_the_step_everywhere(pool: Pool, plan: dict[str, Any], clip: float | None) -> None:
     recipe = Recipe(marked_model, marked, clip=clip, skip=True, optimizer=adamw, scheduler=cosine, steps=3)
