@@ -79,7 +79,10 @@ def _work(pipe: Connection, folder: str, rank: int, world: int, function: Callab
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, open(f"{folder}/stacks-{rank}", "w"), all_threads=True)  # noqa: SIM115 (stays open)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    store.set(f"joined {rank}", "yes")
+    store.wait([f"joined {other}" for other in range(world)])  # an early end would break the connections that others still open
     try:
         result = function(rank, *args)
     except Exception as error:
