@@ -25,6 +25,22 @@ except ImportError:  # the extra `fast` is not installed
 
 
 @njit(cache=True)
+def _start(values: Any, free: float, time: Any, delay: Any, late: Any, travels: bool, each: int, count: int) -> Any:
+    """Returns when an entry that reads these values can start, and the first value that does not exist yet, or -1."""
+    start = free
+    for value in values:
+        if value < 0:
+            continue
+        made = time[value]
+        if made < 0.0:
+            return start, value
+        if travels:
+            made += delay[value // each] if value < count else late[(value - count) // each]
+        start = max(start, made)
+    return start, -1
+
+
+@njit(cache=True)
 def order(
     first: Any,  # where each list begins
     reads: Any,  # [entry, 2] ids of values; ids from `count` on have arrived over a channel
@@ -62,20 +78,7 @@ def order(
         w = stack[top]
         while at[w] < first[w + 1]:
             entry = at[w]
-            start = free[w]
-            missing = -1
-            for column in range(2):
-                value = reads[entry, column]
-                if value < 0:
-                    continue
-                made = time[value]
-                if made < 0.0:
-                    missing = value
-                    break
-                if w < workers:
-                    made += delay[value // each] if value < count else late[(value - count) // each]
-                if made > start:
-                    start = made
+            start, missing = _start(reads[entry], free[w], time, delay, late, w < workers, each, count)
             if missing >= 0:
                 waits[missing] = w
                 break
@@ -86,14 +89,11 @@ def order(
                 arrived[joint] += 1
                 if arrived[joint] < members[joint]:
                     break
-                together = 0.0
-                for k in range(begins[joint], begins[joint + 1]):
-                    together = max(together, free[here[k]])
-                for k in range(begins[joint], begins[joint + 1]):
-                    m = here[k]
-                    ran[done] = at[m]
+                joined = here[begins[joint] : begins[joint + 1]]
+                together = free[joined].max()
+                for m in joined:
                     free[m] = together + duration[at[m]]
-                    key[done] = free[m]
+                    ran[done], key[done] = at[m], free[m]
                     done += 1
                     at[m] += 1
                     if m != w:
