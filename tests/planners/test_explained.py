@@ -53,13 +53,10 @@ def planned(profile: Profile, cluster: Cluster, batch: int, **more: Any) -> mw.P
     return mw.plan(profile, cluster, batch=batch, planner="search", **more)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=SLOW) for seed in range(4, 16))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=SLOW) for seed in range(4, 16) if seed != 9)])
 def test_parts_add_up(seed: int) -> None:
-    profile, cluster, batch = problem(seed)
-    try:
-        plan = planned(profile, cluster, batch)
-    except NothingFitsError:
-        pytest.skip("nothing fits")
+    """In problem 9 nothing fits."""
+    plan = planned(*problem(seed))
     assert sum(plan.causes.values()) == pytest.approx(plan.step_s, rel=1e-9)
     assert set(plan.causes) == {"compute", "tensor communication", "fill and drain", "sync", "update"}
     assert min(plan.causes.values()) >= -1e-12
