@@ -12,7 +12,9 @@ The work limit counts simulated actions, not seconds, so the same input gives th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from time import perf_counter
 
@@ -26,39 +28,34 @@ from meshwright.planners._nearest_fit import nothing_fits
 from meshwright.planners._pricing.mapping import Mapper
 from meshwright.planners._pricing.pool import Pool, SearchTally
 from meshwright.planners._pricing.priced_plan import Priced
-from meshwright.planners._pricing.pricing import Pricer, tensor_of
+from meshwright.planners._pricing.pricing import SMALL, Pricer, tensor_of
 from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search import wide_plans
+from meshwright.planners._search.bound_queue import BoundQueue
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
+from meshwright.planners._search.effort import (
+    ACTIONS,
+    ATTEMPTS,
+    COMPARED,
+    FEW,
+    FIRST,
+    MOST,
+    POLISHED,
+    REFUSALS,
+    ROUNDS,
+    SHAPES,
+    SWAPPED,
+    TRIALS,
+    WIDE,
+)
+from meshwright.planners._search.families import shaped_by_costs
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import NotRunnableError, TensorChoice
 from meshwright.planners._search.wide_plans import EVERY, Stages
 from meshwright.planners.spp import small_enough, stage_candidates
 
 INF = float("inf")
-ACTIONS = 400_000
-"""The most actions that are simulated before a search ends."""
-FIRST = 40
-"""The most plans of one width that are simulated in a row and fit, best bound first."""
-MOST = 320
-"""The same with plans that do not fit, or on at most ten devices."""
-ATTEMPTS = 3
-"""How many plans of a schedule are simulated only to compare it, if they turn out not to fit."""
-WIDE = 1024
-"""On more devices only plans of one width are tried."""
-POLISHED, FEW = 200, 16
-"""The most forwards of a plan whose order is searched, and the most devices: it takes longer than all else."""
-TRIALS = 150
-"""The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
-SHAPES = 6
-"""How many plans of different shapes are mapped to other devices."""
-SWAPPED = 32
-"""On more devices no two of them are swapped."""
-REFUSALS = 4
-"""How many plans the engine may find too large, one by one."""
-ROUNDS = 12
-"""The most steps by which a plan with stages of any width is improved."""
 
 
 def plan(
@@ -104,15 +101,15 @@ class Search:
             self._wide_plans()
         rest = self._best_first(rest)
         self._swap_devices()
-        self._families(listed.fit)
+        self._families(rest)
         yield self._proved(rest)
 
     def _over(self) -> bool:
         return perf_counter() > self.end
 
-    def try_plan(self, found: Candidate | WidePlan, *, below: float = INF) -> Priced | None:
-        """Simulates a plan and keeps it; None if it cannot be built, does not fit, or cannot be shorter than `below`."""
-        priced = self.pricer.quick(found, below=below)
+    def try_plan(self, found: Candidate | WidePlan) -> Priced | None:
+        """Simulates a plan and keeps it; None if it cannot be built or does not fit."""
+        priced = self.pricer.quick(found)
         self._say()
         if priced is None:
             return None
@@ -133,38 +130,46 @@ class Search:
             progress(min(1.0, self.pricer.actions / ACTIONS), found + (f", best step {best.step_s:.4g} s" if best else ""))
 
     def _best_first(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Simulates by bound until the next one cannot be better. Returns what was not simulated."""
-        most, died = FIRST if self.problem.devices > 10 else MOST, self.tally.died
-        for n, candidate in enumerate(candidates):
+        """Simulates by bound until the next one cannot be better. Returns what was not simulated.
+
+        On many devices the links of a plan raise its bound first. On few, slower plans matter too: mapped to other devices they
+        may be the best.
+        """
+        queue, raises = BoundQueue(candidates), self.problem.devices > SWAPPED
+        most, died, tried, raised = FIRST if self.problem.devices > 10 else MOST, self.tally.died, 0, 0
+        while (candidate := queue.lowest()) is not None:
             best = self.pool.best()
-            tried = n >= MOST or n - (self.tally.died - died) >= most
-            spent = self.pricer.actions > ACTIONS or tried or self._over()
+            many = max(tried, raised) >= MOST or tried - (self.tally.died - died) >= most
+            spent = many or self.pricer.actions > ACTIONS or self._over()
             if best is not None and (candidate.bound_s >= best.step_s * (1 - 1e-9) or spent):
-                return candidates[n:]
-            swapped = self.problem.devices <= SWAPPED  # then slower plans matter, too: on other devices they may be the best
+                break
+            queue.pop()
             if self.problem.uniform and self.pool.rejects(candidate):
-                self.tally.died += 1
+                tried, self.tally.died = tried + 1, self.tally.died + 1
+            elif raises and best is not None and not candidate.sharp:
+                raised += 1
+                queue.put_back(replace(candidate, bound_s=self.pricer.bound_s(candidate), sharp=True))
             else:
-                self.try_plan(candidate, below=INF if best is None or swapped else best.step_s)
-        return []
+                tried += 1
+                self.try_plan(candidate)
+        return queue.rest()
 
     def _families(self, candidates: list[Candidate]) -> None:
-        """Simulates the most promising plan of each family that was not simulated, so that it can be compared."""
-        excluded = {plan.family.name for _, plan in self.pricer.excluded}
-        tried = dict.fromkeys(self.pool.families() | excluded, ATTEMPTS)
-        for candidate in candidates:
+        """Simulates the most promising plans of each schedule, so that it can be compared, although they are not the best ones.
+
+        Those whose bounds know their links go first, as long as they may be the best of their schedule.
+        """
+        steps = {each.family.name: each.step_s for each in sorted(self.pool.plans, key=lambda each: -each.step_s)}
+        failed: Counter[str] = Counter()
+        for candidate in sorted(candidates, key=lambda each: not each.sharp):
             name = candidate.family.name
             size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
-            if tried.get(name, 0) < ATTEMPTS and size <= ACTIONS // 16 and not self._over():
-                tried[name] = ATTEMPTS if self.try_plan(candidate) is not None else tried.get(name, 0) + 1
-
-    def _excluded(self) -> None:
-        """Simulates plans that cannot be the best one, as far as they may be the best of their schedule."""
-        steps = {each.family.name: each.step_s for each in sorted(self.pool.plans, key=lambda each: -each.step_s)}
-        for bound, plan in sorted(self.pricer.excluded, key=lambda pair: pair[0]):
-            name = plan.family.name
-            if bound < steps.get(name, INF) and not self._over() and (priced := self.try_plan(plan)) is not None:
-                steps[name] = min(steps.get(name, INF), priced.step_s)
+            sharp = candidate.sharp and not shaped_by_costs(candidate.family)  # to make an order takes long
+            wanted = candidate.bound_s < steps.get(name, INF) if sharp else name not in steps
+            if wanted and failed[name] < ATTEMPTS and size <= COMPARED and not self._over():
+                priced = self.try_plan(candidate)
+                failed[name] += priced is None
+                steps[name] = min(steps.get(name, INF), INF if priced is None else priced.step_s)
 
     def _wide_plans(self) -> None:
         """Tries plans with stages of any width."""
@@ -184,8 +189,9 @@ class Search:
             bounds = (wide_plans.bound_s(problem, stages, microbatches, rows) for _, stages in starts)
             ranked = sorted(zip(bounds, count(), starts, strict=False), key=lambda item: item[:2])
             self.tally.bounded += len(ranked)
-            for bound, _, (source, stages) in ranked:
-                self._try_stages(stages, bound, microbatches, rows, source)
+            for place, (bound, _, (source, stages)) in enumerate(ranked):
+                compared = place == 0 and 2 * len(stages) * microbatches <= SMALL
+                self._try_stages(stages, 0.0 if compared else bound, microbatches, rows, source)
             self._improve(microbatches, rows, [stages for _, _, (_, stages) in ranked])
             self._polish(microbatches, rows)
 
@@ -273,7 +279,6 @@ class Search:
                 self._refuse_mode(best)
                 self.tally.open_s = rest[0].bound_s if rest else INF
                 self.pricer.keep_order(best)
-                self._excluded()
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
             tight = self.tight[best.sharding] = filled if refused >= REFUSALS else INF
             alike = [each for each in self.pool.plans if each.sharding is best.sharding and each is not best]

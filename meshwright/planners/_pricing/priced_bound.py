@@ -1,8 +1,8 @@
-"""A bound on the step of a plan whose costs and links are known, for schedules with split backwards, before its order is made.
+"""A bound on the step of a plan whose costs and links are known, before its order is made.
 
-The bounds of `group_bounds.py` know no links. This one adds them: messages delay the first forward of a worker, a link carries
-all microbatches of its boundaries, and a worker adds up the gradients of its stages one after the other. To make an order for
-given costs takes longer than all else, so a plan that this bound excludes is not built.
+The bounds of `group_bounds.py` know no links. This one adds them: messages delay the first forward of a worker and the last
+backward after it, a link carries all microbatches of its boundaries, and a worker adds up the gradients of its stages one after
+the other. To simulate a plan takes longer, and to make an order for its costs much longer.
 """
 
 from __future__ import annotations
@@ -33,17 +33,28 @@ class _Load:
         self.busy_s += busy_s
 
 
-def split_bound_s(placement: Placement, costs: Sequence[StageCost], links: Cluster, microbatches: int) -> float:
-    """No order of so many microbatches with split backwards is faster, updates not included.
+def priced_bound_s(
+    placement: Placement,
+    costs: Sequence[StageCost],
+    links: Cluster,
+    microbatches: int,
+    *,
+    split: bool,
+    most: Sequence[float],
+) -> float:
+    """No order of so many microbatches is faster, updates not included.
 
-    Replicas of the pipeline run equally many microbatches, which must divide among them.
+    Replicas of the pipeline run equally many microbatches, or one of them one more. With `split`, weight halves may wait until
+    other workers have what they need. Worker w holds at most `most[w]` activations at once; others wait until one is released.
     """
     each = microbatches // placement.replicas
     forward = [cost.forward_s for cost in costs]
-    back = [cost.input_s + cost.recompute_s for cost in costs]
-    work = [f + b + cost.weight_s for f, b, cost in zip(forward, back, costs, strict=True)]
+    back = [cost.input_s + cost.recompute_s + (0.0 if split else cost.weight_s) for cost in costs]
+    work = [cost.forward_s + cost.input_s + cost.recompute_s + cost.weight_s for cost in costs]
     heads: dict[int, float] = defaultdict(lambda: INF)
+    tails: dict[int, float] = defaultdict(lambda: INF)
     works: dict[int, float] = defaultdict(float)
+    stays: dict[int, float] = defaultdict(float)
     loads: dict[tuple[int, int], _Load] = defaultdict(_Load)
     gradient = [0.0] * len(costs)  # when the last gradient of a stage exists, at the earliest
     best = 0.0
@@ -54,9 +65,13 @@ def split_bound_s(placement: Placement, costs: Sequence[StageCost], links: Clust
         down = [0.0, *accumulate(b + again for b, (_, _, again, _) in zip(back, hops, strict=False))]  # from a stage to stage 0
         trip = start[-1] + forward[-1] + back[-1] + down[-1]
         best = max(best, trip)
+        after = 0.0  # the least that follows the last action of a stage
         for stage, worker in enumerate(workers):
-            heads[worker] = min(heads[worker], start[stage])
+            travels = 0.0 if split or stage == 0 else hops[stage - 1][2] + back[stage - 1] + after
+            after = max(costs[stage].sync_s, travels)
+            heads[worker], tails[worker] = min(heads[worker], start[stage]), min(tails[worker], after)
             works[worker] += each * work[stage]
+            stays[worker] += trip - start[stage] - down[stage]
             gradient[stage] = max(gradient[stage], start[stage] + each * work[stage])
         for stage, (there, sends, again, returns) in enumerate(hops):
             ready, rest = start[stage] + forward[stage], down[stage] + back[stage]
@@ -65,8 +80,8 @@ def split_bound_s(placement: Placement, costs: Sequence[StageCost], links: Clust
                 loads[_link(ends, links.duplex)].add(ready, each * sends, there - sends + trip - start[stage + 1])
             if returns:
                 loads[_link(ends[::-1], links.duplex)].add(trip - rest - again, each * returns, again - returns + rest)
-    for worker, held in enumerate(placement.held):  # the last thing that it computes is a gradient, which is added up after that
-        best = max(best, heads[worker] + works[worker] + min(costs[stage].sync_s for _, stage in held))
+    for worker, head in heads.items():
+        best = max(best, head + works[worker] + tails[worker], each * stays[worker] / most[worker])
     best = max([best, *(load.first_s + load.busy_s + load.rest_s for load in loads.values())])
     return max([best, *_sums(placement, costs, gradient)])
 

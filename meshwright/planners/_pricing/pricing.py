@@ -22,7 +22,7 @@ from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
-from meshwright.planners._pricing.priced_bound import split_bound_s
+from meshwright.planners._pricing.priced_bound import priced_bound_s
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.uncounted_memory import added_bytes, added_to_wide
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
@@ -56,22 +56,20 @@ class Pricer:
         self.problem, self.enumerator = problem, enumerator
         self._programs: dict[tuple[object, ...], QuickProgram] = {}
         self.simulated = self.proved = self.actions = self.looked = 0
-        self.excluded: list[tuple[float, Candidate | WidePlan]] = []
-        """Plans that were not built because of their bound, which comes first."""
 
-    def quick(self, plan: Candidate | WidePlan, *, below: float = float("inf")) -> Priced | None:
-        """Returns a plan with its time and its memory; None if its schedule cannot be built at these sizes.
-
-        Also None if its order would have to be made, and no order can be shorter than `below`.
-        """
+    def bound_s(self, plan: Candidate) -> float:
+        """Returns a bound on the step of a plan that knows its links: higher than the one that it was enumerated with."""
         priced = self.price(plan)
-        if below < float("inf") and priced.family.split and shaped_by_costs(priced.family):
-            placement = placement_of(priced.family, priced.workers)
-            bound = split_bound_s(placement, priced.costs, priced.links, priced.microbatches) + priced.update_s
-            if bound >= below * (1 - 1e-9):
-                self.actions += priced.actions
-                self.excluded.append((bound, plan))
-                return None
+        most = self.enumerator.alive(plan.family, plan.pp, plan.microbatches)[1]
+        placement = placement_of(plan.family, plan.pp)
+        bound = priced_bound_s(
+            placement, priced.costs, priced.links, plan.microbatches, split=plan.family.split, most=most.tolist()
+        )
+        return max(plan.bound_s, bound + priced.update_s)
+
+    def quick(self, plan: Candidate | WidePlan) -> Priced | None:
+        """Returns a plan with its time and its memory; None if its schedule cannot be built at these sizes."""
+        priced = self.price(plan)
         try:
             program = self._program(priced)
         except MeshwrightError:

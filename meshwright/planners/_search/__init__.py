@@ -1,9 +1,11 @@
 """What the planner `search` tries: problems as arrays, candidates with bounds, their devices.
 
 problem                layers, devices and links as arrays
+effort                 how much work a search does
 families               schedules that a search tries
 candidate_plans        what a plan is before it is simulated
 candidates             enumerates plans with bounds
+bound_queue            candidates by bound, which may rise
 group_bounds           bounds for groups of plans
 wide_plans             plans whose stages have different widths
 threshold_partition    stages of any width under a limit

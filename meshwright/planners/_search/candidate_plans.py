@@ -29,6 +29,8 @@ class Candidate:
     reverse: bool = False
     ranks: tuple[int, ...] = ()
     """The device of each rank, if not that of the layout."""
+    sharp: bool = False
+    """Whether the bound knows the links of the plan."""
 
     @property
     def key(self) -> tuple[object, ...]:

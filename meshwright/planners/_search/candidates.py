@@ -1,6 +1,6 @@
 """Every plan of one width that a search considers, with a bound on its step and on its memory, before anything is built.
 
-The bound of worker w is (forwards before its first stage) + (all its work) + (backwards after its last), plus half of what its
+The bound of worker w is (forwards before its first stage) + (all its work) + (backwards after its last), plus what its
 sums take; no order is faster. A worker that holds few activations at once also waits until microbatches come back to it. The
 bound on memory counts parameters, gradients, optimizer state, the activations that every order of the family holds, the scratch
 of the largest layer, and the reserve.
@@ -176,7 +176,7 @@ class Enumerator:
             for reverse in (False,) if problem.uniform else (False, True):
                 found = self.grid(pp, dp, tp, layout, reverse)
                 group = self._group(family, pp, (rows, share), tensor, recompute, found)
-                alive, most = self._alive(family, pp, count)
+                alive, most = self.alive(family, pp, count)
                 bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group), most)
                 capacity = problem.memory[:1] if problem.uniform else problem.memory[found.devices].min(axis=(1, 2))
                 for zero in zeros:
@@ -189,8 +189,8 @@ class Enumerator:
                         family, pp, dp, tensor, rows, share, count, zero, recompute, layout, group.ends, step, over, reverse
                     )
 
-    def _alive(self, family: Family, pp: int, count: int) -> tuple[Floats, Floats]:
-        """The least and the most activations of each worker."""
+    def alive(self, family: Family, pp: int, count: int) -> tuple[Floats, Floats]:
+        """Returns the least and the most activations of each worker."""
         key = (family, pp, count)
         if key not in self._lives:
             least, most = (
@@ -222,7 +222,11 @@ class Enumerator:
     def _sync_s(
         self, family: Family, pp: int, dp: int, tensor: TensorChoice, layout: str, reverse: bool, group: GroupBounds
     ) -> Floats:
-        """The time of one gather at the best rate of its group, for each stage: to add up takes two of them."""
+        """The least time of the sums of each stage: two gathers at the best rate of its group.
+
+        Copies that divide their state gather parameters after the sum of gradients, which takes as long as the second half of a
+        plain sum. With zero-3 nothing is gathered at the end of a step.
+        """
         replicas = family.replicas
         key = (family if replicas > 1 else None, pp, dp, tensor.tp, layout, reverse)
         if key not in self._rates:
@@ -232,7 +236,8 @@ class Enumerator:
         rates, count = self._rates[key]
         if replicas == 1:
             rates = rates[group.worker[0]]
-        least: Floats = (count - 1) / count * group.parameters / rates
+        gathers = 1 if family is ZERO_3 else 2
+        least: Floats = gathers * (count - 1) / count * group.parameters / rates
         return least
 
 

@@ -1,0 +1,28 @@
+"""How much work a search does before it ends. The limits count plans and actions, not seconds: the same input, the same plan."""
+
+from __future__ import annotations
+
+ACTIONS = 400_000
+"""The most actions that are simulated before a search ends."""
+FIRST = 40
+"""The most plans of one width that are simulated in a row and fit, best bound first."""
+MOST = 320
+"""The same with plans that do not fit, or on at most ten devices; and the most whose bounds are raised in a row."""
+COMPARED = ACTIONS // 16
+"""The most actions of a plan that is simulated only to compare its schedule."""
+ATTEMPTS = 3
+"""How many plans of a schedule are simulated only to compare it, if they turn out not to fit."""
+WIDE = 1024
+"""On more devices only plans of one width are tried."""
+POLISHED, FEW = 200, 16
+"""The most forwards of a plan whose order is searched, and the most devices: it takes longer than all else."""
+TRIALS = 150
+"""The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
+SHAPES = 6
+"""How many plans of different shapes are mapped to other devices."""
+SWAPPED = 32
+"""On more devices no two of them are swapped, and plans whose links make them slow are not simulated."""
+REFUSALS = 4
+"""How many plans the engine may find too large, one by one."""
+ROUNDS = 12
+"""The most steps by which a plan with stages of any width is improved."""
