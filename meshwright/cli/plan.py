@@ -37,7 +37,9 @@ def plan(
     ] = None,
     length: Annotated[int | None, inputs.size_option("--length", help="Tokens per row, for MODEL.")] = None,
     batch_function: inputs.BatchFunction = None,
-    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16, for MODEL.")] = "fp32",
+    precision: Annotated[
+        str | None, typer.Option("--precision", show_default="fp32", help="fp32, bf16 or fp16, for MODEL.")
+    ] = None,
     cluster: inputs.ClusterFile = None,
     microbatches: Annotated[
         int | None, inputs.size_option("--microbatches", "-n", show_default="16", help="Microbatches per step.")
@@ -124,7 +126,7 @@ def plan(
         return
     if layers.rows and step is None and microbatches is not None and rows is not None:
         step = microbatches * rows
-    planned = Planned(found, machine, str(cluster), model, batch_function, length, precision, step, output)
+    planned = Planned(found, machine, str(cluster), model, batch_function, length, layers.precision, step, output)
     sys.stdout.write(plan_text(found, layers, machine, steps=list(next_commands(context, planned))) + "\n")
 
 
@@ -173,7 +175,7 @@ def _rows(batch: int, microbatches: int, rows: int | None) -> int:
 
 
 def _layers(
-    model: str | None, profile: Path | None, cluster: Cluster, length: int | None, batch: str | None, precision: str
+    model: str | None, profile: Path | None, cluster: Cluster, length: int | None, batch: str | None, precision: str | None
 ) -> tuple[Profile, Refusal | None]:
     """Returns the layers of a profile, or of a model that is profiled for this cluster, and why plans cannot run the model."""
     if (model is None) == (profile is None):
@@ -183,7 +185,7 @@ def _layers(
     if profile is not None:
         layers = _profile(profile)
         own = (("--length", length is not None), ("--batch-function", batch is not None))
-        for flag, is_given in (*own, ("--precision", precision not in ("fp32", layers.precision))):
+        for flag, is_given in (*own, ("--precision", precision not in (None, layers.precision))):
             if is_given:
                 raise MeshwrightError(
                     f"{flag} is for a MODEL: a profile is made for one {flag[2:]}",
@@ -197,7 +199,7 @@ def _layers(
     assert model is not None
     gc.enable()  # a trace leaves reference cycles
     built, example = named_model(model, length=length, batch=batch)
-    return profile_model(built, example, cluster=cluster, precision=precision), PlanRefusal(built, example)
+    return profile_model(built, example, cluster=cluster, precision=precision or "fp32"), PlanRefusal(built, example)
 
 
 def _profile(path: Path) -> Profile:

@@ -173,6 +173,17 @@ def test_contradictions_are_refused_with_numbers(eight: str, flags: list[str], w
     assert code == 2 and what in error and fix in error.split("try:")[1], error
 
 
+def test_a_precision_is_refused_that_a_profile_has_not(tmp_path: Path) -> None:
+    """Also the one that is the default for a model; the precision of the profile itself is not refused."""
+    profile, cluster, _ = problem(0)
+    (tmp_path / "p.json").write_text(profile_to_json(replace(profile, precision="bf16")))
+    (tmp_path / "c.toml").write_text(cluster_to_toml(cluster))
+    given = ["--profile", str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.toml"), "--batch", "8", "--json"]
+    code, _, error = run(*given, "--precision", "fp32")
+    assert code == 2 and "--precision is for a MODEL" in error, error
+    assert run(*given)[0] == run(*given, "--precision", "bf16")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "fix"),
     [
