@@ -190,7 +190,7 @@ class Search:
             ranked = sorted(zip(bounds, count(), starts, strict=False), key=lambda item: item[:2])
             self.tally.bounded += len(ranked)
             for place, (bound, _, (source, stages)) in enumerate(ranked):
-                compared = place == 0 and 2 * len(stages) * microbatches <= SMALL
+                compared = place == 0 and problem.devices > SWAPPED and 2 * len(stages) * microbatches <= SMALL
                 self._try_stages(stages, 0.0 if compared else bound, microbatches, rows, source)
             self._improve(microbatches, rows, [stages for _, _, (_, stages) in ranked])
             self._polish(microbatches, rows)
