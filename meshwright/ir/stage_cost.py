@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -52,7 +53,7 @@ class StageCost:
     gather_s: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = [getattr(self, name) for name in self.__slots__]
+        numbers = _numbers(self)
         if min(numbers) < 0 or not sum(numbers) < float("inf"):
             raise MeshwrightError(f"costs are numbers of at least 0, got {self}")
 
@@ -64,6 +65,9 @@ class StageCost:
     def scaled(self, factor: float) -> StageCost:
         """Returns the cost of `factor` times as many layers."""
         return StageCost(**{name: value * factor for name, value in asdict(self).items()})
+
+
+_numbers = attrgetter(*StageCost.__slots__)
 
 
 def even_costs(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from time import perf_counter
 
@@ -148,7 +147,7 @@ class Search:
                 tried, self.tally.died = tried + 1, self.tally.died + 1
             elif raises and best is not None and not candidate.sharp:
                 raised += 1
-                queue.put_back(replace(candidate, bound_s=self.pricer.bound_s(candidate), sharp=True))
+                queue.put_back(self.pricer.raised(candidate))
             else:
                 tried += 1
                 self.try_plan(candidate)
@@ -160,16 +159,16 @@ class Search:
         Those whose bounds know their links go first, as long as they may be the best of their schedule.
         """
         steps = {each.family.name: each.step_s for each in sorted(self.pool.plans, key=lambda each: -each.step_s)}
-        failed: Counter[str] = Counter()
+        tried: Counter[str] = Counter()
         for candidate in sorted(candidates, key=lambda each: not each.sharp):
             name = candidate.family.name
             size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
             sharp = candidate.sharp and not shaped_by_costs(candidate.family)  # to make an order takes long
             wanted = candidate.bound_s < steps.get(name, INF) if sharp else name not in steps
-            if wanted and failed[name] < ATTEMPTS and size <= COMPARED and not self._over():
-                priced = self.try_plan(candidate)
-                failed[name] += priced is None
-                steps[name] = min(steps.get(name, INF), INF if priced is None else priced.step_s)
+            if wanted and tried[name] < ATTEMPTS and size <= COMPARED and not self._over():
+                tried[name] += 1
+                if (priced := self.try_plan(candidate)) is not None:
+                    steps[name] = min(steps.get(name, INF), priced.step_s)
 
     def _wide_plans(self) -> None:
         """Tries plans with stages of any width."""

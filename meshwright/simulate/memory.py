@@ -46,14 +46,15 @@ def at_peak(found: Iterable[Life], times: Times) -> dict[str, float]:
             if life.ended is not None:
                 changes.append((*_when(times, life.ended), False, -life.bytes, kind))
     changes.sort()
-    now: dict[str, float] = {}
     size = most = 0.0
-    peak: dict[str, float] = {}
-    for *_, more, kind in changes:
-        size += more
-        now[kind] = now.get(kind, 0.0) + more
+    count = 0  # changes up to the peak
+    for number, change in enumerate(changes, 1):
+        size += change[4]
         if size > most:
-            most, peak = size, dict(now)
+            most, count = size, number
+    peak: dict[str, float] = {}
+    for *_, more, kind in changes[:count]:
+        peak[kind] = peak.get(kind, 0.0) + more
     return peak
 
 

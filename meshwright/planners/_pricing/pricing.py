@@ -27,7 +27,7 @@ from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.uncounted_memory import added_bytes, added_to_wide
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.families import Family, shaped_by_costs
+from meshwright.planners._search.families import Family, shaped_by_costs, shaped_by_links
 from meshwright.planners._search.grid_layout import (
     grid_stages,
     stage_slowness,
@@ -55,21 +55,25 @@ class Pricer:
     def __init__(self, problem: Problem, enumerator: Enumerator) -> None:
         self.problem, self.enumerator = problem, enumerator
         self._programs: dict[tuple[object, ...], QuickProgram] = {}
+        self._raised: dict[Candidate | WidePlan, Priced] = {}
         self.simulated = self.proved = self.actions = self.looked = 0
 
-    def bound_s(self, plan: Candidate) -> float:
-        """Returns a bound on the step of a plan that knows its links: higher than the one that it was enumerated with."""
+    def raised(self, plan: Candidate) -> Candidate:
+        """Returns a plan with a bound on its step that knows its links: higher than the one that it was enumerated with."""
         priced = self.price(plan)
         most = self.enumerator.alive(plan.family, plan.pp, plan.microbatches)[1]
         placement = placement_of(plan.family, plan.pp)
         bound = priced_bound_s(
             placement, priced.costs, priced.links, plan.microbatches, split=plan.family.split, most=most.tolist()
         )
-        return max(plan.bound_s, bound + priced.update_s)
+        found = replace(plan, bound_s=max(plan.bound_s, bound + priced.update_s), sharp=True)
+        if priced.actions <= SMALL:
+            self._raised[found] = replace(priced, plan=found)
+        return found
 
     def quick(self, plan: Candidate | WidePlan) -> Priced | None:
         """Returns a plan with its time and its memory; None if its schedule cannot be built at these sizes."""
-        priced = self.price(plan)
+        priced = self._raised.pop(plan, None) or self.price(plan)
         try:
             program = self._program(priced)
         except MeshwrightError:
@@ -97,19 +101,16 @@ class Pricer:
 
     def schedule(self, priced: Priced) -> Schedule:
         """Builds the schedule of a plan."""
-        costs: dict[str, Any] = {"costs": priced.costs} if shaped_by_costs(priced.family) else {}
-        if costs and priced.family.schedule in ("listed", "onef1b"):
-            costs["cluster"] = priced.links
-        return _built(priced.family, priced.workers, priced.microbatches, priced.sharding, **costs)
+        return self._program(priced).schedule
 
     def _program(self, priced: Priced) -> QuickProgram:
-        if shaped_by_costs(priced.family):
-            return QuickProgram(self.schedule(priced))
-        key = (priced.family, priced.workers, priced.microbatches, priced.sharding)
+        if shaped_by_links(priced.family):
+            return QuickProgram(_built(*_shape(priced), costs=priced.costs, cluster=priced.links))
+        key = (*_shape(priced), _compute_times(priced.costs) if shaped_by_costs(priced.family) else None)
         if priced.actions <= SMALL:
             return _small_program(*key)
         if key not in self._programs:
-            self._programs[key] = QuickProgram(_built(*key))
+            self._programs[key] = _program(*key)
         return self._programs[key]
 
     def engine(self, priced: Priced, *, bounded: bool = False) -> tuple[Timeline, tuple[MemoryUse, ...]]:
@@ -128,7 +129,7 @@ class Pricer:
 
     def keep_order(self, priced: Priced) -> None:
         """Stores the order itself in a plan whose order was made for its links: a run does not know them."""
-        if priced.family.schedule in ("listed", "onef1b") and shaped_by_costs(priced.family):
+        if shaped_by_links(priced.family):
             kept = {key: value for key, value in priced.parallel.items() if key not in ("schedule", "options", "pp")}
             priced.parallel = {**kept, "order": json.loads(schedule_to_json(self.schedule(priced)))}
 
@@ -260,15 +261,34 @@ def _waiting_bytes(priced: Priced, computed_s: Sequence[float]) -> list[float]:
     ]
 
 
+Shape = tuple[Family, int, int, Sharding]
+ComputeTimes = tuple[tuple[float, float, float, float], ...]
+
+
+def _shape(priced: Priced) -> Shape:
+    return priced.family, priced.workers, priced.microbatches, priced.sharding
+
+
+def _compute_times(costs: Sequence[StageCost]) -> ComputeTimes:
+    """All that an order depends on which is made for costs, but not for links."""
+    return tuple((cost.forward_s, cost.input_s, cost.weight_s, cost.recompute_s) for cost in costs)
+
+
 def _built(family: Family, workers: int, microbatches: int, sharding: Sharding, **more: Any) -> Schedule:
     built = build(family.schedule, workers=workers, microbatches=microbatches, **{**family.options, **more})
     return replace(built, sharding=sharding)
 
 
-@lru_cache(maxsize=64)
-def _small_program(family: Family, workers: int, microbatches: int, sharding: Sharding) -> QuickProgram:
-    """The lists of a small schedule that does not depend on costs: the next search needs them again."""
-    return QuickProgram(_built(family, workers, microbatches, sharding))
+def _program(
+    family: Family, workers: int, microbatches: int, sharding: Sharding, times: ComputeTimes | None = None
+) -> QuickProgram:
+    """The lists of a schedule that does not depend on links."""
+    more = {} if times is None else {"costs": tuple(StageCost(*of_stage) for of_stage in times)}
+    return QuickProgram(_built(family, workers, microbatches, sharding, **more))
+
+
+_small_program = lru_cache(maxsize=64)(_program)
+"""Keeps small ones: the next search, with other links or another memory, needs them again."""
 
 
 def tensor_of(plan: Candidate | WidePlan) -> TensorChoice:

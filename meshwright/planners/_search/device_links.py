@@ -26,6 +26,10 @@ class DeviceLinks:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.size = cluster, cluster.size
         self.seat, self.latency, self.rate = _tables(cluster)
+        self.by_device = len(self.rate) == self.size and bool((self.seat == np.arange(self.size)).all())
+        if self.by_device:  # a device has no link to itself
+            np.fill_diagonal(self.latency, 0.0)
+            np.fill_diagonal(self.rate, np.inf)
         self.worst_latency, self.worst_rate = np.maximum(self.latency, self.latency.T), np.minimum(self.rate, self.rate.T)
         self.by_host = bool(cluster.hosts) and not cluster.bandwidths and not cluster.links
         self._gathers: dict[tuple[object, ...], float] = {}
@@ -77,7 +81,11 @@ class DeviceLinks:
         """Returns the largest latency and the lowest bandwidth among some devices, or between them and others."""
         one, other = tuple(ranks), tuple(ranks if others is None else others)
         found = self._slowest.get((one, other))
-        if found is None:
+        if found is None and self.by_device:
+            block = np.ix_(one, other)
+            found = Link(float(self.worst_latency[block].max()), float(self.worst_rate[block].min()))
+            self._slowest[one, other] = found
+        elif found is None:
             together = np.bincount(self.seat[list({*one, *other})], minlength=len(self.rate))
             a, b = np.unique(self.seat[list(one)]), np.unique(self.seat[list(other)])
             pairs = (a[:, None] != b) | (together[b] > 1)  # a device has no link to itself
@@ -102,7 +110,8 @@ class DeviceLinks:
         if len(set(map(len, groups))) == 1:
             seats = self.seat[np.stack(list(groups))]
             pairs = self.worst_rate[seats[:, :, None], seats[:, None, :]]
-            pairs[:, np.eye(seats.shape[1], dtype=bool)] = np.inf  # a device has no link to itself
+            if not self.by_device:
+                pairs[:, np.eye(seats.shape[1], dtype=bool)] = np.inf
             slowest: Floats = pairs.min(axis=(1, 2))
             return slowest
         return np.array([self.slowest(group).bytes_per_s for group in groups])

@@ -11,7 +11,7 @@ MOST = 320
 COMPARED = ACTIONS // 16
 """The most actions of a plan that is simulated only to compare its schedule."""
 ATTEMPTS = 3
-"""How many plans of a schedule are simulated only to compare it, if they turn out not to fit."""
+"""How many plans of a schedule are simulated only to compare it."""
 WIDE = 1024
 """On more devices only plans of one width are tried."""
 POLISHED, FEW = 200, 16

@@ -147,3 +147,8 @@ def shaped_by_costs(family: Family) -> bool:
     uses["onef1b"] = "memory" in options
     uses["listed"] = options.get("strict") is False or "memory" in options
     return family.schedule in shaped and "costs" in parameters(family.schedule) and uses.get(family.schedule, True)
+
+
+def shaped_by_links(family: Family) -> bool:
+    """Whether the order of a schedule depends on links too. A run does not know them, so a plan stores such an order itself."""
+    return family.schedule in ("listed", "onef1b") and shaped_by_costs(family)
