@@ -9,6 +9,7 @@ recompute_budget    the least recompute under a memory budget
 quick_sweep         times without lowering, for searches
 quick_program       its input as arrays
 quick_kernels       its loops
+quick_syncs         its sums of gradients
 quick_wires         its messages
 quick_memory        its memory
 """

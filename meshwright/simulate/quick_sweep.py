@@ -11,36 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.ir.action import NONE
 from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.schedule import Recompute, Schedule, Sharding
+from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.stage_cost import StageCost
 from meshwright.passes.sync import Sync
 from meshwright.simulate import quick_kernels as kernels
 from meshwright.simulate.quick_program import Ints, QuickLists, joined, quick_lists
+from meshwright.simulate.quick_syncs import PlacedRows, follows_times, list_positions, placed_rows
 from meshwright.simulate.quick_wires import QuickWires
 from meshwright.simulate.simulator import simulate
 
 Floats = NDArray[np.float64]
-COMPUTES, REDUCES, NORM, UPDATES = range(4)
-
-
-@dataclass
-class _Rows:
-    """Entries of all lists, one after the other."""
-
-    first: Ints
-    classes: Ints  # -1 for a reduction, norm, update or gather
-    reads: Ints
-    writes: Ints
-    duration: Floats
-    event: Ints
-    kind: Ints
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,13 @@ class QuickProgram:
         self.sync = Sync(sync)
         self.lists: QuickLists | None = quick_lists(schedule) if self.sync in (Sync.EAGER, Sync.LAZY) else None
 
+    @cached_property
+    def placed(self) -> PlacedRows | None:
+        """The lists with syncs; None if their places depend on times."""
+        if self.lists is None or follows_times(self.schedule, self.sync):
+            return None
+        return placed_rows(self.lists, self.schedule, self.sync, list_positions(self.lists))
+
     @property
     def quick(self) -> bool:
         """False if only the plain engine can run this schedule."""
@@ -75,7 +69,7 @@ class QuickProgram:
             timeline = simulate(self.schedule, costs, cluster, sync=self.sync, overlap=overlap)
             ends = tuple(spans[-1].end_s if spans else 0.0 for spans in timeline.compute)
             return QuickTimes(timeline.makespan_s, ends)
-        return _Sweep(self.lists, self.sync, settled(self.schedule, costs), costs, cluster, overlap).run()
+        return _Sweep(self, self.lists, settled(self.schedule, costs), costs, cluster, overlap).run()
 
 
 def settled(schedule: Schedule, costs: Sequence[StageCost]) -> Schedule:
@@ -88,14 +82,14 @@ def settled(schedule: Schedule, costs: Sequence[StageCost]) -> Schedule:
 class _Sweep:
     def __init__(
         self,
+        program: QuickProgram,
         lists: QuickLists,
-        sync: Sync,
         schedule: Schedule,
         costs: Sequence[StageCost],
         cluster: Cluster,
         overlap: float,
     ) -> None:
-        self.lists, self.sync, self.schedule, self.cluster = lists, sync, schedule, cluster
+        self.program, self.lists, self.schedule, self.cluster = program, lists, schedule, cluster
         self.price = Price(schedule, costs, cluster)
         self.count = len(lists.slots) * lists.microbatches
         self.plain = np.array([self.price.entry_s(worker, entry) for worker, entry in lists.examples])
@@ -104,16 +98,16 @@ class _Sweep:
             hidden = Price(schedule, costs, cluster, overlap=overlap)
             self.final = np.array([hidden.entry_s(worker, entry) for worker, entry in lists.examples])
         self.wires = QuickWires(lists, schedule, self.price, cluster)
-        self.events: list[tuple[int, ...]] = []
 
     def run(self) -> QuickTimes:
         """Places syncs, orders all entries, and sweeps."""
-        rows = self._with_syncs()
+        rows = self._placed()
+        alone = self._durations(rows)
         workers, each = self.schedule.workers, self.lists.microbatches
-        first, list_of, duration, reads, writes, event = self._with_channels(rows)
+        first, list_of, duration, reads, writes, event = self._with_channels(rows, alone)
         free = self.cluster.free
         delay = np.where((self.wires.source == self.wires.target) | free, 0.0, self.wires.busy + self.wires.latency)
-        members = np.array([len(event) for event in self.events] or [1], np.int64)
+        members = np.array([len(event) for event in rows.members], np.int64)
         late = np.zeros_like(self.wires.latency) if free else self.wires.latency
         sequence = self._sequence(first, reads, writes, duration, event, members, delay, late)
         head, after = kernels.messages(
@@ -130,10 +124,10 @@ class _Sweep:
             each,
             self.count,
         )
-        final = np.where(rows.classes >= 0, self.final[np.maximum(rows.classes, 0)], rows.duration)
+        final = np.where(rows.classes >= 0, self.final[np.maximum(rows.classes, 0)], alone)
         final = np.concatenate([final, np.zeros(len(list_of) - len(final))])
         kind = np.concatenate([rows.kind, np.zeros(len(list_of) - len(rows.kind), np.int64)])
-        first_member, member = joined([np.array(event, np.int64) for event in self.events])
+        first_member, member = joined([np.array(event, np.int64) for event in rows.members])
         last, worked = kernels.times(
             sequence,
             list_of,
@@ -163,14 +157,14 @@ class _Sweep:
         workers, each = self.schedule.workers, self.lists.microbatches
         ran, key = kernels.order(first, reads, writes, duration, event, members, delay, late, workers, each, max(1, self.count))
         if len(ran) < len(duration):
-            simulate(self.schedule, self.price.costs, self.cluster, sync=self.sync)  # raises and says what waits for what
+            simulate(self.schedule, self.price.costs, self.cluster, sync=self.program.sync)  # raises and says what waits for what
         found: Ints = ran[np.argsort(key, kind="stable")]
         return found
 
-    def _with_channels(self, rows: _Rows) -> tuple[Ints, Ints, Floats, Ints, Ints, Ints]:
+    def _with_channels(self, rows: PlacedRows, duration: Floats) -> tuple[Ints, Ints, Floats, Ints, Ints, Ints]:
         """Adds one more list for each channel with an order of its own, and lets readers wait for what it brings."""
         each, count = self.lists.microbatches, self.count
-        first, duration, reads, writes, event = rows.first, rows.duration, rows.reads, rows.writes, rows.event
+        first, reads, writes, event = rows.first, rows.reads, rows.writes, rows.event
         list_of = np.repeat(np.arange(len(first) - 1), np.diff(first))
         if self.wires.channels:
             slot = np.maximum(reads, 0) // each
@@ -186,82 +180,25 @@ class _Sweep:
             event = np.concatenate([event, none])
         return first, list_of, duration, np.ascontiguousarray(reads), np.ascontiguousarray(writes), event
 
-    def _with_syncs(self) -> _Rows:
-        """Adds syncs, the reduction of the norm, updates and gathers to the lists."""
-        schedule = self.schedule
-        insert = self._due()
-        units = list(reversed(range(schedule.units)))
-        norm = self._event(tuple(range(schedule.workers)))
-        gathers: dict[int, int] = {}
-        if schedule.sharding is not Sharding.NONE:
-            gathers = {unit: self._event(schedule.holders[unit]) for unit in units}
-        self.seconds = np.zeros(len(self.events))
-        for number, unit in self.unit_of.items():
-            self.seconds[number] = self.price.sync_s(unit)
-        for unit, number in gathers.items():
-            self.seconds[number] = self.price.gather_s(unit)
-        first, classes, reads, writes = self.lists.joined
-        added: list[tuple[int, int, int]] = []  # place in all lists, event, kind
-        begins = [0]
-        for worker in range(schedule.workers):
-            start, end = int(first[worker]), int(first[worker + 1])
-            added += [(start + place, event, REDUCES) for place, event in insert[worker]]
-            added.append((end, norm, NORM))
-            for unit in units:
-                if worker in schedule.holders[unit]:
-                    added += [(end, -1, UPDATES), *([(end, gathers[unit], REDUCES)] if gathers else [])]
-            begins.append(end + len(added))
-        places, events, kinds = (np.array(column, np.int64) for column in zip(*added, strict=True))
-        none = np.full(len(classes), -1, np.int64)
-        classes, event = np.insert(classes, places, -1), np.insert(none, places, events)
-        kind = np.insert(np.full(len(none), COMPUTES, np.int64), places, kinds)
-        duration = np.where(classes >= 0, self.plain[np.maximum(classes, 0)], 0.0)
-        duration = np.where(event >= 0, self.seconds[np.maximum(event, 0)], duration)
-        reads, writes = np.insert(reads, places, -1, axis=0), np.insert(writes, places, -1, axis=0)
-        return _Rows(np.array(begins, np.int64), classes, reads, writes, duration, event, kind)
-
-    def _event(self, members: tuple[int, ...]) -> int:
-        self.events.append(members)
-        return len(self.events) - 1
-
-    def _due(self) -> list[list[tuple[int, int]]]:
-        """For each worker the syncs of its list, as (place, event)."""
-        schedule, lists = self.schedule, self.lists
-        shared = any(len(workers) > 1 for workers in schedule.holders)
-        singly = schedule.sharding.sums_singly
-        positions = self._positions(shared and (self.sync is not Sync.LAZY or singly))
-        found: list[tuple[int, int, int, int]] = []  # moment, rank among those of one moment, unit, number of a gradient
-        late = sum(map(len, lists.classes))
-        for unit in reversed(range(schedule.units)):
-            ready = {w: lists.last_gradients[w][unit] for w in schedule.runners[unit] if unit in lists.last_gradients[w]}
-            if not ready:
-                continue
-            if singly:
-                longest = max(map(len, ready.values()))
-                for k in range(longest):
-                    moment = max(int(positions[w][of[k]]) for w, of in ready.items() if k < len(of))
-                    found.append((moment, len(found), unit, k))
-            else:
-                moment = late if self.sync is Sync.LAZY else max(int(positions[w][of[-1]]) for w, of in ready.items())
-                found.append((moment, len(found), unit, NONE))
-        insert: list[list[tuple[int, int]]] = [[] for _ in lists.classes]
-        self.unit_of: dict[int, int] = {}
-        for moment, _, unit, _ in sorted(found):
-            event = self._event(schedule.holders[unit])
-            self.unit_of[event] = unit
-            for member in schedule.holders[unit]:
-                insert[member].append((int(np.searchsorted(positions[member], moment, side="right")), event))
-        return insert
-
-    def _positions(self, swept: bool) -> list[Ints]:
-        """The positions of each list's entries in a linear order: list after list, or by a sweep without delays."""
-        first, classes, reads, writes = self.lists.joined
-        workers = range(len(first) - 1)
-        if not swept:
-            return [np.arange(first[w], first[w + 1]) for w in workers]
+    def _placed(self) -> PlacedRows:
+        """The lists with syncs, the reduction of the norm, updates and gathers."""
+        program, first, classes, reads, writes = self.program, *self.lists.joined
+        if program.placed is not None:
+            return program.placed
         none = np.full(len(classes), -1, np.int64)
         zero = np.zeros_like(self.wires.latency)
         sequence = self._sequence(first, reads, writes, self.plain[classes], none, np.ones(1, np.int64), zero, zero)
         position = np.empty(len(sequence), np.int64)
         position[sequence] = np.arange(len(sequence))
-        return [position[first[w] : first[w + 1]] for w in workers]
+        positions = [position[first[w] : first[w + 1]] for w in range(len(first) - 1)]
+        return placed_rows(self.lists, self.schedule, program.sync, positions)
+
+    def _durations(self, rows: PlacedRows) -> Floats:
+        """How long each entry takes; for one that workers do together, once all of them are there."""
+        together = np.zeros(len(rows.members))
+        for event, unit in enumerate(rows.sums):
+            together[event] = self.price.sync_s(unit)
+        for event, unit in rows.gathers.items():
+            together[event] = self.price.gather_s(unit)
+        alone = np.where(rows.classes >= 0, self.plain[np.maximum(rows.classes, 0)], 0.0)
+        return np.where(rows.event >= 0, together[np.maximum(rows.event, 0)], alone)
