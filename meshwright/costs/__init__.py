@@ -11,6 +11,7 @@ declared          words that a scheme sends and keeps
 tensor_rows       compares all modes for one layer
 planned_grid      the grid and scheme of a plan
 stages            costs of the stages of a plan
+gradient_sums     what sums of gradients take, tied parameters included
 placed_plan       links and sums of a plan on the devices of its ranks
 roofline          time of a layer on another device
 memory/           memory of a plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.costs.stages import sum_seconds
+from meshwright.costs.gradient_sums import sum_seconds, sums_beside
 from meshwright.ir.action import Transfer
 from meshwright.ir.analysis.reduction_groups import holders
 from meshwright.ir.cluster import Cluster, Link
@@ -43,11 +43,12 @@ def placed_links(plan: Parallel, schedule: Schedule, cluster: Cluster) -> Cluste
 def placed_costs(plan: Parallel, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageCost, ...]:
     """Returns the costs of a plan's stages, with the time of sums between the devices that its ranks name."""
     ranks = _ranks(plan)
+    groups = [sorted(ranks[seat * plan.tp] for seat in holders(schedule, plan.copies, stage)) for stage in range(len(costs))]
     found: list[StageCost] = []
-    for stage, cost in enumerate(costs):
-        devices = sorted(ranks[seat * plan.tp] for seat in holders(schedule, plan.copies, stage))
-        sync_s, gather_s = sum_seconds(cluster, devices, cost.parameter_bytes, divided=plan.mode.is_zero)
-        found.append(replace(cost, sync_s=sync_s, gather_s=gather_s))
+    for cost, devices, beside in zip(costs, groups, sums_beside(cluster, groups, plan.tp), strict=True):
+        size = cost.parameter_bytes - cost.tied_bytes
+        sync_s, gather_s = sum_seconds(cluster, devices, size, divided=plan.mode.is_zero, beside=beside)
+        found.append(replace(cost, sync_s=sync_s + cost.tied_s, gather_s=gather_s))
     return tuple(found)
 
 

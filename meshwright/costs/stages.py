@@ -4,7 +4,7 @@ The devices that share a stage act as one worker. They run their rows at the sam
 share. Between two stages, each pair of devices sends the rows that both have; the slowest pair decides the time. Pairs that
 cross the same network card divide its rate.
 
-    ROWS    as a run sends them: the rows that two devices have in common, at most d / max(r, r')
+    ROWS    as a run sends them: the rows that two devices have in common, d / max(r, r') if rows divide evenly
     PAIRS   as in the paper of SPP: every pair sends d / (r r')
 """
 
@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
+from meshwright.costs.gradient_sums import SumCost, SumLinks, Tie, stage_sums, ties_of
 from meshwright.costs.memory.memory_classes import optimizer_state, stage_parameters
 from meshwright.ir.cluster import Cluster, Device, Duplex, Link
 from meshwright.ir.plan.chosen_plan import PlanStage
@@ -24,20 +25,17 @@ from meshwright.ir.profile import ChainCost, Profile
 from meshwright.ir.stage_cost import StageCost
 
 
-class GroupLinks(Protocol):
+class GroupLinks(SumLinks, Protocol):
     """Properties of the links between groups of devices. `Cluster` has them; planners have a faster form for many devices."""
 
     def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
-        """Returns the largest latency and the lowest bandwidth among some devices, or between two groups of devices."""
-
-    def all_reduce_s(self, ranks: Sequence[int], size: float) -> float:
-        """Returns the seconds of an all-reduce of a buffer on these devices."""
-
-    def gather_s(self, ranks: Sequence[int], size: float) -> float:
-        """How long these devices need to gather a buffer of which each has an equal part."""
+        """Returns the largest latency and the lowest bandwidth among some devices, or from them to others."""
 
     def shared_links(self, pairs: Sequence[tuple[int, int]]) -> list[Link]:
         """The link of each pair (source, target) if all of them are used at once."""
+
+
+Pair = tuple[int, int]
 
 
 class Charge(StrEnum):
@@ -45,14 +43,6 @@ class Charge(StrEnum):
 
     ROWS = "rows"
     PAIRS = "pairs"
-
-
-def shared_chain(profile: Profile, rows: int | None, width: int) -> ChainCost:
-    """Returns the cost of layers on one of `width` devices that share a microbatch. Bytes are those of the whole microbatch."""
-    if not profile.rows:
-        return profile.at().divided(width)
-    whole, share = profile.at(rows), profile.at(-(-(rows or 0) // width))
-    return whole.with_times(share)
 
 
 def device_slowness(profile: Profile, cluster: Cluster) -> list[float]:
@@ -88,22 +78,29 @@ def stage_costs(
     groups: GroupLinks | None = None,
     chains: Mapping[int, ChainCost] | None = None,
     slowness: Sequence[float] | None = None,
+    ties: Sequence[Tie] | None = None,
 ) -> tuple[StageCost, ...]:
     """Returns the cost of each stage of a plan on one of its devices. The slowest of its devices decides its time.
 
-    Callers that already have `groups`, `chains` and `slowness` can pass them.
+    Callers that already have `groups`, `chains`, `slowness` and `ties` can pass them.
     """
     found: list[StageCost] = []
     if slowness is None:
         slowness = device_slowness(profile, cluster) if charge is Charge.ROWS else [1.0] * cluster.size
     launch = [device.launch_s for device in cluster.devices] if charge is Charge.ROWS else []
     if chains is None:
-        chains = {width: shared_chain(profile, rows, width) for width in {stage.width for stage in stages}}
-    for number, stage in enumerate(stages):
+        chains = {width: profile.shared(rows, width) for width in {stage.width for stage in stages}}
+    sizes = [stage_parameters(profile, stage.layers) for stage in stages]
+    if charge is Charge.PAIRS:
+        sums = _published_sums(groups or cluster, stages, sizes)
+    else:
+        ranges, devices = [stage.layers for stage in stages], [stage.devices for stage in stages]
+        ties = ties_of(profile) if ties is None else ties
+        sums = stage_sums(ties, cluster, groups or cluster, ranges, devices, sizes)
+    for number, (stage, size, costs) in enumerate(zip(stages, sizes, sums, strict=True)):
         chain, width = chains[stage.width], stage.width
         after = stages[number + 1].width if number + 1 < len(stages) else 0
-        lanes = max(width, after) if charge is Charge.ROWS else width * after
-        parameters = stage_parameters(profile, stage.layers)
+        sent = sent_share(width, after, rows if profile.rows else None, charge) if after else 0.0
         slow = max(slowness[device] for device in stage.devices)
         call = max((launch[device] for device in stage.devices), default=0.0) if launch else 0.0
         forward = slow * sum(chain.forward_s[layer] for layer in stage.layers) + call
@@ -113,23 +110,17 @@ def stage_costs(
                 input_s=slow * sum(chain.input_s[layer] for layer in stage.layers) + call,
                 weight_s=slow * sum(chain.weight_s[layer] for layer in stage.layers),
                 recompute_s=forward if stage.recompute else 0.0,
-                sync_s=_sync_s(groups or cluster, stage.devices, parameters, charge),
-                activation_bytes=sum(chain.saved_bytes[layer] for layer in stage.layers) / width,
-                output_bytes=chain.output_bytes[stage.last] / lanes if after else 0.0,
-                gradient_bytes=chain.gradient_bytes[stage.last] / lanes if after else 0.0,
-                parameter_bytes=parameters,
-                optimizer_bytes=optimizer_state(profile, parameters),
+                sync_s=costs.sync_s,
+                activation_bytes=sum(chain.saved_bytes[layer] for layer in stage.layers),
+                output_bytes=chain.output_bytes[stage.last] * sent,
+                gradient_bytes=chain.gradient_bytes[stage.last] * sent,
+                parameter_bytes=size,
+                optimizer_bytes=optimizer_state(profile, size),
+                tied_bytes=costs.tied_bytes,
+                tied_s=costs.tied_s,
             )
         )
     return tuple(found)
-
-
-def sum_seconds(links: GroupLinks, devices: Sequence[int], size: float, *, divided: bool) -> tuple[float, float]:
-    """Returns the time to add up gradients of a stage, and to gather its parameters if devices divide its state (ZeRO)."""
-    if not divided:
-        return links.all_reduce_s(devices, size), 0.0
-    once = links.gather_s(devices, size)
-    return once, once
 
 
 def of_microbatch(costs: Sequence[StageCost], widths: Sequence[int]) -> tuple[StageCost, ...]:
@@ -152,38 +143,55 @@ def of_microbatch(costs: Sequence[StageCost], widths: Sequence[int]) -> tuple[St
     return tuple(found)
 
 
-def _sync_s(cluster: GroupLinks, devices: Sequence[int], size: float, charge: Charge) -> float:
-    if charge is Charge.ROWS:
-        return sum_seconds(cluster, devices, size, divided=False)[0]
-    count = len(devices)
-    return 2 * (count - 1) / count * size / cluster.slowest(devices).bytes_per_s if count > 1 and size else 0.0
+def _published_sums(links: GroupLinks, stages: Sequence[PlanStage], sizes: Sequence[float]) -> list[SumCost]:
+    """A ring over the slowest link of each stage, without latency."""
+    found = []
+    for stage, size in zip(stages, sizes, strict=True):
+        share = 2 * (stage.width - 1) / stage.width * size
+        found.append(SumCost(share / links.slowest(stage.devices).bytes_per_s if share else 0.0))
+    return found
 
 
 def stage_links(
     stages: Sequence[PlanStage], cluster: Cluster, *, charge: Charge = Charge.ROWS, groups: GroupLinks | None = None
 ) -> Cluster:
     """Returns the links between groups of devices, each group as one worker. SPP has links without latency, in one direction."""
-    asked = groups or cluster
-    found = [asked.slowest(one.devices, other.devices) for one, other in pairwise(stages)]
-    if charge is Charge.PAIRS:
-        found = [Link(0.0, link.bytes_per_s) for link in found]
-    elif cluster.has_cards:
-        found = _shared(found, stages, asked)
-    links = {(number, number + 1): link for number, link in enumerate(found)}
+    asked, links = groups or cluster, dict[Pair, Link]()
+    for number, (one, other) in enumerate(pairwise(stages)):
+        there, back = asked.slowest(one.devices, other.devices), asked.slowest(other.devices, one.devices)
+        if charge is Charge.PAIRS:
+            there = back = Link(0.0, there.slower(back).bytes_per_s)
+        links |= {(number, number + 1): there, (number + 1, number): back}
+    if charge is Charge.ROWS and cluster.has_cards:
+        links = _shared(links, stages, asked)
     return Cluster(Link(), links, Duplex.HALF if charge is Charge.PAIRS else cluster.duplex)
 
 
-def _shared(links: list[Link], stages: Sequence[PlanStage], cluster: GroupLinks) -> list[Link]:
+def _shared(links: dict[Pair, Link], stages: Sequence[PlanStage], cluster: GroupLinks) -> dict[Pair, Link]:
     """Returns the links between stages if all pairs of devices that exchange rows use their network cards at once."""
     crossing = [
-        (number, one.devices[a], other.devices[b])
+        ((number, number + 1), (one.devices[a], other.devices[b]))
         for number, (one, other) in enumerate(pairwise(stages))
         for a, b in common_rows(one.width, other.width)
     ]
-    pairs = [(a, b) for _, a, b in crossing] + [(b, a) for _, a, b in crossing]
-    for (number, _, _), link in zip(crossing * 2, cluster.shared_links(pairs), strict=True):
-        links[number] = links[number].slower(link)
+    crossing += [(ends[::-1], pair[::-1]) for ends, pair in crossing]
+    shared = cluster.shared_links([pair for _, pair in crossing])
+    for (ends, _), link in zip(crossing, shared, strict=True):
+        links[ends] = links[ends].slower(link)
     return links
+
+
+@lru_cache(maxsize=4096)
+def sent_share(width: int, after: int, rows: int | None, charge: Charge) -> float:
+    """Returns the largest share of a microbatch that one device of a stage sends to one of the next stage."""
+    if charge is Charge.PAIRS:
+        return 1 / (width * after)
+    if rows is None:
+        return 1 / max(width, after)
+    ends = [(rows * (a + 1) // width, rows * a // width) for a in range(width)]
+    others = [(rows * (b + 1) // after, rows * b // after) for b in range(after)]
+    pairs = ((ends[a], others[b]) for a, b in common_rows(width, after))
+    return max(min(a[0], b[0]) - max(a[1], b[1]) for a, b in pairs) / rows
 
 
 @lru_cache(maxsize=1024)

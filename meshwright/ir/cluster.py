@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import product
 from operator import itemgetter
 
 from meshwright.errors import MeshwrightError
@@ -153,7 +153,7 @@ class Cluster:
         return [rows[host].copy() for host in self.host_of]
 
     def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
-        """Returns the largest latency and the lowest bandwidth among some devices, or between them and others."""
+        """Returns the largest latency and the lowest bandwidth among some devices, or from them to others."""
         if self.links:
             return self._slowest_pair(ranks, others)
         last = max((*ranks, *(others or ())), default=0)
@@ -167,10 +167,10 @@ class Cluster:
         return self.link if many else FREE
 
     def _slowest_pair(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
-        pairs = combinations(ranks, 2) if others is None else ((a, b) for a in ranks for b in others if a != b)
         found = FREE
-        for a, b in pairs:
-            found = found.slower(self.between(a, b)).slower(self.between(b, a))
+        for a, b in product(ranks, ranks if others is None else others):
+            if a != b:
+                found = found.slower(self.between(a, b))
         return found
 
     def _slowest_rows(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
@@ -180,23 +180,23 @@ class Cluster:
             [self.order[r] for r in group] if self.order else list(group)
             for group in (ranks, ranks if others is None else others)
         )
-        for rows, columns in ((here, there), (there, here)) if others is not None else ((here, there),):
-            for row in rows:
-                wanted = [column for column in columns if column != row]
-                if wanted:
-                    pick = itemgetter(*wanted, wanted[0])
-                    rate = min(rate, *pick(self.bandwidths[row]))
-                    latency = max(latency, *pick(self.latencies[row])) if self.latencies else self.link.latency_s
+        for row in here:
+            wanted = [column for column in there if column != row]
+            if wanted:
+                pick = itemgetter(*wanted, wanted[0])
+                rate = min(rate, *pick(self.bandwidths[row]))
+                latency = max(latency, *pick(self.latencies[row])) if self.latencies else self.link.latency_s
         return Link(latency, rate)
 
-    def all_reduce_s(self, ranks: Sequence[int], size: float) -> float:
+    def all_reduce_s(self, ranks: Sequence[int], size: float, *, beside: int = 1) -> float:
         """Returns the seconds of an all-reduce of a buffer on these devices: a reduce-scatter and a gather."""
-        return self.scatter_s(ranks, size) + self.gather_s(ranks, size)
+        return self.scatter_s(ranks, size, beside=beside) + self.gather_s(ranks, size, beside=beside)
 
-    def gather_s(self, ranks: Sequence[int], size: float) -> float:
+    def gather_s(self, ranks: Sequence[int], size: float, *, beside: int = 1) -> float:
         """Returns the seconds that these devices need to gather a buffer of `size` bytes, of which each has an equal part.
 
-        It is the time of the fastest algorithm in `ir/links/collectives.py`. The slowest link decides.
+        It is the time of the fastest algorithm in `ir/links/collectives.py`. The slowest link decides. `beside` groups, this one
+        included, share the network cards of their hosts.
         """
         count = len(ranks)
         if count < 2 or size <= 0:
@@ -210,7 +210,8 @@ class Cluster:
         if len(groups) == 1:
             return collectives.flat_s(count, size, slowest)
         for host, found in groups.items():
-            busiest = busiest.slower(self.hosts[host].flow(len(found)))
+            slowest = slowest.slower(self.hosts[host].flow(beside))
+            busiest = busiest.slower(self.hosts[host].flow(len(found) * beside))
         flat = collectives.flat_s(count, size, slowest, busiest)
         per_host = {len(found) for found in groups.values()}
         if len(per_host) > 1 or per_host == {1}:
@@ -218,7 +219,7 @@ class Cluster:
         (each,) = per_host
         inside, between = self._levels(list(groups.values()))
         for host in groups:
-            between = between.slower(self.hosts[host].flow(each))
+            between = between.slower(self.hosts[host].flow(each * beside))
         return min(flat, collectives.hierarchical_s(len(groups), each, size, inside=inside, between=between))
 
     def _levels(self, groups: Sequence[Sequence[int]]) -> tuple[Link, Link]:
@@ -234,9 +235,9 @@ class Cluster:
             inside, between = inside.slower(self.slowest(group)), between.slower(self.slowest(group, rest))
         return inside, between
 
-    def scatter_s(self, ranks: Sequence[int], size: float) -> float:
+    def scatter_s(self, ranks: Sequence[int], size: float, *, beside: int = 1) -> float:
         """Returns the seconds of a reduce-scatter of a buffer on these devices."""
-        return self.gather_s(ranks, size)
+        return self.gather_s(ranks, size, beside=beside)
 
     def shared(self, pairs: Iterable[tuple[int, int]]) -> Cluster:
         """Returns this cluster with the rates of shared network cards divided by the pairs (source, target) that use them.

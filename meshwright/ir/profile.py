@@ -136,15 +136,6 @@ class ChainCost:
         """Both halves of a backward."""
         return tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
 
-    def with_times(self, other: ChainCost) -> ChainCost:
-        """Returns these layers with the times of others."""
-        return replace(self, forward_s=other.forward_s, input_s=other.input_s, weight_s=other.weight_s)
-
-    def divided(self, width: int) -> ChainCost:
-        """Returns these layers with their times divided among this many devices."""
-        times = {name: tuple(x / width for x in getattr(self, name)) for name in ("forward_s", "input_s", "weight_s")}
-        return replace(self, **times)
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -215,6 +206,24 @@ class Profile:
             saved_bytes=tuple(layer.fixed_bytes + layer.saved_bytes * factor for layer in layers),
             parameter_bytes=tuple(layer.parameter_bytes for layer in layers),
             transient_bytes=tuple(layer.fixed_transient_bytes + layer.transient_bytes * factor for layer in layers),
+        )
+
+    def shared(self, rows: int | None, width: int) -> ChainCost:
+        """Returns the costs of a microbatch on the one of `width` devices that has the most of its rows.
+
+        What crosses from layer to layer is that of the whole microbatch: it depends on both sides how devices divide it.
+        """
+        whole = self.at(rows)
+        if self.rows:
+            return replace(
+                self.at(-(-(rows or 0) // width)), output_bytes=whole.output_bytes, gradient_bytes=whole.gradient_bytes
+            )
+        times = {name: tuple(x / width for x in getattr(whole, name)) for name in ("forward_s", "input_s", "weight_s")}
+        return replace(
+            whole,
+            **times,
+            saved_bytes=tuple(layer.fixed_bytes + layer.saved_bytes / width for layer in self.layers),
+            transient_bytes=tuple(layer.fixed_transient_bytes + layer.transient_bytes / width for layer in self.layers),
         )
 
     def _time(self, times: tuple[float, ...], rows: int | None) -> float:

@@ -30,6 +30,8 @@ class StageCost:
         parameter_bytes: Its parameters.
         optimizer_bytes: What the optimizer keeps for them.
         gather_s: Seconds to gather its parameters, if holders divide the state of the optimizer among them.
+        tied_bytes: Of its parameters, what other stages have too.
+        tied_s: Of `sync_s`, the seconds to add up the gradients of tied parameters over all their stages.
 
     Raises:
         MeshwrightError: A number is negative or not finite.
@@ -51,6 +53,8 @@ class StageCost:
     parameter_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     gather_s: float = 0.0
+    tied_bytes: float = 0.0
+    tied_s: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = _numbers(self)

@@ -12,7 +12,6 @@ The work limit counts simulated actions, not seconds, so the same input gives th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from time import perf_counter
@@ -27,7 +26,8 @@ from meshwright.planners._nearest_fit import nothing_fits
 from meshwright.planners._pricing.mapping import Mapper
 from meshwright.planners._pricing.pool import Pool, SearchTally
 from meshwright.planners._pricing.priced_plan import Priced
-from meshwright.planners._pricing.pricing import SMALL, Pricer, tensor_of
+from meshwright.planners._pricing.pricing import Pricer, tensor_of
+from meshwright.planners._pricing.programs import SMALL
 from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search import wide_plans
 from meshwright.planners._search.bound_queue import BoundQueue
@@ -40,19 +40,16 @@ from meshwright.planners._search.effort import (
     FEW,
     FIRST,
     MOST,
-    POLISHED,
+    RAISED,
     REFUSALS,
-    ROUNDS,
     SHAPES,
     SWAPPED,
     TRIALS,
-    WIDE,
 )
 from meshwright.planners._search.families import shaped_by_costs
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import NotRunnableError, TensorChoice
-from meshwright.planners._search.wide_plans import EVERY, Stages
-from meshwright.planners.spp import small_enough, stage_candidates
+from meshwright.planners._wide_search import WideSearch
 
 INF = float("inf")
 
@@ -83,7 +80,7 @@ class Search:
         self.pool.refused = refused or {}
         self.tally = SearchTally()
         self.end = perf_counter() + problem.limits.seconds
-        self.wide: set[Stages] = set()
+        self.wide = WideSearch(self.pricer, self.pool, self.tally, self.try_plan, self._over)
         self.tight: dict[Sharding, float] = {}
 
     def run(self) -> Iterator[Plan]:
@@ -97,7 +94,7 @@ class Search:
         self.tally.bounded, self.tally.died = listed.bounded, len(listed.misfit)
         rest = self._best_first(listed.fit)
         if not self._over():
-            self._wide_plans()
+            self.wide.run()
         rest = self._best_first(rest)
         self._swap_devices()
         self._families(rest)
@@ -135,7 +132,7 @@ class Search:
         may be the best.
         """
         queue, raises = BoundQueue(candidates), self.problem.devices > SWAPPED
-        most, died, tried, raised = FIRST if self.problem.devices > 10 else MOST, self.tally.died, 0, 0
+        most, died, tried, raised = FIRST if self.problem.devices > FEW else MOST, self.tally.died, 0, 0
         while (candidate := queue.lowest()) is not None:
             best = self.pool.best()
             many = max(tried, raised) >= MOST or tried - (self.tally.died - died) >= most
@@ -156,116 +153,39 @@ class Search:
     def _families(self, candidates: list[Candidate]) -> None:
         """Simulates the most promising plans of each schedule, so that it can be compared, although they are not the best ones.
 
-        Those whose bounds know their links go first, as long as they may be the best of their schedule.
+        The bounds of some of them are raised first by their links. A plan is simulated if it may be the best of its schedule.
         """
         steps = {each.family.name: each.step_s for each in sorted(self.pool.plans, key=lambda each: -each.step_s)}
-        tried: Counter[str] = Counter()
-        for candidate in sorted(candidates, key=lambda each: not each.sharp):
-            name = candidate.family.name
+        found: dict[str, list[Candidate]] = {}
+        for candidate in candidates:
+            of_schedule = found.setdefault(candidate.family.name, [])
             size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
-            sharp = candidate.sharp and not shaped_by_costs(candidate.family)  # to make an order takes long
-            wanted = candidate.bound_s < steps.get(name, INF) if sharp else name not in steps
-            if wanted and tried[name] < ATTEMPTS and size <= COMPARED and not self._over():
-                tried[name] += 1
-                if (priced := self.try_plan(candidate)) is not None:
-                    steps[name] = min(steps.get(name, INF), priced.step_s)
-
-    def _wide_plans(self) -> None:
-        """Tries plans with stages of any width."""
-        problem, limits = self.problem, self.problem.limits
-        if limits.dp not in (None, 1) or problem.devices > WIDE:
-            return
-        for microbatches, rows in wide_plans.steps_of(problem):
-            starts: list[tuple[str, Stages]] = []
-            if wide_plans.count_of_all(problem.layers, problem.devices) <= EVERY:
-                starts = [("every plan", stages) for stages in wide_plans.every_plan(problem.layers, problem.devices)]
-            else:
-                starts += [("by speed", stages) for stages in wide_plans.unequal_starts(problem, rows)]
-                for order in wide_plans.orders(problem):
-                    starts += [("threshold", stages) for stages in wide_plans.table_plans(problem, order, microbatches, rows)]
-                if small_enough(problem.layers, problem.devices):
-                    starts += [("spp", stages) for stages in stage_candidates(problem, microbatches, rows)]
-            bounds = (wide_plans.bound_s(problem, stages, microbatches, rows) for _, stages in starts)
-            ranked = sorted(zip(bounds, count(), starts, strict=False), key=lambda item: item[:2])
-            self.tally.bounded += len(ranked)
-            for place, (bound, _, (source, stages)) in enumerate(ranked):
-                compared = place == 0 and problem.devices > SWAPPED and 2 * len(stages) * microbatches <= SMALL
-                self._try_stages(stages, 0.0 if compared else bound, microbatches, rows, source)
-            self._improve(microbatches, rows, [stages for _, _, (_, stages) in ranked])
-            self._polish(microbatches, rows)
-
-    def _try_stages(self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str) -> float:
-        """Simulates stages under each schedule; returns the best time, infinite if the bound excludes them."""
-        best = self.pool.best()
-        spent = self.pricer.actions > ACTIONS and source != "spp"
-        if stages in self.wide or spent or self._over() or (best is not None and bound >= best.step_s * (1 - 1e-9)):
-            return INF
-        self.wide.add(stages)
-        found = [self.try_plan(each) for each in wide_plans.as_plans(self.problem, stages, microbatches, rows, source)]
-        return min((priced.step_s for priced in found if priced is not None), default=INF)
-
-    def _improve(self, microbatches: int, rows: int | None, plans: list[Stages]) -> None:
-        """Walks from the best plans with stages of any width to better neighbours; on few devices for each number of stages."""
-        problem = self.problem
-        if problem.devices > 32:
-            return
-        last = self.pricer.simulated + (TRIALS if problem.devices > 10 else 8 * TRIALS)
-        tried: set[Stages] = set()
-        starts = self.pool.best_stages(6)
-        if problem.devices <= 10 and wide_plans.count_of_all(problem.layers, problem.devices) > EVERY:
-            for lowest in {len(each): each for each in reversed(plans)}.values():
-                found = wide_plans.descended(problem, lowest, microbatches, rows)
-                starts.append((found, self._try_neighbour(found, microbatches, rows)))
-        for stages, step in starts:
-            for _ in range(ROUNDS):
-                ways = [each for each in wide_plans.neighbours(stages, problem.devices, problem.layers) if each not in tried]
-                tried.update(ways)
-                ways = [each for each in ways if wide_plans.allowed(problem, each, rows)]
-                self.tally.bounded += len(ways)
-                ranked = sorted((wide_plans.bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways))
-                better = None
-                for bound, n in ranked:
-                    if bound >= step * (1 - 1e-9) or self._over() or self.pricer.simulated > last:
-                        break
-                    time = self._try_neighbour(ways[n], microbatches, rows)
-                    if time < step * (1 - 1e-9):
-                        better, step = ways[n], time
-                        break
-                if better is None:
-                    break
-                stages = better
+            if size <= COMPARED and (candidate.sharp or len(of_schedule) < RAISED) and not self._over():
+                of_schedule.append(candidate if candidate.sharp else self.pricer.raised(candidate))
+        for name, of_schedule in found.items():
+            tried = 0
+            for candidate in sorted(of_schedule, key=lambda each: each.key):
+                known = name in steps and shaped_by_costs(candidate.family)  # to make an order takes long
+                wanted = candidate.bound_s < steps.get(name, INF) and not known
+                if wanted and tried < ATTEMPTS and not self._over():
+                    tried += 1
+                    if (priced := self.try_plan(candidate)) is not None:
+                        steps[name] = min(steps.get(name, INF), priced.step_s)
 
     def _swap_devices(self) -> None:
         """Maps the best plans of different shapes to other devices."""
         if self.problem.devices <= SWAPPED:
-            trials = TRIALS if self.problem.devices <= 10 else TRIALS // SHAPES
+            trials = TRIALS if self.problem.devices <= FEW else TRIALS // SHAPES
             for priced in Mapper(self.problem, self.enumerator, self.pricer).mapped(self.pool.plans, SHAPES, trials, self._over):
                 self.pool.add(priced)
             for microbatches, rows in wide_plans.steps_of(self.problem):
-                self._polish(microbatches, rows)
-
-    def _polish(self, microbatches: int, rows: int | None) -> None:
-        """Tries orders that are made for the costs of the best stages; only where that takes little time."""
-        if self.problem.devices > FEW:
-            return
-        for stages, _ in self.pool.best_stages(80):
-            best = self.pool.best()
-            close = best is not None and wide_plans.bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
-            wanted = self.problem.limits.schedule in (None, "listed")
-            if close and wanted and len(stages) * microbatches <= POLISHED and len(stages) > 1 and not self._over():
-                for each in wide_plans.polished(stages, microbatches, rows):
-                    self.try_plan(each)
-
-    def _try_neighbour(self, stages: Stages, microbatches: int, rows: int | None) -> float:
-        if self.pricer.actions > 2 * ACTIONS:
-            return INF
-        found = [self.try_plan(each) for each in wide_plans.as_plans(self.problem, stages, microbatches, rows, "improved")]
-        return min((priced.step_s for priced in found if priced is not None), default=INF)
+                self.wide.polish(microbatches, rows)
 
     def _proved(self, rest: list[Candidate]) -> Plan:
         """Returns the best plan that the engine proves. If its memory curve exceeds a device, the search goes on without it.
 
-        After several such plans, those of the same kind that fill their devices as much by the quick estimate go, too.
+        On few devices plans that it excluded are tried. After several large plans, those of the same kind that fill their
+        devices as much by the quick estimate go, too.
         """
         for refused in count(1):
             rest = self._best_first(rest)
@@ -279,11 +199,14 @@ class Search:
                 self.tally.open_s = rest[0].bound_s if rest else INF
                 self.pricer.keep_order(best)
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
-            tight = self.tight[best.sharding] = filled if refused >= REFUSALS else INF
+            tight = filled if refused >= REFUSALS and best.actions > SMALL else INF
+            self.tight[best.sharding] = min(tight, self.tight.get(best.sharding, INF))
             alike = [each for each in self.pool.plans if each.sharding is best.sharding and each is not best]
             dropped = [best, *(each for each in alike if each.filled >= tight)]
             self.tally.died += len(dropped)
             self.pool.drop(dropped)
+            if self.problem.devices <= FEW:
+                self.wide.run()
         if not (self.pool.listed.misfit or self.pool.misfits):
             raise nothing_runs(self.problem)
         raise nothing_fits(self.pricer, self.pool)

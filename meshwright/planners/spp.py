@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.costs.memory.memory_classes import RESERVE, reserve_bytes
-from meshwright.costs.stages import Charge, shared_chain, stage_costs, stage_links
+from meshwright.costs.stages import Charge, stage_costs, stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import MemoryUse, Plan, PlanStage, Rejected
@@ -112,7 +112,7 @@ def stage_candidates(problem: Problem, microbatches: int, rows: int | None) -> I
     count, limits = problem.devices, problem.limits
     exact = small_enough(problem.layers, count)
     widths = range(1, count + 1) if exact else ()
-    shares = {width: shared_chain(problem.profile, rows, width) for width in widths if limits.allows(width, rows)}
+    shares = {width: problem.profile.shared(rows, width) for width in widths if limits.allows(width, rows)}
     rates = problem.links.rates()
     for direction in (problem.order, problem.order[::-1]):
         if not exact:

@@ -62,7 +62,8 @@ def _chain(costs: Sequence[StageCost], microbatches: int, cluster: Cluster) -> C
     """Returns the stages and the channels between them: resources of their own if both directions of a link share it."""
     links = [cluster.between(s, s + 1) for s in range(len(costs) - 1)]
     there = tuple(link.busy_s(cost.output_bytes) for link, cost in zip(links, costs, strict=False))
-    back = tuple(link.busy_s(cost.gradient_bytes) for link, cost in zip(links, costs, strict=False))
+    returns = [cluster.between(s + 1, s) for s in range(len(costs) - 1)]
+    back = tuple(link.busy_s(cost.gradient_bytes) for link, cost in zip(returns, costs, strict=False))
     plain = Chain.of(costs, microbatches, max((link.latency_s for link in links), default=0.0))
     if not any(there) and not any(back):
         return plain

@@ -28,7 +28,7 @@ def test_a_matrix_in_json(tmp_path: Path) -> None:
     assert found.size == 3 and found.devices[2].memory_bytes == 3e9
     assert found.between(0, 1) == Link(1e-5, 1.5) and found.between(1, 0) == Link(1e-5, 1.0)
     assert found.hop_s([3.0]) == pytest.approx(1e-5 + 3.0)
-    assert found.slowest((0, 1)).bytes_per_s == 1.0 and found.slowest((0,), (1, 2)).bytes_per_s == 1.0
+    assert found.slowest((0, 1)).bytes_per_s == 1.0 and found.slowest((0,), (1, 2)).bytes_per_s == 1.5
 
 
 @pytest.mark.parametrize("own", ["null", "-1", '"-"', "Infinity", "0"])

@@ -66,7 +66,7 @@ def every_candidate(search: Search) -> Iterator[Candidate]:
 def _variants(search: Search, plain: Candidate) -> Iterator[Candidate]:
     """Schedules, ZeRO, recompute and layouts of the same degrees."""
     pp, dp = plain.pp, plain.dp
-    for family in (*families(), *([ZERO_3] if pp == 1 and dp > 1 else [])):
+    for family in (*families(), *([ZERO_3] if pp == 1 and dp > 1 and plain.tensor.tp == 1 else [])):
         stages = placement_of(family, pp).stages if family.fits(pp, plain.microbatches) or family is ZERO_3 else LAYERS + 1
         if stages > LAYERS:
             continue

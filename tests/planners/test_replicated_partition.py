@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from meshwright import Profile
-from meshwright.costs.stages import shared_chain
 from meshwright.planners._replicated_partition import Cutting, cuttings
 from tests.support.plans import Rates, all_plans, bottleneck, random_profile, random_rates, solved_bottleneck
 
@@ -16,7 +15,7 @@ M = 4
 
 
 def found(profile: Profile, rates: Rates, microbatches: int = M, **more: bool) -> list[Cutting]:
-    shares = {width: shared_chain(profile, None, width) for width in range(1, len(rates) + 1)}
+    shares = {width: profile.shared(None, width) for width in range(1, len(rates) + 1)}
     return cuttings(shares, rates, microbatches, **more)
 
 
@@ -94,5 +93,5 @@ def test_free_links_and_no_parameters_make_data_parallelism_optimal() -> None:
 
 def test_only_some_widths() -> None:
     profile, rates = random_profile(2, 6), random_rates(2, 5)
-    shares = {width: shared_chain(profile, None, width) for width in (1, 3)}
+    shares = {width: profile.shared(None, width) for width in (1, 3)}
     assert {width for cutting in cuttings(shares, rates, M) for width in widths(cutting)} <= {1, 3}

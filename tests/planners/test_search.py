@@ -190,12 +190,9 @@ def exhaustive(profile: Profile, cluster: Cluster, microbatches: int) -> float:
     problem = Problem(profile, cluster, PlanLimits(), microbatches=microbatches, batch=None)
     search = searching.Search(problem)
     best = float("inf")
-    plans = wide_plans.every_plan(problem.layers, problem.devices)
-    for bound, stages in sorted(
-        ((wide_plans.bound_s(problem, stages, microbatches, None), stages) for stages in plans), key=lambda pair: pair[0]
-    ):
-        if bound >= best:
-            break
+    for stages in wide_plans.every_plan(problem.layers, problem.devices):
+        if max(microbatches * (cost.forward_s + cost.backward_s) for cost in problem.stage_costs(stages, None)) >= best:
+            continue  # its busiest stage alone takes longer
         for each in wide_plans.as_plans(problem, stages, microbatches, None, "test"):
             if (priced := search.pricer.quick(each)) is not None:
                 best = min(best, priced.step_s)
@@ -239,11 +236,8 @@ def test_eight_devices_against_restarts(seed: int) -> None:
         stages = tuple(mw.PlanStage(cuts[k], cuts[k + 1] - 1, tuple(devices[marks[k] : marks[k + 1]])) for k in range(count))
         step = time(stages)
         for _ in range(6):
-            near = [
-                (wide_plans.bound_s(problem, each, 8, None), n, each)
-                for n, each in enumerate(wide_plans.neighbours(stages, 8, 12))
-            ]
-            better = next((each for bound, _, each in sorted(near)[:12] if bound < step and time(each) < step), None)
+            near = list(wide_plans.neighbours(stages, 8, 12))
+            better = next((each for each in choose.sample(near, min(12, len(near))) if time(each) < step), None)
             if better is None:
                 break
             stages, step = better, time(better)

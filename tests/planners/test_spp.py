@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright import Cluster, Host, Link, MeshwrightError, Profile, profile_from_text
-from meshwright.costs.stages import Charge, shared_chain, stage_costs, stage_links
+from meshwright.costs.stages import Charge, stage_costs, stage_links
 from meshwright.planners import NothingFitsError
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._replicated_partition import cuttings
@@ -74,7 +74,7 @@ def test_pipelines_without_replicas_are_hardly_ever_better() -> None:
         best = float("inf")
         for order in (problem.order, problem.order[::-1]):
             along = problem.links.rates()[order][:, order].tolist()
-            for cutting in cuttings({1: shared_chain(profile, None, 1)}, along, 6):
+            for cutting in cuttings({1: profile.shared(None, 1)}, along, 6):
                 stages = tuple(
                     mw.PlanStage(layers[0], layers[-1], tuple(order[place] for place in places))
                     for layers, places in zip(cutting.layers, cutting.places, strict=True)

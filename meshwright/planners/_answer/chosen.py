@@ -44,7 +44,7 @@ def plan_of(
             "actions": pricer.actions,
             "proved": pricer.proved,
         },
-        row=row(problem, best, timeline),
+        row=row(problem, best),
         alternatives=best_of_schedules(problem, pool, best),
         rivals=rivals(pool, best),
         notes=_notes(problem, pool),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.costs.stages import achieved_speed
-from meshwright.ir.timeline import Timeline
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.pricing import tensor_of
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
@@ -29,13 +28,13 @@ def choices(priced: Priced) -> dict[str, Any]:
     }
 
 
-def row(problem: Problem, priced: Priced, timeline: Timeline | None = None) -> dict[str, Any]:
+def row(problem: Problem, priced: Priced) -> dict[str, Any]:
     """The choices of a plan, and what follows from them."""
     rows, tokens = problem.step_rows, problem.profile.tokens_per_row
     used = len(set(priced.parallel["ranks"]))
     work = sum(cost.forward_s + cost.backward_s + cost.recompute_s for cost in priced.costs)
     busy = priced.microbatches * work / priced.workers
-    bubble = timeline.bubble_ratio if timeline is not None else max(0.0, 1.0 - busy / priced.step_s) if priced.step_s else 0.0
+    bubble = max(0.0, 1.0 - busy / priced.step_s) if priced.step_s else 0.0
     return {
         **choices(priced),
         "devices": used,

@@ -1,6 +1,7 @@
 """Candidates of the planner `search` with their costs, times and memory.
 
 pricing             costs, links and memory of a candidate, to simulate it
+programs            lists of plans, kept for later searches
 priced_bound        a bound that knows links
 priced_plan         a candidate with its costs and its time
 uncounted_memory    memory besides that of a simulation

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from meshwright.costs.gradient_sums import SumCost, stage_sums
 from meshwright.costs.memory.memory_classes import memory_use, optimizer_state, reserve_bytes, static_bytes
-from meshwright.costs.stages import stage_links, sum_seconds
+from meshwright.costs.stages import stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
@@ -24,10 +24,12 @@ from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._pricing.priced_bound import priced_bound_s
 from meshwright.planners._pricing.priced_plan import Priced
+from meshwright.planners._pricing.programs import SMALL, Programs
 from meshwright.planners._pricing.uncounted_memory import added_bytes, added_to_wide
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.families import Family, shaped_by_costs, shaped_by_links
+from meshwright.planners._search.effort import LOOKED
+from meshwright.planners._search.families import shaped_by_links
 from meshwright.planners._search.grid_layout import (
     grid_stages,
     stage_slowness,
@@ -38,15 +40,11 @@ from meshwright.planners._search.grid_layout import (
 from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
-from meshwright.schedules import build
 from meshwright.simulate.quick_memory import activation_peaks
-from meshwright.simulate.quick_sweep import QuickProgram
 from meshwright.simulate.simulator import proved_with_peaks
 
-SMALL = 8192
-"""Lists with at most this number of actions are kept for the next search."""
-LOOKS = 16
-"""How many plans that an estimate finds too large the engine simulates."""
+MESSAGES = 4
+"""About how many messages of each kind a worker may hold at once."""
 
 
 class Pricer:
@@ -54,7 +52,7 @@ class Pricer:
 
     def __init__(self, problem: Problem, enumerator: Enumerator) -> None:
         self.problem, self.enumerator = problem, enumerator
-        self._programs: dict[tuple[object, ...], QuickProgram] = {}
+        self._programs = Programs()
         self._raised: dict[Candidate | WidePlan, Priced] = {}
         self.simulated = self.proved = self.actions = self.looked = 0
 
@@ -75,7 +73,7 @@ class Pricer:
         """Returns a plan with its time and its memory; None if its schedule cannot be built at these sizes."""
         priced = self._raised.pop(plan, None) or self.price(plan)
         try:
-            program = self._program(priced)
+            program = self._programs.of(priced)
         except MeshwrightError:
             return None
         self.simulated += 1
@@ -93,25 +91,23 @@ class Pricer:
         return priced
 
     def look_again(self, priced: Priced, best_s: float) -> None:
-        """Lets the engine decide whether a plan fits that is too large by an estimate, if it would be the best one."""
-        if priced.may_fit and priced.step_s < best_s and priced.actions <= SMALL and self.looked < LOOKS:
-            self.looked += 1
+        """Lets the engine decide whether a plan fits if estimates cannot, and it would be the best one."""
+        unknown = priced.may_fit or (priced.over_bytes <= 0 and self._may_not_fit(priced))
+        if unknown and priced.step_s < best_s and priced.actions <= SMALL and self.looked < LOOKED:
+            self.looked += priced.actions
             self.engine(priced)
             priced.waiting_bytes = ()
 
+    def _may_not_fit(self, priced: Priced) -> bool:
+        """Whether messages, which estimates leave out, could exceed the memory of a worker: several in each direction."""
+        costs, held = priced.costs, placement_of(priced.family, priced.workers).held
+        crossing = [cost.output_bytes + cost.gradient_bytes for cost in costs]
+        some = [MESSAGES * sum(crossing[s] + (crossing[s - 1] if s else 0.0) for _, s in pairs) for pairs in held]
+        return any(peak + more > cap for peak, more, cap in zip(priced.peak_bytes, some, priced.capacity, strict=True))
+
     def schedule(self, priced: Priced) -> Schedule:
         """Builds the schedule of a plan."""
-        return self._program(priced).schedule
-
-    def _program(self, priced: Priced) -> QuickProgram:
-        if shaped_by_links(priced.family):
-            return QuickProgram(_built(*_shape(priced), costs=priced.costs, cluster=priced.links))
-        key = (*_shape(priced), _compute_times(priced.costs) if shaped_by_costs(priced.family) else None)
-        if priced.actions <= SMALL:
-            return _small_program(*key)
-        if key not in self._programs:
-            self._programs[key] = _program(*key)
-        return self._programs[key]
+        return self._programs.of(priced).schedule
 
     def engine(self, priced: Priced, *, bounded: bool = False) -> tuple[Timeline, tuple[MemoryUse, ...]]:
         """Proves a plan and simulates it with the engine: its timeline, if asked for with a bound, and its memory by class."""
@@ -151,18 +147,22 @@ class Pricer:
         output = arrays.output[end - 1] / (1 if plan.tensor.copies_residual else tp)
         output[-1] = 0.0
         sizes = problem.stage_parameters(first, end) / tp
-        divided = plan.zero != "replicated"
-        both = [
-            sum_seconds(problem.links, group.tolist(), size, divided=divided)
-            for group, size in zip(groups, sizes.tolist(), strict=True)
-        ]
+        added = stage_sums(
+            problem.ties,
+            problem.cluster,
+            problem.links,
+            [range(a, b) for a, b in zip(first.tolist(), plan.ends, strict=True)],
+            [group.tolist() for group in groups],
+            sizes.tolist(),
+            divided=plan.zero != "replicated",
+            tp=tp,
+        )
         columns = {
             "forward_s": forward,
             "input_s": slow * (sums["input"][end] - sums["input"][first]) + call,
             "weight_s": slow * (sums["weight"][end] - sums["weight"][first]),
             "recompute_s": forward if plan.recompute else 0.0 * forward,
-            "sync_s": np.array([sync for sync, _ in both]),
-            "gather_s": np.array([gather for _, gather in both]),
+            **{name: np.array(column) for name, column in zip(SumCost._fields, zip(*added, strict=True), strict=True)},
             "activation_bytes": sums["saved"][end] - sums["saved"][first],
             "output_bytes": output,
             "gradient_bytes": output,
@@ -172,9 +172,10 @@ class Pricer:
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         costs = tuple(StageCost(**dict(zip(columns, row, strict=True))) for row in rows)
         shares = plan.dp * plan.family.replicas
-        held = [[s for _, s in pairs] for pairs in placement.held]
+        held = [sorted({s for _, s in pairs}) for pairs in placement.held]
         static = [static_bytes(c.parameter_bytes, c.optimizer_bytes, zero=plan.zero, shares=shares) for c in costs]
-        largest = max(sum(costs[s].parameter_bytes for s in of) for of in held) / (1 if plan.zero == "replicated" else shares)
+        updated = np.array([sum(costs[s].parameter_bytes for s in of) for of in held])
+        updated /= 1 if plan.zero == "replicated" else shares
         scratch = (np.maximum.reduceat(arrays.transient, first) / tp).tolist()
         tensor_s = (sums["tensor"][end] - sums["tensor"][first]).tolist()
         return Priced(
@@ -187,7 +188,7 @@ class Pricer:
             tuple(problem.memory[found.devices].min(axis=(1, 2)).tolist()),
             added_bytes(problem, plan, placement, found, costs, scratch),
             tuple(sum(static[s] for s in of) for of in held),
-            problem.update_s(largest, int(found.devices[0, 0, 0])),
+            problem.update_s(updated, found.devices),
             plan.microbatches * max(sum(tensor_s[s] for s in of) for of in held) / plan.family.replicas,
             Sharding.NONE if plan.zero == "replicated" else Sharding(plan.zero),
             plan.dp,
@@ -202,7 +203,7 @@ class Pricer:
             max(problem.arrays(plan.rows, stage.width).transient[stage.first : stage.last + 1], default=0.0) for stage in stages
         ]
         static = [static_bytes(c.parameter_bytes, c.optimizer_bytes, zero="replicated", shares=1) for c in costs]
-        update = max(problem.update_s(c.parameter_bytes, stage.devices[0]) for c, stage in zip(costs, stages, strict=True))
+        update = problem.update_s(np.array([c.parameter_bytes for c in costs]), [stage.devices for stage in stages])
         return Priced(
             plan,
             plan.family,
@@ -259,36 +260,6 @@ def _waiting_bytes(priced: Priced, computed_s: Sequence[float]) -> list[float]:
         sum(costs[s].parameter_bytes * max(1.0, each - time / (costs[s].sync_s or time or 1.0)) for _, s in held)
         for held, time in zip(placement.held, computed_s, strict=True)
     ]
-
-
-Shape = tuple[Family, int, int, Sharding]
-ComputeTimes = tuple[tuple[float, float, float, float], ...]
-
-
-def _shape(priced: Priced) -> Shape:
-    return priced.family, priced.workers, priced.microbatches, priced.sharding
-
-
-def _compute_times(costs: Sequence[StageCost]) -> ComputeTimes:
-    """All that an order depends on which is made for costs, but not for links."""
-    return tuple((cost.forward_s, cost.input_s, cost.weight_s, cost.recompute_s) for cost in costs)
-
-
-def _built(family: Family, workers: int, microbatches: int, sharding: Sharding, **more: Any) -> Schedule:
-    built = build(family.schedule, workers=workers, microbatches=microbatches, **{**family.options, **more})
-    return replace(built, sharding=sharding)
-
-
-def _program(
-    family: Family, workers: int, microbatches: int, sharding: Sharding, times: ComputeTimes | None = None
-) -> QuickProgram:
-    """The lists of a schedule that does not depend on links."""
-    more = {} if times is None else {"costs": tuple(StageCost(*of_stage) for of_stage in times)}
-    return QuickProgram(_built(family, workers, microbatches, sharding, **more))
-
-
-_small_program = lru_cache(maxsize=64)(_program)
-"""Keeps small ones: the next search, with other links or another memory, needs them again."""
 
 
 def tensor_of(plan: Candidate | WidePlan) -> TensorChoice:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planners._search.candidate_plans import Candidate, Enumeration
+from meshwright.planners._search.effort import FEW
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import ZERO_3, Family, families
 from meshwright.planners._search.grid_layout import DeviceGrid, grid, stage_slowness, sync_groups, worker_slowness
@@ -54,7 +55,7 @@ class Enumerator:
                 continue
             for rows, share, count in self.problem.splits(dp)[: 1 if few else None]:
                 tensors = self.tensors(tp, rows)[: 1 if few else None]
-                for family in islice(self._families(pp, dp, count), 1 if few else None):
+                for family in islice(self._families(pp, dp, tp, count), 1 if few else None):
                     tight = False
                     for tensor, recompute in product(tensors, (False, True)):
                         if recompute and not tight:
@@ -73,25 +74,29 @@ class Enumerator:
             rest = problem.devices // tp
             for pp in [limits.pp] if limits.pp else _pipelines(rest, problem.layers):
                 most = rest // pp
-                for dp in [limits.dp] if limits.dp else self._copies(most):
+                for dp in [limits.dp] if limits.dp else self._copies(most, pp):
                     if 1 <= dp <= most and pp <= problem.layers:
                         yield pp, dp, tp
 
-    def _copies(self, most: int) -> list[int]:
-        """Numbers of copies worth trying: with fewer than half of the devices a plan would need other reasons to be good."""
+    def _copies(self, most: int, pp: int) -> list[int]:
+        """Numbers of copies worth trying: all on few devices, on more only large ones, and one device alone."""
+        few, alone = self.problem.devices <= FEW, {1} if pp == 1 else set()
         batch = self.problem.batch
         if batch is not None:
-            return [n for n in range(most, 0, -1) if batch % n == 0][:2]
-        if most <= 4:
+            found = [n for n in range(most, 0, -1) if batch % n == 0]
+            return found if few else sorted({*found[:2], *alone}, reverse=True)
+        if few or most <= 4:
             return list(range(most, 0, -1))
-        return sorted({most, most - 1, 2 ** (most.bit_length() - 1), most // 2}, reverse=True)
+        return sorted({most, most - 1, 2 ** (most.bit_length() - 1), most // 2, *alone}, reverse=True)
 
-    def _families(self, pp: int, dp: int, count: int) -> Iterator[Family]:
+    def _families(self, pp: int, dp: int, tp: int, count: int) -> Iterator[Family]:
+        """The schedules that run with these degrees. zero-3 runs without pipelines and tensor ranks."""
         wanted = self.problem.limits.schedule
         if pp == 1:
             single = [family for family in families(wanted) if family.has_line][:1]
             yield from single
-            if dp > 1 and self.limited and wanted in (None, "interleaved") and self.problem.layers >= ZERO_3.chunks:
+            enough = self.problem.layers >= ZERO_3.chunks
+            if dp > 1 and tp == 1 and self.limited and wanted in (None, "interleaved") and enough:
                 yield ZERO_3
             return
         for family in families(wanted):
@@ -184,7 +189,7 @@ class Enumerator:
                     if zero != zeros[0] and first <= -ROOMY * self.least_memory:
                         break  # what fits with whole state is as fast and simpler
                     first = over if zero == zeros[0] else first
-                    step = bound + group.update_s(problem, zero, shares, int(found.devices[0, 0, 0]))
+                    step = bound + group.update_s(problem, zero, shares, found.devices)
                     yield Candidate(
                         family, pp, dp, tensor, rows, share, count, zero, recompute, layout, group.ends, step, over, reverse
                     )
@@ -237,7 +242,8 @@ class Enumerator:
         if replicas == 1:
             rates = rates[group.worker[0]]
         gathers = 1 if family is ZERO_3 else 2
-        least: Floats = gathers * (count - 1) / count * group.parameters / rates
+        sizes = np.maximum(group.parameters - self.problem.tied / tensor.tp, 0.0)  # tied ones are added up once
+        least: Floats = gathers * (count - 1) / count * sizes / rates
         return least
 
 

@@ -30,7 +30,6 @@ class DeviceLinks:
         if self.by_device:  # a device has no link to itself
             np.fill_diagonal(self.latency, 0.0)
             np.fill_diagonal(self.rate, np.inf)
-        self.worst_latency, self.worst_rate = np.maximum(self.latency, self.latency.T), np.minimum(self.rate, self.rate.T)
         self.by_host = bool(cluster.hosts) and not cluster.bandwidths and not cluster.links
         self._gathers: dict[tuple[object, ...], float] = {}
         self._slowest: dict[tuple[object, ...], Link] = {}
@@ -78,19 +77,19 @@ class DeviceLinks:
         return found
 
     def slowest(self, ranks: Ranks, others: Ranks | None = None) -> Link:
-        """Returns the largest latency and the lowest bandwidth among some devices, or between them and others."""
+        """Returns the largest latency and the lowest bandwidth among some devices, or from them to others."""
         one, other = tuple(ranks), tuple(ranks if others is None else others)
         found = self._slowest.get((one, other))
         if found is None and self.by_device:
             block = np.ix_(one, other)
-            found = Link(float(self.worst_latency[block].max()), float(self.worst_rate[block].min()))
+            found = Link(float(self.latency[block].max()), float(self.rate[block].min()))
             self._slowest[one, other] = found
         elif found is None:
             together = np.bincount(self.seat[list({*one, *other})], minlength=len(self.rate))
             a, b = np.unique(self.seat[list(one)]), np.unique(self.seat[list(other)])
             pairs = (a[:, None] != b) | (together[b] > 1)  # a device has no link to itself
-            latency = np.max(self.worst_latency[np.ix_(a, b)], where=pairs, initial=0.0)
-            found = Link(float(latency), float(np.min(self.worst_rate[np.ix_(a, b)], where=pairs, initial=np.inf)))
+            latency = np.max(self.latency[np.ix_(a, b)], where=pairs, initial=0.0)
+            found = Link(float(latency), float(np.min(self.rate[np.ix_(a, b)], where=pairs, initial=np.inf)))
             self._slowest[one, other] = found
         return found
 
@@ -109,28 +108,34 @@ class DeviceLinks:
             return found
         if len(set(map(len, groups))) == 1:
             seats = self.seat[np.stack(list(groups))]
-            pairs = self.worst_rate[seats[:, :, None], seats[:, None, :]]
-            if not self.by_device:
-                pairs[:, np.eye(seats.shape[1], dtype=bool)] = np.inf
+            pairs = self.rate[seats[:, :, None], seats[:, None, :]]
+            own = np.eye(seats.shape[1], dtype=bool)  # a device has no link to itself
+            if self.cluster.hosts:  # some sums are faster than their slowest link: hosts first, then between them
+                pairs[:, own] = 0.0
+                fastest: Floats = pairs.max(axis=(1, 2))
+                return fastest
+            pairs[:, own] = np.inf
             slowest: Floats = pairs.min(axis=(1, 2))
             return slowest
+        if self.cluster.hosts:
+            return np.full(len(groups), np.inf)
         return np.array([self.slowest(group).bytes_per_s for group in groups])
 
-    def gather_s(self, ranks: Ranks, size: float) -> float:
+    def gather_s(self, ranks: Ranks, size: float, *, beside: int = 1) -> float:
         """Returns how long a group needs to gather a buffer of which each device has an equal part."""
         count = len(ranks)
         if count < 2 or size <= 0:
             return 0.0
         if not self.cluster.hosts:
             return flat_s(count, size, self.slowest(ranks))
-        key = (size, *self._signature(ranks))
+        key = (size, beside, *self._signature(ranks))
         if key not in self._gathers:
-            self._gathers[key] = self.cluster.gather_s([int(device) for device in ranks], size)
+            self._gathers[key] = self.cluster.gather_s([int(device) for device in ranks], size, beside=beside)
         return self._gathers[key]
 
-    def all_reduce_s(self, ranks: Ranks, size: float) -> float:
+    def all_reduce_s(self, ranks: Ranks, size: float, *, beside: int = 1) -> float:
         """Returns how long a group needs to add up a buffer: as long as a scatter of sums and a gather."""
-        return 2 * self.gather_s(ranks, size)
+        return 2 * self.gather_s(ranks, size, beside=beside)
 
     def _signature(self, ranks: Ranks) -> tuple[object, ...]:
         """What decides the time of a group: how many of its devices hosts of each kind have, or the devices themselves."""

@@ -10,11 +10,15 @@ MOST = 320
 """The same with plans that do not fit, or on at most ten devices; and the most whose bounds are raised in a row."""
 COMPARED = ACTIONS // 16
 """The most actions of a plan that is simulated only to compare its schedule."""
-ATTEMPTS = 3
-"""How many plans of a schedule are simulated only to compare it."""
+RAISED, ATTEMPTS = 12, 3
+"""How many plans of a schedule get better bounds only to compare it, and how many of them are simulated."""
+LOOKED = 30_000
+"""The most actions of plans that the engine simulates during a search because an estimate does not tell whether they fit."""
 WIDE = 1024
 """On more devices only plans of one width are tried."""
-POLISHED, FEW = 200, 16
+FEW = 10
+"""On at most this number of devices all numbers of copies and all ways to cut a batch are tried, and more plans are improved."""
+POLISHED, ORDERED = 200, 16
 """The most forwards of a plan whose order is searched, and the most devices: it takes longer than all else."""
 TRIALS = 150
 """The most simulations of such improvements on more than ten devices; eight times as many on fewer."""

@@ -57,7 +57,7 @@ def stage_slowness(placement: Placement, workers: Floats) -> Floats:
 
 
 def worker_links(problem: Problem, found: DeviceGrid, placement: Placement) -> Cluster:
-    """Returns the links between workers: for each pair the slowest over all copies and tensor ranks, all used at once."""
+    """Returns the links from worker to worker: for each pair the slowest over all copies and tensor ranks, all used at once."""
     table = worker_table(placement)
     ends = {(min(a, b), max(a, b)) for row in table.tolist() for a, b in pairwise(row)}
     pairs = sorted((a, b) for a, b in ends if a != b)
@@ -65,9 +65,9 @@ def worker_links(problem: Problem, found: DeviceGrid, placement: Placement) -> C
         return Cluster(duplex=problem.cluster.duplex)
     here, there = (found.devices[list(side)] for side in zip(*pairs, strict=True))
     latency, rate = problem.links.shared(np.concatenate([here, there]), np.concatenate([there, here]))
-    late = latency.max(axis=(1, 2)).reshape(2, -1).max(axis=0).tolist()
-    slow = rate.min(axis=(1, 2)).reshape(2, -1).min(axis=0).tolist()
-    return Cluster(Link(), dict(zip(pairs, map(Link, late, slow), strict=True)), problem.cluster.duplex)
+    links = map(Link, latency.max(axis=(1, 2)).tolist(), rate.min(axis=(1, 2)).tolist())
+    both = [*pairs, *((b, a) for a, b in pairs)]
+    return Cluster(Link(), dict(zip(both, links, strict=True)), problem.cluster.duplex)
 
 
 def sync_groups(found: DeviceGrid, placement: Placement) -> list[Ints]:

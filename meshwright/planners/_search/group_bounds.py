@@ -98,7 +98,8 @@ class GroupBounds:
             crossing = arrays.output / (1 if tensor.copies_residual else tensor.tp)
             kept = np.where(before > 0, crossing[np.maximum(before - 1, 0)], 0.0)
         self.held = np.zeros(workers)
-        np.add.at(self.held, flat, np.tile(self.parameters, replicas))
+        once = np.unique(flat * len(before) + np.tile(np.arange(len(before)), replicas))  # a worker holds a stage once
+        np.add.at(self.held, once // len(before), self.parameters[once % len(before)])
         self.held = np.maximum(self.held - problem.tied / tensor.tp, 0.0)
         self.largest = np.zeros(workers)
         np.maximum.at(self.largest, flat, np.tile(self.parameters, replicas))
@@ -128,9 +129,9 @@ class GroupBounds:
         need = static + (alive - self.swaps) * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
         return float((need - capacity).max())
 
-    def update_s(self, problem: Problem, zero: str, shares: int, device: int) -> float:
-        """The time of an update of the worker with the most parameters."""
-        return problem.update_s(float(self.held.max()) / (1 if zero == "replicated" else shares), device)
+    def update_s(self, problem: Problem, zero: str, shares: int, devices: Ints) -> float:
+        """The longest update of a worker, whose devices are given by [worker, copy, tensor rank]."""
+        return problem.update_s(self.held / (1 if zero == "replicated" else shares), devices)
 
 
 @lru_cache(maxsize=1024)

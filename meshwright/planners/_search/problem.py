@@ -13,8 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costs.gradient_sums import ties_of
 from meshwright.costs.memory.memory_classes import optimizer_state, stage_parameters
-from meshwright.costs.stages import device_slowness, shared_chain, stage_costs
+from meshwright.costs.stages import Charge, device_slowness, sent_share, stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import PlanStage
@@ -71,6 +72,7 @@ class Problem:
         self.on_cores = bool(kinds) and all(device.is_core for device in kinds)
         self.launch = np.array([device.launch_s for device in kinds] or [0.0] * self.devices)
         self.memory_rate = np.array([device.bytes_per_s for device in kinds] or [np.inf] * self.devices)
+        self.ties = ties_of(profile)
         self.tied = sum(layer.parameter_bytes for layer in profile.layers if layer.ties)
         self._chains: dict[tuple[int | None, int], ChainCost] = {}
         self._slowness: list[float] = self.slowness.tolist()
@@ -103,9 +105,8 @@ class Problem:
         if key not in self._arrays:
             chain = self.chain(rows, share)
             forward, input_s, weight = (np.array(x) for x in (chain.forward_s, chain.input_s, chain.weight_s))
-            output, saved, transient = (
-                np.array(x) / share for x in (chain.output_bytes, chain.saved_bytes, chain.transient_bytes)
-            )
+            output = np.array(chain.output_bytes) * sent_share(share, share, rows if self.profile.rows else None, Charge.ROWS)
+            saved, transient = np.array(chain.saved_bytes), np.array(chain.transient_bytes)
             self._arrays[key] = LayerArrays(
                 forward,
                 input_s,
@@ -121,14 +122,21 @@ class Problem:
         """Returns the layers on one of `share` devices that divide the rows of a microbatch."""
         key = (rows, share)
         if key not in self._chains:
-            self._chains[key] = shared_chain(self.profile, rows, share)
+            self._chains[key] = self.profile.shared(rows, share)
         return self._chains[key]
 
     def stage_costs(self, stages: Sequence[PlanStage], rows: int | None) -> tuple[StageCost, ...]:
         """Returns what each stage of a plan costs on one of its devices."""
         chains = {stage.width: self.chain(rows, stage.width) for stage in stages}
         return stage_costs(
-            self.profile, stages, self.cluster, rows=rows, groups=self.links, chains=chains, slowness=self._slowness
+            self.profile,
+            stages,
+            self.cluster,
+            rows=rows,
+            groups=self.links,
+            chains=chains,
+            slowness=self._slowness,
+            ties=self.ties,
         )
 
     def stage_parameters(self, first: Ints, end: Ints) -> Floats:
@@ -162,8 +170,13 @@ class Problem:
         """Returns what the optimizer holds for these parameters."""
         return optimizer_state(self.profile, parameter_bytes)
 
-    def update_s(self, parameter_bytes: float, device: int) -> float:
-        """Returns the time of an update: gradients are read, parameters and state are read and written."""
-        moved = 3 * parameter_bytes + 2 * self.optimizer(parameter_bytes)
-        rate = float(self.memory_rate[device])
-        return moved / rate if rate < float("inf") else 0.0
+    def update_s(self, parameter_bytes: Floats, devices: Ints | Sequence[Sequence[int]]) -> float:
+        """Returns the longest update of a worker: gradients are read, parameters and state are read and written.
+
+        `devices[w]` are those of worker w; the slowest of them decides.
+        """
+        if not np.isfinite(self.memory_rate).any():
+            return 0.0
+        moved = (3 + 2 * self.optimizer(1.0)) * parameter_bytes
+        rates = [self.memory_rate[np.asarray(of_worker)].min() for of_worker in devices]
+        return float((moved / np.array(rates)).max())

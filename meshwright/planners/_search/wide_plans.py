@@ -14,17 +14,20 @@ from math import comb
 import numpy as np
 
 from meshwright.costs.stages import stage_links
+from meshwright.ir.cluster import Duplex
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.planners._search.candidate_plans import WidePlan
+from meshwright.planners._search.effort import FEW
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import Family, families
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.threshold_partition import ThresholdTable
 
+INF = float("inf")
 Stages = tuple[PlanStage, ...]
 FACTORS = (1.0, 1.03, 1.08, 1.2, 1.5, 2.2, 3.5)
-EVERY = 6000
+EVERY = 10_000
 """If a problem has at most this number of plans, all of them are tried."""
 
 
@@ -34,31 +37,45 @@ def line_families(problem: Problem) -> list[Family]:
 
 
 def steps_of(problem: Problem) -> list[tuple[int, int | None]]:
-    """(microbatches, rows) of a step: as given, or a few ways to cut the batch."""
+    """(microbatches, rows) of a step: as given, or the ways to cut the batch; on more than a few devices two of them."""
     if problem.batch is None:
         assert problem.microbatches is not None
         return [(problem.microbatches, problem.limits.rows)]
     ways: list[tuple[int, int | None]] = [(problem.batch // rows, rows) for rows in problem.row_choices]
+    if problem.devices <= FEW:
+        return ways
     return [way for way in ways if way[0] >= 4][-2:] or ways[:1]
 
 
 def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> float:
-    """No order is faster: head, all work and tail of each stage, with its sums."""
+    """No order is faster, under any of the schedules that are tried."""
+    whole, split = bounds_s(problem, stages, microbatches, rows)
+    return min((split if family.split else whole for family in line_families(problem)), default=whole)
+
+
+def bounds_s(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> tuple[float, float]:
+    """No order with whole backwards is faster than the first, none with split ones than the second.
+
+    Each stage waits for the first forward, does all its work, and adds up its gradients. Its last backward then goes down to
+    the first stage. Of a split one only the first half does; the second may run meanwhile.
+    """
     costs = problem.stage_costs(stages, rows)
     links = stage_links(stages, problem.cluster, groups=problem.links)
-    head = back = best = 0.0
-    half = links.duplex.value == "half"
+    head = down = split_down = best = whole = split = 0.0
+    half = links.duplex is Duplex.HALF
     for n, cost in enumerate(costs):
-        work = microbatches * (cost.forward_s + cost.backward_s)
-        best = max(best, head + work + max(cost.sync_s, back))
+        first, work = cost.forward_s + cost.input_s, cost.forward_s + cost.backward_s
+        best = max(best, head + microbatches * work + cost.sync_s)
+        whole = max(whole, head + microbatches * work + down)
+        split = max(split, head + microbatches * first + split_down)
         if n + 1 < len(costs):
-            link = links.between(n, n + 1)
-            there, again = link.busy_s(cost.output_bytes), link.busy_s(cost.gradient_bytes)
-            carried = microbatches * (there + again) if half else microbatches * max(there, again)
-            best = max(best, head + carried)
-            head += cost.forward_s + there + link.latency_s
-            back += cost.input_s + again + link.latency_s
-    return best
+            there, back = links.between(n, n + 1), links.between(n + 1, n)
+            sends, returns = there.busy_s(cost.output_bytes), back.busy_s(cost.gradient_bytes)
+            best = max(best, head + microbatches * (sends + returns if half else max(sends, returns)))
+            head += cost.forward_s + sends + there.latency_s
+            down += cost.backward_s + returns + back.latency_s
+            split_down += cost.input_s + returns + back.latency_s
+    return max(best, whole), max(best, split)
 
 
 def orders(problem: Problem) -> list[list[int]]:
@@ -115,7 +132,7 @@ def table_plans(problem: Problem, order: list[int], microbatches: int, rows: int
 
 def unequal_starts(problem: Problem, rows: int | None) -> Iterator[Stages]:
     """Yields simple plans of few unequal devices: runs of each order, cut by speed."""
-    if problem.uniform or problem.devices > 10:
+    if problem.uniform or problem.devices > FEW:
         return
     for order in orders(problem):
         for count in range(1, min(len(order), problem.layers) + 1):
@@ -213,9 +230,13 @@ def _with(stages: Stages, changed: dict[int, PlanStage]) -> Stages:
     return tuple(changed.get(n, stage) for n, stage in enumerate(stages))
 
 
-def as_plans(problem: Problem, stages: Stages, microbatches: int, rows: int | None, source: str) -> Iterator[WidePlan]:
-    """Yields stages under each schedule that runs them."""
+def as_plans(
+    problem: Problem, stages: Stages, microbatches: int, rows: int | None, source: str, below_s: float = INF
+) -> Iterator[WidePlan]:
+    """Yields stages under each schedule that runs them and may be faster than `below_s`."""
     if not allowed(problem, stages, rows):
         return
+    whole, split = bounds_s(problem, stages, microbatches, rows)
     for family in line_families(problem):
-        yield WidePlan(stages, family, microbatches, rows, source=source)
+        if (split if family.split else whole) < below_s * (1 - 1e-9):
+            yield WidePlan(stages, family, microbatches, rows, source=source)
