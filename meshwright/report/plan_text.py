@@ -57,7 +57,7 @@ def _table(plan: Plan) -> Iterator[str]:
     lines += [(*_cells(other.row, other.step_s).values(), other.reason) for other in plan.alternatives if other.row]
     widths = [max(len(line[k]) for line in lines) for k in range(len(chosen))]
     yield ""
-    yield "the best plan of each schedule (dp: copies, or the devices of each stage):"
+    yield "the best simulated plan of each schedule (dp: copies, or the devices of each stage):"
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
         yield f"  {'  '.join([*cells, line[-1]])}".rstrip()
@@ -90,7 +90,7 @@ def _chosen(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
     yield f"  step {plan.step_s:.6g} s{_band(plan)}"
     yield f"  no enumerated plan is faster than {plan.lower_bound_s:.6g} s (gap {plan.gap:.2%})"
     if plan.rivals:
-        yield "  each choice against its nearest rival, whose step and peak are longer by:"
+        yield "  each choice against its nearest simulated rival, whose step and peak are longer by:"
         width = max(len(rival.reason) for rival in plan.rivals)
         yield from (f"    {rival.reason:<{width}}  ({rival.plan})" for rival in plan.rivals)
     if plan.causes:

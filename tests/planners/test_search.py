@@ -300,9 +300,16 @@ def run(tmp_path: Path, memory: str, *more: str) -> tuple[int, str]:
 def test_the_verb_explains(tmp_path: Path) -> None:
     code, text = run(tmp_path, "16 GB", "-o", str(tmp_path / "plan.json"))
     assert code == 0
-    for part in ("assumed and measured:", "searched:", "the best plan of each schedule", "<- chosen", "slower by", "by cause:"):
+    for part in (
+        "assumed and measured:",
+        "searched:",
+        "the best simulated plan of each schedule",
+        "<- chosen",
+        "slower by",
+        "by cause:",
+    ):
         assert part in text
-    for part in ("memory of the tightest worker", "rank layout:", "each choice against its nearest rival", "next:"):
+    for part in ("memory of the tightest worker", "rank layout:", "each choice against its nearest simulated rival", "next:"):
         assert part in text
     planned = json.loads((tmp_path / "plan.json").read_text())
     assert planned["kind"] == "plan" and planned["predicted"]["step_s"] > 0
