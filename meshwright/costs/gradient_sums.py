@@ -38,7 +38,7 @@ class SumCost(NamedTuple):
 
 
 def stage_sums(
-    ties: Sequence[Tie],
+    ties: Sequence[TiedParameter],
     cluster: Cluster,
     links: SumLinks,
     stages: Sequence[range],
@@ -94,21 +94,21 @@ def sums_beside(cluster: Cluster, groups: Sequence[Sequence[int]], tp: int = 1) 
     ]
 
 
-class Tie(NamedTuple):
+class TiedParameter(NamedTuple):
     """A parameter that several layers use: these layers, and a bound on its size, that of the smallest of them."""
 
     layers: tuple[int, ...]
     size: float
 
 
-def ties_of(profile: Profile) -> tuple[Tie, ...]:
+def ties_of(profile: Profile) -> tuple[TiedParameter, ...]:
     """Returns the tied parameters of a model."""
     names = dict.fromkeys(name for layer in profile.layers for name in layer.ties)
     found = (tuple(n for n, layer in enumerate(profile.layers) if name in layer.ties) for name in names)
-    return tuple(Tie(layers, min(profile.layers[n].parameter_bytes for n in layers)) for layers in found)
+    return tuple(TiedParameter(layers, min(profile.layers[n].parameter_bytes for n in layers)) for layers in found)
 
 
-def _tied_stages(ties: Sequence[Tie], stages: Sequence[range]) -> list[tuple[list[int], float]]:
+def _tied_stages(ties: Sequence[TiedParameter], stages: Sequence[range]) -> list[tuple[list[int], float]]:
     """Returns the stages that share a parameter with others, and its bytes."""
     starts = [layers.start for layers in stages]
     homes = ((sorted({bisect_right(starts, layer) - 1 for layer in tie.layers}), tie.size) for tie in ties)

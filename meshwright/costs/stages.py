@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
-from meshwright.costs.gradient_sums import SumCost, SumLinks, Tie, stage_sums, ties_of
+from meshwright.costs.gradient_sums import SumCost, SumLinks, TiedParameter, stage_sums, ties_of
 from meshwright.costs.memory.memory_classes import optimizer_state, stage_parameters
 from meshwright.ir.cluster import Cluster, Device, Duplex, Link
 from meshwright.ir.plan.chosen_plan import PlanStage
@@ -78,7 +78,7 @@ def stage_costs(
     groups: GroupLinks | None = None,
     chains: Mapping[int, ChainCost] | None = None,
     slowness: Sequence[float] | None = None,
-    ties: Sequence[Tie] | None = None,
+    ties: Sequence[TiedParameter] | None = None,
 ) -> tuple[StageCost, ...]:
     """Returns the cost of each stage of a plan on one of its devices. The slowest of its devices decides its time.
 

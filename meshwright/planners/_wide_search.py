@@ -77,7 +77,8 @@ class WideSearch:
         problem = self.problem
         if problem.devices > SWAPPED:
             return
-        last = self.pricer.simulated + (TRIALS if problem.devices > FEW else 8 * TRIALS)
+        most = TRIALS if problem.devices > FEW else max(TRIALS, 8 * TRIALS // len(wide_plans.steps_of(problem)))
+        last = self.pricer.simulated + most
         tried: set[Stages] = set()
         starts = self.pool.best_stages(6)
         if problem.devices <= FEW and not self.tries_all:

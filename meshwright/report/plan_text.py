@@ -88,7 +88,8 @@ def _chosen(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
     yield ""
     yield f"chosen: {plan.name} on {_used(plan, cluster)}"
     yield f"  step {plan.step_s:.6g} s{_band(plan)}"
-    yield f"  no enumerated plan is faster than {plan.lower_bound_s:.6g} s (gap {plan.gap:.2%})"
+    others = "enumerated plan" if plan.planner == "search" else "order of these stages"
+    yield f"  no {others} is faster than {plan.lower_bound_s:.6g} s (gap {plan.gap:.2%})"
     if plan.rivals:
         yield "  each choice against its nearest simulated rival, whose step and peak are longer by:"
         width = max(len(rival.reason) for rival in plan.rivals)

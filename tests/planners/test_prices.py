@@ -198,10 +198,10 @@ def test_the_slowest_and_the_smallest_device_of_a_stage_decide() -> None:
 
 def test_zero_3_has_no_tensor_ranks() -> None:
     """A run refuses both together, so no such plan is enumerated."""
-    block = layer("block", saved_bytes=1e6, parameter_bytes=4e6, flops=1e9, output_bytes=1e5)
+    block = layer("block", saved_bytes=1e6, parameter_bytes=4e6, flops=1e9, output_bytes=1e6)
     host = Host(4, Link(1e-6, 1e11), Link(1e-5, 1e10))
     cluster = Cluster(devices=(Device("gpu", 6e7, {"fp32": 1e13}),) * 4, hosts=(host,))
-    problem = Problem(Profile((block,) * 6, rows=(1,)), cluster, PlanLimits(), microbatches=None, batch=8)
+    problem = Problem(Profile((block,) * 6, rows=(1,), tokens_per_row=64), cluster, PlanLimits(), microbatches=None, batch=8)
     listed = Search(problem).enumerator.run()
     divided = [each for each in (*listed.fit, *listed.misfit) if each.zero == "zero-3"]
     assert divided and all(each.tensor.tp == 1 for each in divided)

@@ -15,7 +15,7 @@ pytest.importorskip("numpy")
 
 import meshwright as mw
 from meshwright import Cluster, Device, Host, LayerCost, Link, Parallel, Profile, profile_from_text
-from meshwright.planners import NothingFitsError
+from meshwright.planners import NothingFitsError, _wide_search
 from meshwright.planners import search as searching
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search import wide_plans
@@ -203,7 +203,7 @@ def exhaustive(profile: Profile, cluster: Cluster, microbatches: int) -> float:
 def test_unequal_devices_against_every_plan(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a problem this small the search enumerates all plans; in the first cases it may not, and has to find good ones."""
     if seeds[0] == 0:
-        monkeypatch.setattr(searching, "EVERY", 0)
+        monkeypatch.setattr(_wide_search, "EVERY", 0)
     for seed in seeds:
         choose = random.Random(seed)
         speeds = [choose.choice((1.0, 2.0, 3.0)) for _ in range(4)]

@@ -14,8 +14,8 @@ from meshwright.planners._search.families import Family, shaped_by_costs, shaped
 from meshwright.schedules import build
 from meshwright.simulate.quick_sweep import QuickProgram
 
-SMALL = 8192
-"""Lists with at most this number of actions are kept for the next search."""
+TINY, SMALL = 512, 8192
+"""Lists with at most these numbers of actions are kept for the next search: many tiny ones, some small ones."""
 
 
 class Programs:
@@ -30,7 +30,7 @@ class Programs:
             return QuickProgram(_built(*_shape(priced), costs=priced.costs, cluster=priced.links))
         key = (*_shape(priced), _compute_times(priced.costs) if shaped_by_costs(priced.family) else None)
         if priced.actions <= SMALL:
-            return _small_program(*key)
+            return (_tiny_program if priced.actions <= TINY else _small_program)(*key)
         if key not in self._large:
             self._large[key] = _program(*key)
         return self._large[key]
@@ -62,5 +62,5 @@ def _program(
     return QuickProgram(_built(family, workers, microbatches, sharding, **more))
 
 
-_small_program = lru_cache(maxsize=64)(_program)
-"""Keeps small ones: the next search, with other links or another memory, needs them again."""
+_tiny_program, _small_program = lru_cache(maxsize=512)(_program), lru_cache(maxsize=64)(_program)
+"""The next search, with other links or another memory, needs them again."""
