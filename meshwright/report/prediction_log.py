@@ -56,7 +56,7 @@ def keep_measured(planned: PlannedFile, folder: Path, metrics: dict[str, float],
 
 
 def earlier_errors(device: str) -> list[float]:
-    """Returns by how much the last predictions for a device were off, as shares of the measured times."""
+    """Returns by how much the last predictions for a device were off, each as `off_by` says."""
     try:
         lines = log_file().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -80,13 +80,31 @@ def _error(line: str, device: str) -> float | None:
         found = json.loads(line)
         if found["device"] != device:
             return None
-        error = abs(float(found["predicted_s"]) / float(found["measured_s"]) - 1.0)
+        error = off_by(float(found["predicted_s"]), float(found["measured_s"]))
     except (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
         return None
-    return error if isfinite(error) else None
+    return error if isfinite(error) and error >= 0 else None
+
+
+def off_by(predicted_s: float, measured_s: float) -> float:
+    """Returns the error of a prediction: 0.25 if the longer of the two times is 25 % longer than the other one."""
+    return max(predicted_s / measured_s, measured_s / predicted_s) - 1.0
+
+
+def band_of(step_s: float, error: float) -> tuple[float, float]:
+    """Returns the shortest and the longest measured step that are off by no more than `error`."""
+    return step_s / (1.0 + error), step_s * (1.0 + error)
 
 
 def comparison_line(predicted_s: float, measured_s: float, error: float) -> str:
     """Returns predicted against measured in words."""
-    off = predicted_s / measured_s - 1.0 if measured_s > 0 else 0.0
-    return f"plan: predicted step {predicted_s:.4g} s (+-{error:.0%}), measured {measured_s:.4g} s: {off:+.0%}"
+    line = f"plan: predicted step {predicted_s:.4g} s"
+    low, high = band_of(predicted_s, error)
+    if error:
+        line += f" ({low:.4g} to {high:.4g} s)"
+    line += f", measured {measured_s:.4g} s"
+    if predicted_s <= 0 or measured_s <= 0:
+        return line
+    side = "short" if predicted_s < measured_s else "long"
+    where = "" if not error else ", inside the band" if low <= measured_s <= high else ", outside the band"
+    return f"{line}: too {side} by {off_by(predicted_s, measured_s):.0%}{where}"

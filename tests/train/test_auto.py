@@ -115,6 +115,20 @@ def test_a_damaged_log_of_predictions_is_no_error(cache: Path) -> None:
     assert prediction_log.earlier_errors("core") == []
 
 
+def test_a_prediction_that_was_too_short_is_inside_the_band_of_its_error(cache: Path) -> None:
+    """Half of the measured time is off by 100 %, as twice is. A band of 50 % would end below what was measured."""
+    for predicted_s, measured_s in ((1.0, 2.0), (2.0, 1.0)):
+        error = prediction_log.off_by(predicted_s, measured_s)
+        low, high = prediction_log.band_of(predicted_s, error)
+        assert error == 1.0 and low <= measured_s <= high
+        prediction_log.keep_prediction("core", predicted_s, measured_s)
+    assert prediction_log.earlier_errors("core") == [1.0, 1.0]
+    line = prediction_log.comparison_line
+    assert line(1.0, 2.0, 1.0) == "plan: predicted step 1 s (0.5 to 2 s), measured 2 s: too short by 100%, inside the band"
+    assert line(1.0, 2.0, 0.5) == "plan: predicted step 1 s (0.6667 to 1.5 s), measured 2 s: too short by 100%, outside the band"
+    assert line(1.2, 1.0, 0.0) == "plan: predicted step 1.2 s, measured 1 s: too long by 20%"
+
+
 def test_refusals(tmp_path: Path, cluster: Path, workers: Workers) -> None:
     with pytest.raises(MeshwrightError, match="names no cluster"):
         TrainingArguments(output_dir=str(tmp_path), parallel="auto:")
