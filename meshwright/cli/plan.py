@@ -119,13 +119,13 @@ def plan(
     except planners.NothingFitsError as error:
         raise _nothing_fits(_in_flags(error, step, microbatches, rows_given=rows_given), as_json=as_json) from None
     found = with_earlier_errors(replace(found, notes=(*found.notes, _about(cluster, machine))), layers.device)
+    if layers.rows and step is None and microbatches is not None and rows is not None:
+        step = microbatches * rows
     if output is not None:
         outputs.write(output, planned_text(found, layers, machine, batch=step))
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict()) + "\n")
         return
-    if layers.rows and step is None and microbatches is not None and rows is not None:
-        step = microbatches * rows
     data = _dataset(model, refusal)
     planned = Planned(found, machine, str(cluster), model, batch_function, length, layers.precision, step, output, data)
     sys.stdout.write(plan_text(found, layers, machine, steps=list(next_commands(context, planned))) + "\n")

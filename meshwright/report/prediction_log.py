@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -36,23 +37,24 @@ def keep_prediction(device: str, predicted_s: float, measured_s: float) -> None:
         return
 
 
-def keep_measured(planned: PlannedFile, folder: Path, metrics: dict[str, float], *, first: bool) -> None:
-    """Adds the prediction of a chosen plan to the metrics of its run. The first rank keeps it, and writes the plan."""
+def keep_measured(
+    planned: PlannedFile, metrics: dict[str, float], folder: Path | None, *, held: bool = True, first: bool = True
+) -> None:
+    """Adds the prediction of a plan to the metrics of its run, if the plan was made for this run (`held`).
+
+    The first rank keeps it for later plans, if the plan names its device, and writes the measured plan into `folder`.
+    """
     predicted, measured_s = dict(planned.predicted or {}), metrics.get("train_step_time", 0.0)
     if not predicted.get("step_s") or measured_s <= 0:
         return
-    metrics["predicted_step_time"], metrics["predicted_error"] = predicted["step_s"], predicted.get("error", 0.0)
-    if not first:
-        return
-    inputs = dict(planned.made_for or {})
-    keep_prediction(dict(inputs.get("profile", {})).get("device", ""), predicted["step_s"], measured_s)
-    text = plan_file_json(
-        planned.parallel,
-        stages=planned.stages,
-        predicted={**predicted, "measured_step_s": measured_s},
-        made_for=inputs,
-    )
-    (folder / "plan.json").write_text(text, encoding="utf-8")
+    if held:
+        metrics["predicted_step_time"], metrics["predicted_error"] = predicted["step_s"], predicted.get("error", 0.0)
+    if first and held and planned.device:
+        keep_prediction(planned.device, predicted["step_s"], measured_s)
+    if first and folder is not None:
+        measured = {**predicted, "measured_step_s": measured_s}
+        text = plan_file_json(planned.parallel, stages=planned.stages, predicted=measured, made_for=planned.made_for)
+        (folder / "plan.json").write_text(text, encoding="utf-8")
 
 
 def earlier_errors(device: str) -> list[float]:
@@ -108,3 +110,8 @@ def comparison_line(predicted_s: float, measured_s: float, error: float) -> str:
     side = "short" if predicted_s < measured_s else "long"
     where = "" if not error else ", inside the band" if low <= measured_s <= high else ", outside the band"
     return f"{line}: too {side} by {off_by(predicted_s, measured_s):.0%}{where}"
+
+
+def not_compared_line(predicted_s: float, changes: Sequence[str]) -> str:
+    """Returns why a prediction is not compared with a run."""
+    return f"plan: predicted step {predicted_s:.4g} s, not compared: the plan was made for other inputs: {'; '.join(changes)}"

@@ -178,6 +178,11 @@ def checked_prediction(value: Any) -> Mapping[str, Any]:
     return found
 
 
+def is_plan_path(given: object) -> bool:
+    """Returns whether `parallel=` names a plan file in JSON, which may have a prediction. TOML files have none."""
+    return isinstance(given, str | Path) and str(given).endswith(".json") and not str(given).lstrip().startswith("{")
+
+
 def is_auto(given: object) -> bool:
     """Returns whether `parallel=` asks for a chosen plan: `auto`, or `auto:CLUSTER` with a cluster file or preset."""
     return isinstance(given, str) and given.partition(":")[0] == AUTO
