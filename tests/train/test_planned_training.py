@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -21,6 +23,8 @@ from meshwright.ir.action import actions
 from meshwright.ir.timeline import Lane
 from meshwright.planners._planned_text import planned_text
 from meshwright.report.prediction_log import earlier_errors
+from meshwright.runtime.launch.torchrun import _refuse_other_members
+from meshwright.runtime.watchdog.board import Board
 from meshwright.train.models.small_models import mlp, mlp_batch
 from meshwright.train.setup.captured_layers import listed_layers
 from meshwright.train.setup.where import refuse_world
@@ -297,6 +301,30 @@ def test_an_idle_rank_ends_with_a_job_that_fails() -> None:
     assert "rank 1 (worker 1) failed in 1F2 (stage 1): ValueError: bad weights" in done.stderr
     assert "rank 2, which is idle, stops: rank 1 (worker 1) failed in 1F2" in done.stderr
     assert "rank 3 (worker 0): " in done.stderr, "what the others did, by their ranks"
+
+
+@pytest.mark.parametrize("idle_first", [False, True])
+def test_a_rank_that_is_idle_in_its_own_plan_only_is_refused(idle_first: bool) -> None:
+    """Rank 1 would wait until rank 0 has finished, and rank 0 for rank 1. Whoever comes later raises, and tells the other."""
+    store = dist.HashStore()
+    boards = {0: Board(store, (0, 1)), 1: Board(store, (0,))}
+    first, second = (1, 0) if idle_first else (0, 1)
+    _refuse_other_members(boards[first], first)
+    _refuse_other_members(Board(store, boards[first].members), 2)
+    assert boards[first].failure() is None, "a rank with the same plan agrees, idle or not"
+    with pytest.raises(MeshwrightError, match=f"different plans: rank {first} has a plan for the ranks .*, rank {second} for"):
+        _refuse_other_members(boards[second], second)
+    told = boards[first].failure()
+    assert told is not None and told.clean and told.fix == "use the same plan file on all ranks"
+
+
+@pytest.mark.slow
+def test_plans_with_other_idle_ranks_are_refused_under_torchrun(tmp_path: Path) -> None:
+    plans = {"by rank": [{"pp": 2, "ranks": [0, 1]}, {"pp": 1, "ranks": [0]}]}
+    begun = time.monotonic()
+    done = torchrun(2, str(tmp_path / "run"), json.dumps(plans))
+    assert done.returncode != 0 and "ranks have different plans" in done.stderr, done.stderr[-3000:]
+    assert time.monotonic() - begun < 120, "without the comparison both wait for 300 seconds"
 
 
 @pytest.fixture
