@@ -32,7 +32,7 @@ from meshwright.ir.plan.planned_file import PlannedFile
 from meshwright.report import prediction_log
 from meshwright.runtime.discover import device_speed
 from meshwright.runtime.launch.workers import Workers
-from meshwright.train.auto.auto_plan import auto_request
+from meshwright.train.auto.auto_plan import AutoRequest, auto_request, chosen_plan
 from meshwright.train.auto.found_devices import differences
 from meshwright.train.auto.plan_refusal import PlanRefusal
 from tests.support.paths import ROOT
@@ -186,6 +186,21 @@ def test_a_batch_that_copies_cannot_share_is_refused(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), parallel="auto")
     with pytest.raises(MeshwrightError, match="7 rows of a step cannot be shared equally by 2"):
         args.take_plan(PlannedFile(Parallel(dp=2)), 7)
+
+
+def planned_with(cluster: str) -> str:
+    """The schedule and degrees that this rank gets. Only rank 0 has the file."""
+    example = {name: torch.tensor([row[name] for row in text()[:2]]) for name in text()[0]}
+    name = cluster if torch.distributed.get_rank() == 0 else "a file that is not here.toml"
+    found = chosen_plan(AutoRequest(gpt2(n_layer=1), example, 2, cluster=name)).parallel
+    return f"{found.schedule} {found.degrees}"
+
+
+def test_only_rank_0_reads_the_cluster(cluster: Path, workers: Workers) -> None:
+    one, other = workers.run(planned_with, str(cluster), ranks=2)
+    assert one == other
+    with pytest.raises(MeshwrightError, match="not.toml"):
+        workers.run(planned_with, "not.toml", ranks=2)
 
 
 @pytest.mark.slow
