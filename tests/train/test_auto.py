@@ -199,7 +199,7 @@ def planned_with(cluster: str) -> str:
 def test_only_rank_0_reads_the_cluster(cluster: Path, workers: Workers) -> None:
     one, other = workers.run(planned_with, str(cluster), ranks=2)
     assert one == other
-    with pytest.raises(MeshwrightError, match="not.toml"):
+    with pytest.raises(MeshwrightError, match=r"not\.toml"):
         workers.run(planned_with, "not.toml", ranks=2)
 
 
