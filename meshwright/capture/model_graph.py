@@ -87,6 +87,16 @@ def graph_of(model: nn.Module, line: Line, places: tuple[int, ...]) -> ModelGrap
     return ModelGraph(type(model).__name__, tuple(layers), weights)
 
 
+def parameter_bytes(model: nn.Module, line: Line, places: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the bytes of the parameters that each layer between these places reads."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    found = []
+    for first, last in itertools.pairwise(places):
+        read = {id(every[name]): every[name] for name in _parameters(line, first, last)}
+        found.append(sum(p.numel() * p.element_size() for p in read.values()))
+    return tuple(found)
+
+
 def _crossing(line: Line, name: str, made: dict[str, int]) -> Crossing:
     size = line.flat.by_name[name].size
     assert size is not None, "only tensors cross"

@@ -119,14 +119,15 @@ def plan(
     except planners.NothingFitsError as error:
         raise _nothing_fits(_in_flags(error, step, microbatches, rows_given=rows_given), as_json=as_json) from None
     found = with_earlier_errors(replace(found, notes=(*found.notes, _about(cluster, machine))), layers.device)
+    if layers.rows and step is None and microbatches is not None and rows is not None:
+        step = microbatches * rows
     if output is not None:
         outputs.write(output, planned_text(found, layers, machine, batch=step))
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict()) + "\n")
         return
-    if layers.rows and step is None and microbatches is not None and rows is not None:
-        step = microbatches * rows
-    planned = Planned(found, machine, str(cluster), model, batch_function, length, layers.precision, step, output)
+    data = _dataset(model, refusal)
+    planned = Planned(found, machine, str(cluster), model, batch_function, length, layers.precision, step, output, data)
     sys.stdout.write(plan_text(found, layers, machine, steps=list(next_commands(context, planned))) + "\n")
 
 
@@ -200,6 +201,19 @@ def _layers(
     gc.enable()  # a trace leaves reference cycles
     built, example = named_model(model, length=length, batch=batch)
     return profile_model(built, example, cluster=cluster, precision=precision or "fp32"), PlanRefusal(built, example)
+
+
+def _dataset(model: str | None, refusal: Refusal | None) -> str | None:
+    """Returns what `train --dataset` has to say for this model; None if nothing."""
+    from meshwright.cli._parts.next_commands import PLACEHOLDER
+    from meshwright.train.auto.plan_refusal import PlanRefusal
+    from meshwright.train.models.example_batches import dataset_for
+    from meshwright.train.models.model_names import resolve_model
+
+    if model is None or resolve_model(model).dataset is not None:
+        return None
+    assert isinstance(refusal, PlanRefusal), "the model was built for its profile"
+    return dataset_for(refusal.model) or PLACEHOLDER
 
 
 def _profile(path: Path) -> Profile:

@@ -17,7 +17,7 @@ from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
 from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import toml
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.plan.plan_file import asked, is_auto
+from meshwright.ir.plan.plan_file import asked, is_auto, is_plan_path
 from meshwright.ir.plan.plan_order import refers
 from meshwright.train.inputs.usable_arguments import refuse_folder
 from meshwright.train.setup.settled_plan import settled
@@ -81,7 +81,7 @@ def asked_job(model: str, flags: list[str], parallel: str | None, degrees: Mappi
         raise MeshwrightError(f"a step has at least 1 microbatch, got --microbatches {microbatches}", fix="--microbatches 4")
     if parallel is not None and given:
         raise MeshwrightError(f"--plan and --{flag_of(next(iter(given)))} both say how to split", fix="give only one of them")
-    if parallel is not None and is_auto(parallel):
+    if parallel is not None and (is_auto(parallel) or is_plan_path(parallel)):
         return _job(model, flags, {"parallel": parallel, **more})
     plan = asked(parallel) if parallel is not None else given
     if not refers(Parallel.of(plan).schedule):

@@ -58,19 +58,26 @@ class HalfTimes:
         return HalfTimes(self.forward_s + other.forward_s, self.input_s + other.input_s, self.weight_s + other.weight_s)
 
 
+def refuse_unknown_speed(device: Device, precision: str) -> float:
+    """Returns the operations per second of a device. Raises if they are not known in this precision."""
+    flops_per_s = device.flops_per_s.get(precision)
+    if flops_per_s is None or not flops_per_s > 0:
+        known = ", ".join(sorted(device.flops_per_s)) or "none"
+        raise MeshwrightError(
+            f"the cluster does not tell how many operations {device.kind} achieves in {precision}; it has {known}",
+            fix=f'a TOML cluster file with {precision} = "100 TFLOPS" in its table [device.{device.kind}] (JSON has no speeds), '
+            "another --precision, or --profile with measured times",
+        )
+    return flops_per_s
+
+
 def estimated_times(work: Iterable[OpWork], *, rows: int, device: Device, precision: str) -> HalfTimes:
     """Returns the seconds of a layer for a microbatch with this many rows.
 
     Raises:
         MeshwrightError: The operations per second of the device are not known in this precision.
     """
-    flops_per_s = device.flops_per_s.get(precision)
-    if flops_per_s is None or not flops_per_s > 0:
-        known = ", ".join(sorted(device.flops_per_s)) or "none"
-        raise MeshwrightError(
-            f"the cluster does not tell how many operations {device.kind} achieves in {precision}; it has {known}",
-            fix=f'{precision} = "100 TFLOPS" in its table of the cluster file, or another --precision',
-        )
+    flops_per_s = refuse_unknown_speed(device, precision)
     return sum((_of(one, rows, flops_per_s, device.bytes_per_s) for one in work), HalfTimes())
 
 

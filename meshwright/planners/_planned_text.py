@@ -5,17 +5,23 @@ from __future__ import annotations
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.profile_json import profile_to_json
 from meshwright.ir.plan.chosen_plan import Plan
-from meshwright.ir.plan.planned_file import cluster_digest, digest_of, plan_file_json
+from meshwright.ir.plan.planned_file import cluster_digest, digest_of, model_input, plan_file_json
 from meshwright.ir.plan.runnable_plan import runnable
-from meshwright.ir.profile import Profile
+from meshwright.ir.profile import Profile, ProfileSource
+
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""The names of runs for formats that profiles may name as torch does."""
 
 
 def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int | None) -> str:
     """Returns the text of a plan file."""
+    captured = profile.source is not ProfileSource.PUBLISHED  # published layers are not those that a run captures
     inputs = {
         "profile": {"digest": digest_of(profile_to_json(profile)), "device": profile.device, "source": profile.source.value},
         "cluster": {"digest": cluster_digest(cluster), "devices": cluster.size},
-        "precision": profile.precision,
+        "precision": PRECISIONS.get(profile.precision, profile.precision),
+        **({"length": profile.tokens_per_row} if captured and profile.tokens_per_row > 1 else {}),
+        **({"model": model_input([layer.parameter_bytes for layer in profile.layers])} if captured else {}),
         **({} if batch is None else {"batch": batch}),
     }
     predicted = {

@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.profile import Profile
+from meshwright.report.prediction_log import band_of
 
 SHOWN = 5
 """How many other plans of SPP are shown."""
@@ -116,7 +117,7 @@ def _band(plan: Plan) -> str:
     """The uncertainty of the step."""
     if not plan.error:
         return ""
-    low, high = plan.step_s / (1 + plan.error), plan.step_s * (1 + plan.error)
+    low, high = band_of(plan.step_s, plan.error)
     return f", uncertain by {plan.error:.0%}: {low:.4g} to {high:.4g} s"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -36,27 +37,28 @@ def keep_prediction(device: str, predicted_s: float, measured_s: float) -> None:
         return
 
 
-def keep_measured(planned: PlannedFile, folder: Path, metrics: dict[str, float], *, first: bool) -> None:
-    """Adds the prediction of a chosen plan to the metrics of its run. The first rank keeps it, and writes the plan."""
+def keep_measured(
+    planned: PlannedFile, metrics: dict[str, float], folder: Path | None, *, held: bool = True, first: bool = True
+) -> None:
+    """Adds the prediction of a plan to the metrics of its run, if the plan was made for this run (`held`).
+
+    The first rank keeps it for later plans, if the plan names its device, and writes the measured plan into `folder`.
+    """
     predicted, measured_s = dict(planned.predicted or {}), metrics.get("train_step_time", 0.0)
     if not predicted.get("step_s") or measured_s <= 0:
         return
-    metrics["predicted_step_time"], metrics["predicted_error"] = predicted["step_s"], predicted.get("error", 0.0)
-    if not first:
-        return
-    inputs = dict(planned.made_for or {})
-    keep_prediction(dict(inputs.get("profile", {})).get("device", ""), predicted["step_s"], measured_s)
-    text = plan_file_json(
-        planned.parallel,
-        stages=planned.stages,
-        predicted={**predicted, "measured_step_s": measured_s},
-        made_for=inputs,
-    )
-    (folder / "plan.json").write_text(text, encoding="utf-8")
+    if held:
+        metrics["predicted_step_time"], metrics["predicted_error"] = predicted["step_s"], predicted.get("error", 0.0)
+    if first and held and planned.device:
+        keep_prediction(planned.device, predicted["step_s"], measured_s)
+    if first and folder is not None:
+        measured = {**predicted, "measured_step_s": measured_s}
+        text = plan_file_json(planned.parallel, stages=planned.stages, predicted=measured, made_for=planned.made_for)
+        (folder / "plan.json").write_text(text, encoding="utf-8")
 
 
 def earlier_errors(device: str) -> list[float]:
-    """Returns by how much the last predictions for a device were off, as shares of the measured times."""
+    """Returns by how much the last predictions for a device were off, each as `off_by` says."""
     try:
         lines = log_file().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -80,13 +82,36 @@ def _error(line: str, device: str) -> float | None:
         found = json.loads(line)
         if found["device"] != device:
             return None
-        error = abs(float(found["predicted_s"]) / float(found["measured_s"]) - 1.0)
+        error = off_by(float(found["predicted_s"]), float(found["measured_s"]))
     except (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
         return None
-    return error if isfinite(error) else None
+    return error if isfinite(error) and error >= 0 else None
+
+
+def off_by(predicted_s: float, measured_s: float) -> float:
+    """Returns the error of a prediction: 0.25 if the longer of the two times is 25 % longer than the other one."""
+    return max(predicted_s / measured_s, measured_s / predicted_s) - 1.0
+
+
+def band_of(step_s: float, error: float) -> tuple[float, float]:
+    """Returns the shortest and the longest measured step that are off by no more than `error`."""
+    return step_s / (1.0 + error), step_s * (1.0 + error)
 
 
 def comparison_line(predicted_s: float, measured_s: float, error: float) -> str:
     """Returns predicted against measured in words."""
-    off = predicted_s / measured_s - 1.0 if measured_s > 0 else 0.0
-    return f"plan: predicted step {predicted_s:.4g} s (+-{error:.0%}), measured {measured_s:.4g} s: {off:+.0%}"
+    line = f"plan: predicted step {predicted_s:.4g} s"
+    low, high = band_of(predicted_s, error)
+    if error:
+        line += f" ({low:.4g} to {high:.4g} s)"
+    line += f", measured {measured_s:.4g} s"
+    if predicted_s <= 0 or measured_s <= 0:
+        return line
+    side = "short" if predicted_s < measured_s else "long"
+    where = "" if not error else ", inside the band" if low <= measured_s <= high else ", outside the band"
+    return f"{line}: too {side} by {off_by(predicted_s, measured_s):.0%}{where}"
+
+
+def not_compared_line(predicted_s: float, changes: Sequence[str]) -> str:
+    """Returns why a prediction is not compared with a run."""
+    return f"plan: predicted step {predicted_s:.4g} s, not compared: the plan was made for other inputs: {'; '.join(changes)}"

@@ -21,7 +21,7 @@ from transformers.training_args import ParallelMode
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
-from meshwright.ir.plan.plan_file import asked, auto_cluster, is_auto, plan_table
+from meshwright.ir.plan.plan_file import asked, auto_cluster, is_auto, is_plan_path, plan_table
 from meshwright.ir.plan.plan_order import refers
 from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, planned_file
 from meshwright.ir.reader import LARGEST
@@ -104,7 +104,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         given = self.parallel
-        self.auto, self.planned = self.parallel if is_auto(self.parallel) else None, cast(PlannedFile | None, None)
+        self.auto = self.parallel if is_auto(self.parallel) else None
+        self.planned = cast(PlannedFile | None, None)  # of `auto` once it is chosen, or the plan file that was given
         if self.auto is not None:
             auto_cluster(str(self.auto))  # raises if it names none
         self.parallel = {} if self.auto is not None else self._asked()
@@ -119,6 +120,8 @@ class TrainingArguments(transformers.TrainingArguments):
         self._refuse_unsupported()  # again, because some arguments set others
         self._refuse()
         settled(self.plan)  # raises here, before anything starts, if the plan has contradictions
+        if is_plan_path(given):
+            self.planned = planned_file(cast(str | Path, given))
         self._note_other_inputs(given)
 
     @property
@@ -209,10 +212,10 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def _note_other_inputs(self, given: Any) -> None:
         """Warns if a plan file was made for another batch or precision: it runs, but its prediction is for something else."""
-        if self.auto is not None or not isinstance(given, str | Path) or not str(given).endswith(".json") or self.process_index:
+        if self.planned is None or self.process_index:
             return
-        file, now = planned_file(given), {"batch": self.rows.step, "precision": self.precision.compute}
-        for change in changed_inputs(file.made_for or {}, now):
+        now = {"batch": self.rows.step, "precision": self.precision.compute}
+        for change in changed_inputs(self.planned.made_for or {}, now):
             _log.warning("the plan %s was made for other inputs, so its prediction does not hold: %s", given, change)
 
     def _refuse_numbers(self) -> None:

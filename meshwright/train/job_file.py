@@ -24,7 +24,7 @@ from transformers import HfArgumentParser
 from meshwright.errors import MeshwrightError
 from meshwright.ir.imported_function import function
 from meshwright.ir.input_limits import file_text, shown, toml
-from meshwright.ir.plan.plan_file import asked, is_auto, say_code
+from meshwright.ir.plan.plan_file import asked, is_auto, is_plan_path, say_code
 from meshwright.ir.reader import Reader, positive, table, text
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.checkpoint import folders as rotate
@@ -128,7 +128,7 @@ def read_job(path: Path) -> Job:
         model=read("model", text),
         dataset=read("dataset", text, None),
         length=read("length", positive, None),
-        parallel=read("parallel", lambda value: value if is_auto(value) else asked(value), {}),
+        parallel=read("parallel", lambda value: value if is_auto(value) or is_plan_path(value) else asked(value), {}),
         arguments=read("arguments", table, {}),
         resume=read("resume", lambda value: value if isinstance(value, bool) else text(value), None),
     )

@@ -24,6 +24,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.report.prediction_log import keep_measured
 from meshwright.runtime.launch.workers import Workers
 from meshwright.train.arguments import TrainingArguments
+from meshwright.train.auto.planned_inputs import note_other_inputs, other_inputs
 from meshwright.train.data.collate import Collator, default_collator
 from meshwright.train.inputs import trainer_inputs
 from meshwright.train.loop import between_trainings, on_rank
@@ -116,6 +117,8 @@ class Trainer(TrainerJobs):
         self.traced: Traced | None = None
         self.peak_bytes: tuple[int, ...] = ()
         self.prepared: PreparedRun | None = None
+        self.other_inputs: tuple[str, ...] = ()
+        """How the last training differed from what its plan was made for."""
         self._columns: frozenset[str] = frozenset()
         self._board = default_logdir()
         self._given, self._pool = workers, cast(Workers | None, None)
@@ -132,6 +135,9 @@ class Trainer(TrainerJobs):
         job, example = self.job_and_example(self.train_dataset, trains=True)
         if self.args.eval_strategy != "no":
             job.run.evaluation.refuse()
+        self.other_inputs = other_inputs(self.args, self.module, job.run.flat)
+        if self.is_world_process_zero():
+            note_other_inputs(self.other_inputs)
         speed = speed_of(self.module, job.run.flat, example)
         resume = resume_from_checkpoint or None
         work = TrainJob(self.train_dataset, self.eval_dataset, resume, self.optimizer_state, self.traced, speed)
@@ -145,7 +151,9 @@ class Trainer(TrainerJobs):
             self.weights = trained_weights(self.args)
             self._write_times = write_times(self.weights)
         if self.args.planned is not None:
-            keep_measured(self.args.planned, self.folder, found[0].output.metrics, first=self.is_world_process_zero())
+            folder = self.folder if self.args.auto is not None else None
+            held = not self.other_inputs
+            keep_measured(self.args.planned, found[0].output.metrics, folder, held=held, first=self.is_world_process_zero())
         return found[0].output
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:

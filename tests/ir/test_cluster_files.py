@@ -31,6 +31,21 @@ def test_a_matrix_in_json(tmp_path: Path) -> None:
     assert found.slowest((0, 1)).bytes_per_s == 1.0 and found.slowest((0,), (1, 2)).bytes_per_s == 1.5
 
 
+def test_one_latency_for_a_matrix_in_toml(tmp_path: Path) -> None:
+    """As in JSON: a number is the latency of all pairs."""
+    rates = "schema = 1\nbytes_per_s = [[0, 5.0], [4.0, 0]]\n"
+    for written_as in ("1e-5", '"10 us"'):
+        (tmp_path / "c.toml").write_text(f"{rates}latency_s = {written_as}\n")
+        assert read_cluster(tmp_path / "c.toml").between(0, 1) == Link(1e-5, 5.0)
+    for content, said in ((f"{rates}link = {{}}\n", "it has also a link"), ("schema = 1\nlink = {}\n", "it has also a link")):
+        (tmp_path / "c.toml").write_text(f"latency_s = 1e-5\n{content}")
+        with pytest.raises(MeshwrightError, match=said):
+            read_cluster(tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text('schema = 1\nlatency_s = 1e-5\ndevices = ["a"]\n[device.a]\n')
+    with pytest.raises(MeshwrightError, match="it has no matrix"):
+        read_cluster(tmp_path / "c.toml")
+
+
 @pytest.mark.parametrize("own", ["null", "-1", '"-"', "Infinity", "0"])
 def test_the_diagonal_of_a_matrix_is_ignored(tmp_path: Path, own: str) -> None:
     (tmp_path / "c.json").write_text(

@@ -52,6 +52,7 @@ WRITES = {
     "capture/trace/export.py",
     "capture/trace/size_conditions.py",
     "runtime/json_exchange.py",
+    "runtime/launch/torchrun.py",
     "train/checkpoint/pretrained_weights.py",
     "train/checkpoint/write.py",
 }

@@ -33,6 +33,8 @@ STAGES = (
     {"layers": [0, 3], "devices": [2, 0], "width": 2, "recompute": 0.5},
     {"layers": [4, 5], "devices": [3], "width": 1, "recompute": 0.0},
 )
+PLAN = Parallel(pp=2, width=(2, 1), stages=(4,), ranks=(2, 0, 3))
+"""What these stages describe."""
 PREDICTED = {"step_s": 0.5, "lower_bound_s": 0.4, "peak_bytes": [1e9, 2e9, 3e9], "bubble_ratio": 0.1}
 MADE_FOR = {"profile": {"digest": "ab"}, "cluster": {"digest": "cd"}, "batch": 64, "precision": "bf16"}
 
@@ -107,9 +109,46 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("change", "text"), BROKEN.values(), ids=BROKEN)
 def test_what_is_no_plan_is_refused(change: dict[str, Any], text: str) -> None:
-    data = json.loads(plan_file_json(Parallel(pp=2), stages=STAGES, predicted=PREDICTED, made_for=MADE_FOR))
+    data = json.loads(plan_file_json(PLAN, stages=STAGES, predicted=PREDICTED, made_for=MADE_FOR))
     with pytest.raises(MeshwrightError, match=text):
         plan_from_json(json.dumps({**data, **change}))
+
+
+CONTRADICTIONS: dict[str, tuple[list[list[int]], list[list[int]], str]] = {
+    "late": ([[1, 3], [4, 5]], [[2, 0], [3]], "begins with layer 1, not with layer 0"),
+    "overlap": ([[0, 4], [4, 5]], [[2, 0], [3]], "ends with layer 4, and the next one begins with layer 4"),
+    "gap": ([[0, 2], [4, 5]], [[2, 0], [3]], "ends with layer 2, and the next one begins with layer 4"),
+    "cuts": ([[0, 2], [3, 5]], [[2, 0], [3]], r"begin with the layers \[3\], but its 'parallel' has stages \[4\]"),
+    "fewer": ([[0, 5]], [[2, 0, 3]], r"begin with the layers \[\], but its 'parallel' has stages \[4\]"),
+    "devices": ([[0, 3], [4, 5]], [[2, 0], [7]], r"run on the devices \[0, 2, 7\], but its ranks are \[0, 2, 3\]"),
+    "a team": ([[0, 3], [4, 5]], [[2], [0, 3]], r"stage 0 .* on the devices \[2\], which are not whole workers"),
+}
+
+
+@pytest.mark.parametrize(("layers", "devices", "text"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_stages_that_contradict_the_plan_are_refused(
+    tmp_path: Path, layers: list[list[int]], devices: list[list[int]], text: str
+) -> None:
+    data = json.loads(plan_file_json(PLAN, stages=STAGES))
+    data["stages"] = [{"layers": a, "devices": b} for a, b in zip(layers, devices, strict=True)]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    for read in (planned_file, asked, lambda path: plan_from_json(path.read_text())):
+        with pytest.raises(MeshwrightError, match=text):
+            read(path)
+
+
+def test_ranks_that_were_changed_without_the_stages_are_refused() -> None:
+    """Also where a worker has several stages, as in a V. Stages that several workers hold name all of them."""
+    stages = [{"layers": [k, k], "devices": [device]} for k, device in enumerate((5, 3, 3, 5))]
+    data = json.loads(plan_file_json(Parallel(pp=2, schedule="zbv", stages=(1, 2, 3), ranks=(5, 3)), stages=stages))
+    data["parallel"]["ranks"] = [3, 5]
+    with pytest.raises(MeshwrightError, match=r"stage 0 of a plan file runs on the devices \[5\], but by its ranks on \[3\]"):
+        plan_from_json(json.dumps(data))
+    both = [{"layers": [k, k], "devices": [0, 1]} for k in range(2)]
+    plan_file_json(Parallel(pp=2, schedule="chimera", stages=(1,)), stages=both)
+    copies = [{"layers": [0, 1], "devices": [3, 2]}, {"layers": [2, 3], "devices": [0, 4]}]
+    plan_file_json(Parallel(pp=2, dp=2, stages=("a.b",), ranks=(3, 0, 2, 4)), stages=copies)
 
 
 def test_what_json_does_not_have_is_not_written() -> None:

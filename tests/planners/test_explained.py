@@ -255,6 +255,56 @@ def test_ranks_that_divide_rows_drop_a_short_last_step(mode: str, drops: bool) -
     assert ("--dataloader-drop-last" in train) is drops
 
 
+GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 16, "intermediate_size": 16}
+VIT |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+
+
+def printed_training(tmp_path: Path, config: dict[str, Any]) -> str:
+    """The command that trains a Hugging Face configuration, as `plan` prints it. Without that speed layers would be timed."""
+    model, cluster, plan = (tmp_path / name for name in ("config.json", "cluster.toml", "plan.json"))
+    model.write_text(json.dumps(config))
+    one = Device("gpu", 1e10, {"fp32": 1e13}, bytes_per_s=1e12)
+    cluster.write_text(cluster_to_toml(Cluster(devices=(one,), hosts=(Host(1, Link(), Link()),))))
+    code, text, error = run(str(model), "--cluster", str(cluster), "--batch", "4", "--no-explain", "-o", str(plan))
+    assert code == 0, error
+    return text.splitlines()[-1].strip()
+
+
+def test_the_printed_training_of_a_text_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = shlex.split(printed_training(tmp_path, GPT2))
+    assert words[:2] == ["meshwright", "train"] and words[words.index("--dataset") + 1] == "stdlib"
+    done = CliRunner().invoke(app, words[1:])
+    assert done.exit_code == 0 and "20 steps" in done.output, (done.output, done.exception)
+
+
+def test_a_data_set_that_nobody_knows_is_a_placeholder(tmp_path: Path) -> None:
+    train = printed_training(tmp_path, VIT)
+    assert "--dataset DATASET" in train and "# DATASET: rows for this model, for example package.module:function" in train
+    assert shlex.split(train, comments=True)[-2:] == ["--max-steps", "20"], "a shell leaves the note out"
+
+
+def test_each_host_starts_as_many_processes_as_it_has_devices() -> None:
+    """torchrun numbers ranks host by host: with 4 processes on the host of 2 devices, rank 2 would be on the wrong host."""
+    stages = tuple(mw.PlanStage(n, n, (n,)) for n in range(7))
+    plan = mw.Plan("search", stages, 1, 1.0, 1.0, (1.0,) * 7, parallel={"pp": 7})
+
+    def launched(*counts: int) -> list[str]:
+        hosts = tuple(Host(count, Link(1e-6, 1e9), Link(1e-5, 1e9)) for count in counts)
+        cluster = Cluster(devices=(Device(),) * sum(counts), hosts=hosts)
+        planned = Planned(plan, cluster, "c.toml", "gpt-tiny", None, None, "fp32", 8, Path("plan.json"))
+        return [step for step in next_commands(cast(typer.Context, None), planned) if "meshwright train" in step]
+
+    small, large = launched(2, 2, 4, 4)
+    assert small.startswith("torchrun --nnodes 3 --node-rank N --nproc-per-node 2 ") and "# N: 0 to 1, the number of" in small
+    assert large.startswith("torchrun --nnodes 3 --node-rank 2 --nproc-per-node 4 "), "the fourth host has no rank of the plan"
+    (equal,) = launched(4, 4)
+    assert equal.startswith("torchrun --nnodes 2 --node-rank N --nproc-per-node 4 ") and "MASTER: the address of" in equal
+    assert launched(8)[0].startswith("meshwright train")
+
+
 def test_a_single_device(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps({"memory_bytes": [64e9], "bytes_per_s": [[0]], "latency_s": 0.0}))

@@ -32,7 +32,7 @@ from meshwright.ir.plan.planned_file import PlannedFile
 from meshwright.report import prediction_log
 from meshwright.runtime.discover import device_speed
 from meshwright.runtime.launch.workers import Workers
-from meshwright.train.auto.auto_plan import auto_request
+from meshwright.train.auto.auto_plan import AutoRequest, auto_request, chosen_plan
 from meshwright.train.auto.found_devices import differences
 from meshwright.train.auto.plan_refusal import PlanRefusal
 from tests.support.paths import ROOT
@@ -115,6 +115,20 @@ def test_a_damaged_log_of_predictions_is_no_error(cache: Path) -> None:
     assert prediction_log.earlier_errors("core") == []
 
 
+def test_a_prediction_that_was_too_short_is_inside_the_band_of_its_error(cache: Path) -> None:
+    """Half of the measured time is off by 100 %, as twice is. A band of 50 % would end below what was measured."""
+    for predicted_s, measured_s in ((1.0, 2.0), (2.0, 1.0)):
+        error = prediction_log.off_by(predicted_s, measured_s)
+        low, high = prediction_log.band_of(predicted_s, error)
+        assert error == 1.0 and low <= measured_s <= high
+        prediction_log.keep_prediction("core", predicted_s, measured_s)
+    assert prediction_log.earlier_errors("core") == [1.0, 1.0]
+    line = prediction_log.comparison_line
+    assert line(1.0, 2.0, 1.0) == "plan: predicted step 1 s (0.5 to 2 s), measured 2 s: too short by 100%, inside the band"
+    assert line(1.0, 2.0, 0.5) == "plan: predicted step 1 s (0.6667 to 1.5 s), measured 2 s: too short by 100%, outside the band"
+    assert line(1.2, 1.0, 0.0) == "plan: predicted step 1.2 s, measured 1 s: too long by 20%"
+
+
 def test_refusals(tmp_path: Path, cluster: Path, workers: Workers) -> None:
     with pytest.raises(MeshwrightError, match="names no cluster"):
         TrainingArguments(output_dir=str(tmp_path), parallel="auto:")
@@ -172,6 +186,21 @@ def test_a_batch_that_copies_cannot_share_is_refused(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), parallel="auto")
     with pytest.raises(MeshwrightError, match="7 rows of a step cannot be shared equally by 2"):
         args.take_plan(PlannedFile(Parallel(dp=2)), 7)
+
+
+def planned_with(cluster: str) -> str:
+    """The schedule and degrees that this rank gets. Only rank 0 has the file."""
+    example = {name: torch.tensor([row[name] for row in text()[:2]]) for name in text()[0]}
+    name = cluster if torch.distributed.get_rank() == 0 else "a file that is not here.toml"
+    found = chosen_plan(AutoRequest(gpt2(n_layer=1), example, 2, cluster=name)).parallel
+    return f"{found.schedule} {found.degrees}"
+
+
+def test_only_rank_0_reads_the_cluster(cluster: Path, workers: Workers) -> None:
+    one, other = workers.run(planned_with, str(cluster), ranks=2)
+    assert one == other
+    with pytest.raises(MeshwrightError, match=r"not\.toml"):
+        workers.run(planned_with, "not.toml", ranks=2)
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -19,6 +21,10 @@ import meshwright as mw
 from meshwright import MeshwrightError, Parallel, StageCost, plan_file_json, schedules
 from meshwright.ir.action import actions
 from meshwright.ir.timeline import Lane
+from meshwright.planners._planned_text import planned_text
+from meshwright.report.prediction_log import earlier_errors
+from meshwright.runtime.launch.torchrun import _refuse_other_members
+from meshwright.runtime.watchdog.board import Board
 from meshwright.train.models.small_models import mlp, mlp_batch
 from meshwright.train.setup.captured_layers import listed_layers
 from meshwright.train.setup.where import refuse_world
@@ -110,6 +116,76 @@ def test_a_plan_for_another_batch_is_noted(tmp_path: Path, caplog: pytest.LogCap
     assert not caplog.records
     mw.TrainingArguments(output_dir=str(tmp_path), parallel=str(path), per_device_train_batch_size=32, report_to="none")
     assert "was made for other inputs, so its prediction does not hold: batch was 64, is 32" in caplog.text
+
+
+def made(tmp_path: Path, name: str = "plan.json", **made_for: Any) -> str:
+    """A plan for one worker with a prediction, as a file."""
+    path = tmp_path / name
+    path.write_text(plan_file_json(Parallel(microbatches=2), predicted={"step_s": 0.5, "error": 0.25}, made_for=made_for))
+    return str(path)
+
+
+def facts() -> dict[str, Any]:
+    """What the planner writes into `made_for` for the model and the data of these tests."""
+    columns = {name: torch.tensor([row[name] for row in text()[:2]]) for name in text()[0]}
+    machine = mw.Cluster(devices=(mw.Device("core", 4e9, {"fp32": 1e10}, bytes_per_s=1e10),) * 2)
+    profile = mw.profile_model(gpt2(), columns, rows=(1, 2), cluster=machine, estimate=True)
+    found = mw.plan(profile, machine, batch=8, planner="search")
+    return dict(json.loads(planned_text(found, profile, machine, batch=8))["made_for"])
+
+
+def test_a_run_of_a_plan_file_is_compared_with_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kept for the band if the file fits the run, and if not, it is said why."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fits = facts()
+    assert {"batch", "length", "model", "precision"} <= set(fits), "what a run can compare"
+
+    def trained(**changed: Any) -> mw.Trainer:
+        path = made(tmp_path, **{**fits, **changed})
+        found = ours(gpt2(), tmp_path / "run", text(), None, parallel=path, per_device_train_batch_size=8, max_steps=3)
+        metrics[:] = [found.train().metrics]
+        return found
+
+    metrics: list[dict[str, float]] = []
+    trainer = trained()
+    assert (metrics[0]["predicted_step_time"], metrics[0]["predicted_error"]) == (0.5, 0.25) and not trainer.other_inputs
+    assert len(earlier_errors("core")) == 1 and not (tmp_path / "run" / "plan.json").exists()
+    assert "was made for" not in caplog.text
+    other_model = {"digest": "0", "text": "9 layers with 1 MB of parameters"}
+    changes = {"length": (7, "length was 7, is 16"), "model": (other_model, "model was '9 layers with 1 MB of parameters', is '")}
+    changes["profile"] = ({"device": "a100"}, "device was 'a100', is 'core of ")
+    for name, (value, said) in changes.items():
+        caplog.clear()
+        trainer = trained(**{name: value})
+        assert "predicted_step_time" not in metrics[0] and said in trainer.other_inputs[0]
+        assert f"the plan was made for other inputs, so its prediction does not hold: {said}" in caplog.text
+    assert len(earlier_errors("core")) == 1 and not earlier_errors("a100"), "only what fits is kept"
+
+
+def test_train_prints_predicted_against_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "plan.json"
+    for batch, said in (
+        (4, "plan: predicted step 9 s, measured"),
+        (8, "not compared: the plan was made for other inputs: batch"),
+    ):
+        path.write_text(plan_file_json(Parallel(), predicted={"step_s": 9.0}, made_for={"batch": batch}))
+        flags = ("--max-steps", "2", "--per-device-train-batch-size", "4", "--output-dir", str(tmp_path / "o"), "--length", "8")
+        done = run("train", "gpt-tiny", "--plan", str(path), *flags)
+        assert done.exit_code == 0 and said in done.output, (done.output, done.exception)
+
+
+def test_rows_of_microbatches_are_the_batch_that_a_plan_is_made_for(tmp_path: Path) -> None:
+    profile, cluster, path = (tmp_path / name for name in ("profile.json", "cluster.json", "plan.json"))
+    layer = mw.LayerCost("layer", (1.0,), (1.0,), (1.0,), output_bytes=1.0, parameter_bytes=1.0)
+    profile.write_text(mw.profile_to_json(mw.Profile((layer,) * 2, rows=(2,))))
+    cluster.write_text('{"bytes_per_s": [[0, 1e9], [1e9, 0]], "memory_bytes": [1e9, 1e9], "latency_s": 0}')
+    flags = ("-n", "3", "--rows", "2", "--planner", "spp", "--json")
+    done = run("plan", "--profile", str(profile), "--cluster", str(cluster), *flags, "-o", str(path))
+    assert done.exit_code == 0, done.output
+    assert json.loads(path.read_text())["made_for"]["batch"] == 6
 
 
 # -- the command line
@@ -225,6 +301,30 @@ def test_an_idle_rank_ends_with_a_job_that_fails() -> None:
     assert "rank 1 (worker 1) failed in 1F2 (stage 1): ValueError: bad weights" in done.stderr
     assert "rank 2, which is idle, stops: rank 1 (worker 1) failed in 1F2" in done.stderr
     assert "rank 3 (worker 0): " in done.stderr, "what the others did, by their ranks"
+
+
+@pytest.mark.parametrize("idle_first", [False, True])
+def test_a_rank_that_is_idle_in_its_own_plan_only_is_refused(idle_first: bool) -> None:
+    """Rank 1 would wait until rank 0 has finished, and rank 0 for rank 1. Whoever comes later raises, and tells the other."""
+    store = dist.HashStore()
+    boards = {0: Board(store, (0, 1)), 1: Board(store, (0,))}
+    first, second = (1, 0) if idle_first else (0, 1)
+    _refuse_other_members(boards[first], first)
+    _refuse_other_members(Board(store, boards[first].members), 2)
+    assert boards[first].failure() is None, "a rank with the same plan agrees, idle or not"
+    with pytest.raises(MeshwrightError, match=f"different plans: rank {first} has a plan for the ranks .*, rank {second} for"):
+        _refuse_other_members(boards[second], second)
+    told = boards[first].failure()
+    assert told is not None and told.clean and told.fix == "use the same plan file on all ranks"
+
+
+@pytest.mark.slow
+def test_plans_with_other_idle_ranks_are_refused_under_torchrun(tmp_path: Path) -> None:
+    plans = {"by rank": [{"pp": 2, "ranks": [0, 1]}, {"pp": 1, "ranks": [0]}]}
+    begun = time.monotonic()
+    done = torchrun(2, str(tmp_path / "run"), json.dumps(plans))
+    assert done.returncode != 0 and "ranks have different plans" in done.stderr, done.stderr[-3000:]
+    assert time.monotonic() - begun < 120, "without the comparison both wait for 300 seconds"
 
 
 @pytest.fixture

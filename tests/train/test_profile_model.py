@@ -215,6 +215,16 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(app, list(words))
 
 
+def test_a_cluster_without_speeds_is_refused_before_the_model_is_captured(tmp_path: Path) -> None:
+    matrix = tmp_path / "cluster.json"
+    matrix.write_text('{"memory_bytes": [1e9, 1e9], "bytes_per_s": [[0, 1e9], [1e9, 0]]}')
+    with pytest.raises(
+        mw.MeshwrightError, match="does not tell how many operations device achieves in fp32; it has none"
+    ) as refused:
+        mw.profile_model(torch.nn.Module(), BATCH, cluster=mw.read_cluster(matrix))  # this model cannot be captured
+    assert 'fp32 = "100 TFLOPS" in its table [device.device]' in str(refused.value.fix) and "--profile" in str(refused.value.fix)
+
+
 def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a100.toml").write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import typer
@@ -14,6 +15,9 @@ from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.plan.plan import LOCAL_RANKS
 
 FILE = "plan.json"
+PLACEHOLDER = "DATASET"
+"""Stands for a data set that only the user knows."""
+_ROWS = "rows for this model, for example package.module:function"
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Planned:
     rows: int | None
     """Rows of a step, if they are known."""
     output: Path | None
+    dataset: str | None = None
+    """The data set that `train` has to be told; None if the model has its own."""
 
 
 def next_commands(context: typer.Context, planned: Planned) -> Iterator[str]:
@@ -46,9 +52,11 @@ def next_commands(context: typer.Context, planned: Planned) -> Iterator[str]:
     if started <= LOCAL_RANKS:
         own = [f"--batch-function {planned.batch_function}"] if planned.batch_function else length
         yield " ".join(["meshwright verify", model, f"--plan {name}", *own])
-    yield " ".join(
-        [*_launcher(planned.cluster, started), "meshwright train", model, f"--plan {name}", *_training(planned), *length]
-    )
+    train = " ".join(["meshwright train", model, f"--plan {name}", *_training(planned), *length])
+    unknown = [f"DATASET: {_ROWS}"] if planned.dataset == PLACEHOLDER else []
+    for launcher, notes in _launchers(planned.cluster, started):
+        notes = [*notes, *unknown]
+        yield " ".join([*launcher, train, *([f"  # {'; '.join(notes)}"] if notes else [])])
 
 
 def _training(planned: Planned) -> Iterator[str]:
@@ -59,16 +67,26 @@ def _training(planned: Planned) -> Iterator[str]:
         yield f"--{planned.precision}"
     if planned.plan.parallel.get("tp", 1) > 1 and planned.plan.parallel.get("tensor", "line") != "line":
         yield "--dataloader-drop-last"  # the ranks of a box divide rows: the short last step of an epoch may not divide
-    yield "--dataset DATASET --max-steps 20" if planned.batch_function else "--max-steps 20"
+    yield f"--dataset {shlex.quote(planned.dataset)} --max-steps 20" if planned.dataset else "--max-steps 20"
 
 
-def _launcher(cluster: Cluster, started: int) -> list[str]:
-    """The launcher for several hosts; on one host Meshwright starts its workers itself."""
-    hosts = {cluster.host_of[rank] for rank in range(started)} if cluster.hosts else {0}
-    if len(hosts) == 1:
-        return []
-    each = max(host.devices for host in cluster.hosts)
-    return [f"torchrun --nnodes {max(hosts) + 1} --node-rank N --nproc-per-node {each} --master-addr MASTER --no-python"]
+def _launchers(cluster: Cluster, started: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Yields a launcher for each run of hosts with equally many devices, and notes about it.
+
+    On one host Meshwright starts its workers itself. torchrun numbers ranks host by host, so that rank r is device r of the
+    cluster only if each host starts as many processes as it has devices.
+    """
+    last = cluster.host_of[started - 1] if cluster.hosts else 0
+    if last == 0:
+        yield [], []
+        return
+    first = 0
+    for count, group in groupby(host.devices for host in cluster.hosts[: last + 1]):
+        end = first + len(list(group)) - 1
+        host, where = (str(first), []) if first == end else ("N", [f"N: {first} to {end}, the number of the host"])
+        command = f"torchrun --nnodes {last + 1} --node-rank {host} --nproc-per-node {count} --master-addr MASTER --no-python"
+        yield [command], [*where, "MASTER: the address of host 0"]
+        first = end + 1
 
 
 def again(context: typer.Context) -> str:

@@ -35,13 +35,14 @@ def follow(trainer: Trainer, trace: Path | None, *, as_json: bool) -> None:
 
 def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) -> None:
     """Prints the loss, the speed and the peak memory of each rank."""
-    from meshwright.report.prediction_log import comparison_line
+    from meshwright.report.prediction_log import comparison_line, not_compared_line
     from meshwright.report.progress import size_text
 
     history, peaks, metrics = trainer.state.log_history, trainer.peak_bytes, output.metrics
     if as_json:
         found = {"steps": output.global_step, "loss": output.training_loss, "log": history}
-        typer.echo(json.dumps({**found, "metrics": metrics, "peak_bytes": peaks}))
+        changed = {"other_inputs": list(trainer.other_inputs)} if trainer.other_inputs else {}
+        typer.echo(json.dumps({**found, "metrics": metrics, "peak_bytes": peaks, **changed}))
         return
     losses = [entry["loss"] for entry in history if "loss" in entry] or [output.training_loss]
     plan = trainer.args.plan
@@ -55,6 +56,9 @@ def report(trainer: Trainer, output: Any, trace: Path | None, *, as_json: bool) 
     typer.echo(", ".join(step))
     if "predicted_step_time" in metrics:
         typer.echo(comparison_line(metrics["predicted_step_time"], metrics["train_step_time"], metrics["predicted_error"]))
+    planned = trainer.args.planned
+    if planned is not None and trainer.other_inputs and (step_s := (planned.predicted or {}).get("step_s")):
+        typer.echo(not_compared_line(step_s, trainer.other_inputs))
     named = f"of ranks {', '.join(map(str, plan.members))}" if plan.ranks else "per rank"
     typer.echo(f"peak memory {named}: {', '.join(map(size_text, peaks))}")
     if trace is not None:

@@ -78,14 +78,21 @@ def cluster_from_toml(text: str) -> Cluster:
     if named and found:
         raise MeshwrightError(f"{WHAT} has both 'devices' and '[[nodes]]'", fix="one of the two")
     bandwidths = read("bytes_per_s", lambda value: matrix(value, least=0.0), ())
+    every_s = None if isinstance(data.get("latency_s", []), list) else read("latency_s", seconds)
+    if every_s is not None and ("link" in data or not bandwidths):
+        raise MeshwrightError(
+            f"the number 'latency_s' of {WHAT} is for all pairs of the matrix 'bytes_per_s'; it has "
+            f"{'also a link' if 'link' in data else 'no matrix'}",
+            fix="link = {latency_s = 1e-5, bytes_per_s = 1e9}, or a matrix and no link",
+        )
     return Cluster(
-        read("link", link_from, Link()),
+        read("link", link_from, Link()) if every_s is None else Link(every_s),
         read("links", lambda value: dict(map(_pair, rows(value))), {}),
         read("duplex", lambda value: Duplex(as_text(value)), Duplex.FULL),
         devices or (Device(),) * len(bandwidths),
         tuple(host for _, hosts in found for host in hosts),
         bandwidths,
-        read("latency_s", matrix, ()),
+        read("latency_s", matrix, ()) if every_s is None else (),
         read("racks", link_from, None),
     )
 

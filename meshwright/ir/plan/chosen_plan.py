@@ -112,7 +112,8 @@ class Plan:
         rivals: For each choice, the best plan with another choice.
         flips: When another plan would be better.
         name: The plan in words.
-        error: How far `step_s` may be off, as a share: by the times of layers, or by how earlier predictions were off.
+        error: How far `step_s` may be off, from step_s / (1 + error) to step_s x (1 + error): by the times of layers, or by how
+            earlier predictions were off.
 
     Examples:
         >>> from meshwright import Plan, PlanStage

@@ -25,6 +25,7 @@ from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.input_limits import file_text, shown, toml
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_order import order_of
+from meshwright.ir.plan.plan_stages import refuse_other_stages
 from meshwright.ir.plan.plan_tensor import TENSOR_FIELDS
 from meshwright.ir.reader import Reader, count, number, parsed, positive, rows
 from meshwright.ir.reader import table as as_table
@@ -137,7 +138,7 @@ def table_of(data: Any) -> dict[str, Any]:
     planned = isinstance(data, Mapping) and (data.get("schema") == PLANNED_SCHEMA or "kind" in data)
     keys, kind = (PLANNED_KEYS, "plan") if planned else (KEYS, None)
     read = Reader(data, WHAT, kind=kind, schema=PLANNED_SCHEMA, keys=keys)
-    read("stages", lambda value: [checked_stage(stage) for stage in rows(value)], [])
+    stages = read("stages", lambda value: [checked_stage(stage) for stage in rows(value)], [])
     read("predicted", checked_prediction, {})
     read("made_for", as_table, {})
     found = dict(read("parallel", as_table))
@@ -147,6 +148,8 @@ def table_of(data: Any) -> dict[str, Any]:
         if found.get("order") is not None:
             raise MeshwrightError(f"{WHAT} has an order in 'parallel' and another one next to it", fix="give only one of them")
         found["order"] = read("order", order_of)
+    if stages:
+        refuse_other_stages(stages, Parallel.of(found))
     return found
 
 
@@ -176,6 +179,11 @@ def checked_prediction(value: Any) -> Mapping[str, Any]:
     for size in rows(found.get("peak_bytes", [])):
         number(size)
     return found
+
+
+def is_plan_path(given: object) -> bool:
+    """Returns whether `parallel=` names a plan file in JSON, which may have a prediction. TOML files have none."""
+    return isinstance(given, str | Path) and str(given).endswith(".json") and not str(given).lstrip().startswith("{")
 
 
 def is_auto(given: object) -> bool:

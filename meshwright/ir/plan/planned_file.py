@@ -5,7 +5,8 @@
      "order": {...},
      "stages": [{"layers": [0, 3], "devices": [3], "width": 1, "recompute": 0.0}, ...],
      "predicted": {"step_s": 0.31, "lower_bound_s": 0.3, "peak_bytes": [2.1e9, 1.9e9]},
-     "made_for": {"profile": {"digest": "...", "rows": [1, 2]}, "cluster": {"digest": "..."}, "batch": 64, "precision": "bf16"}}
+     "made_for": {"profile": {"digest": "...", "device": "a100"}, "cluster": {"digest": "..."}, "batch": 64, "precision": "bf16",
+                  "length": 2048, "model": {"digest": "...", "text": "66 layers with 26950 MB of parameters"}}}
 
 `order` is the schedule itself, if its lists depend on costs, so that exactly the planned schedule runs. Any code that reads a
 plan file reads this one too, and uses its `parallel` and `order`.
@@ -41,6 +42,12 @@ class PlannedFile:
     predicted: Mapping[str, Any] | None = None
     made_for: Mapping[str, Any] | None = None
 
+    @property
+    def device(self) -> str:
+        """The device that the prediction is for; empty if the file does not say."""
+        profile = (self.made_for or {}).get("profile")
+        return str(profile.get("device") or "") if isinstance(profile, Mapping) else ""
+
     @classmethod
     def of(cls, data: Any) -> PlannedFile:
         """Returns the checked content of a plan file."""
@@ -62,7 +69,7 @@ def plan_file_json(
         parallel: What to run. Its `order` is kept.
         stages: For each stage `layers` (first and last), `devices`, `width` and `recompute`.
         predicted: The prediction: `step_s`, `lower_bound_s`, `peak_bytes`, and any other JSON values.
-        made_for: The inputs: `profile` and `cluster` with their digests (`digest_of`), `batch`, `precision`.
+        made_for: The inputs: `profile` and `cluster` with their digests (`digest_of`), `batch`, `precision`, `length`, `model`.
 
     Returns:
         JSON text.
@@ -140,11 +147,22 @@ def cluster_digest(cluster: Cluster) -> str:
     return digest_of([cluster_to_toml(cluster)])
 
 
+def model_input(parameter_bytes: Sequence[float]) -> dict[str, str]:
+    """Returns what identifies a model in `made_for`, from the bytes of the parameters of its layers."""
+    sizes = [int(size) for size in parameter_bytes]
+    return {"digest": digest_of(sizes), "text": f"{len(sizes)} layers with {sum(sizes) / 1e6:.4g} MB of parameters"}
+
+
 def changed_inputs(made_for: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     """Describes the inputs that differ from those that a plan was made for. Inputs that only one side has are left out."""
     found = []
     for name in sorted(set(made_for) & set(now)):
-        before, after = (side[name].get("digest") if isinstance(side[name], Mapping) else side[name] for side in (made_for, now))
-        if before != after:
-            found.append(f"{name} was {shown(before)}, is {shown(after)}")
+        sides = (made_for[name], now[name])
+        before, after = (side.get("digest") if isinstance(side, Mapping) else side for side in sides)
+        if before == after:
+            continue
+        words = [side["text"] if isinstance(side, Mapping) and isinstance(side.get("text"), str) else None for side in sides]
+        if None not in words and words[0] != words[1]:
+            before, after = words
+        found.append(f"{name} was {shown(before)}, is {shown(after)}")
     return tuple(found)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -30,11 +31,12 @@ from meshwright.errors import MeshwrightError
 from meshwright.runtime import device as devices
 from meshwright.runtime.launch.worker_main import ANSWER_S, FOREVER, flush, process_group
 from meshwright.runtime.watchdog.board import Board
-from meshwright.runtime.watchdog.failure import Failure, describe
+from meshwright.runtime.watchdog.failure import Failure, FailureKind, describe
 from meshwright.runtime.watchdog.watchdog import TICK_S, Timeouts, Watch
 
 _LINGER_S = 4.0  # how long a rank waits before it exits because of another one
 _IDLE_DONE = "idle done"
+_MEMBERS = "members"
 _FINAL_REPORTS_S = 1.5  # how long to wait for the final reports of the other ranks
 
 _log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ def attach(
     store, watching = _stores(rank)
     name = f"{name}/{store.add(f'{name}/attached/{rank}', 1)}"  # a script may attach several times, the same number on each rank
     board = Board(PrefixStore(f"{name}/watch", watching), members)
+    _refuse_other_members(board, rank)
     if rank not in members:
         _wait_idle(board, rank, world - len(members))
     with _Exit(board, rank) as exit_:
@@ -204,6 +207,32 @@ def _stay_for_others(board: Board, rank: int, timeout_s: float, idle: int) -> No
         if _all_over(board) and board.store.add(_IDLE_DONE, 0) >= idle:
             return
         time.sleep(TICK_S / 5)
+
+
+def _refuse_other_members(board: Board, rank: int) -> None:
+    """Raises if the ranks of the job have plans with different ranks: one would wait for a rank that is idle in its own plan.
+
+    Ranks compare with the one that comes first, idle ranks too. That one is told through the board of its members.
+    """
+    mine = json.dumps(board.members)
+    entry = board.store.compare_set(_MEMBERS, "", json.dumps([rank, mine])).decode(errors="replace")
+    try:
+        other, theirs = json.loads(entry)
+        members = [int(member) for member in json.loads(theirs)]
+    except (ValueError, TypeError, RecursionError):
+        return  # no rank of this job wrote it
+    if theirs == mine or not members:
+        return
+    error = MeshwrightError(
+        f"ranks have different plans: rank {other} has a plan for the ranks {theirs}, rank {rank} for the ranks {mine}",
+        fix="use the same plan file on all ranks",
+    )
+    named = rank if rank in members else members[0]
+    failure = Failure(named, FailureKind.RAISED, error.what, fix=error.fix, clean=True)
+    Board(board.store, members).post(failure)
+    if hosts_store(rank):
+        time.sleep(_LINGER_S)  # others read the failure before the store ends with this process
+    raise error
 
 
 def _all_over(board: Board) -> bool:

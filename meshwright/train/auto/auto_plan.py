@@ -120,11 +120,18 @@ def _rows(batch: int) -> tuple[int, ...]:
 
 def _agreed(request: AutoRequest) -> str:
     """Returns the plan of rank 0, on all ranks of the process group."""
-    cluster = _measured(request.cluster)
-    facts = [] if request.cluster is None else _facts()
-    answer = {}
-    if cluster is not None:
-        answer = _attempt(lambda: _compare(request.cluster or "", cluster, plan_text(request, cluster), facts))
+    name = request.cluster
+    if name is None:
+        cluster, facts = _measured(), []
+    else:
+        cluster, facts = None, _facts()
+
+    def planned() -> str:
+        """Called on rank 0, which alone needs the file of a named cluster."""
+        here = cluster or _named(str(name))
+        return _compare(name or "", here, plan_text(request, here), facts)
+
+    answer = _attempt(planned) if dist.get_rank() == 0 else {}
     found: dict[str, Any] = broadcast_json(answer)
     if "text" not in found:
         raise MeshwrightError(found["what"], fix=found["fix"])
@@ -139,18 +146,21 @@ def _attempt(work: Callable[[], str]) -> dict[str, Any]:
         return {"what": error.what, "fix": error.fix}
 
 
-def _measured(name: str | None) -> Cluster | None:
-    """Returns the cluster of the job on rank 0, None on the others. A named cluster must not have more devices than ranks."""
-    if name is None:
-        found = measure_ranks(devices.choose(dist.get_rank()))
-        return None if found is None else found.cluster
+def _measured() -> Cluster | None:
+    """Measures the cluster of the job, on all ranks together. Returns it on rank 0, None on the others."""
+    found = measure_ranks(devices.choose(dist.get_rank()))
+    return None if found is None else found.cluster
+
+
+def _named(name: str) -> Cluster:
+    """Returns the cluster of this name, which must not have more devices than the job has ranks."""
     cluster, world = read_cluster(Path(name)), dist.get_world_size()
     if cluster.size > world:
         raise MeshwrightError(
             f"the cluster {name} has {cluster.size} devices, but the job has {world} ranks",
             fix=f"torchrun with {cluster.size} ranks, or a cluster of {world} devices",
         )
-    return cluster if dist.get_rank() == 0 else None
+    return cluster
 
 
 def _facts() -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ TOKENS = 64
 """The default number of tokens per row; fewer if the model has fewer positions."""
 LARGEST_EXAMPLE = 1 << 27
 """The largest number of elements in a column: one gigabyte of tokens."""
+BYTES = 256
+"""The tokens of a text that is read byte by byte."""
 SMALL_ROWS = 32
 """The smallest number of rows in a batch of a small model."""
 
@@ -96,6 +98,20 @@ def example_for(name: str, model: Any, *, rows: int, length: int | None = None) 
         )
     tokens = DrawnColumn("input_ids", (rows, length), below=_number(model, "vocab_size"))
     return DrawnBatch((tokens, DrawnColumn("attention_mask", (rows, length), first=1, below=2), target))
+
+
+def dataset_for(model: Any) -> str | None:
+    """Return the built-in data set that a model of transformers can be trained on; None if there is none.
+
+    Rows of `stdlib` are bytes with themselves as labels, which a language model with at least 256 tokens takes.
+    """
+    if not hasattr(model, "main_input_name") or not hasattr(model, "config"):
+        return None
+    if model.main_input_name == "pixel_values":
+        wanted = {"image_size": 8, "num_channels": 1, "num_labels": 10}
+        return "digits" if all(getattr(model.config, name, None) == size for name, size in wanted.items()) else None
+    writes = model.main_input_name == "input_ids" and model.get_output_embeddings() is not None
+    return "stdlib" if writes and _number(model, "vocab_size") >= BYTES else None
 
 
 def _number(model: Any, name: str) -> int:

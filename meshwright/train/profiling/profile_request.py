@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.costs.roofline import refuse_unknown_speed
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device
 from meshwright.runtime import device as devices
@@ -36,6 +37,8 @@ class ProfileRequest:
                 "an estimate needs a cluster with devices: what one achieves in operations and bytes per second",
                 fix="--cluster dgx-a100, or a cluster file with a [device] table",
             )
+        if self.is_estimate:
+            refuse_unknown_speed(self.target, self.precision.compute)  # before the model is captured
 
     @property
     def is_estimate(self) -> bool:
