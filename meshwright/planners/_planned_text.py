@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from meshwright.costs.stages import PRECISIONS
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.profile_json import profile_to_json
 from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.plan.planned_file import cluster_digest, digest_of, model_input, plan_file_json
 from meshwright.ir.plan.runnable_plan import runnable
 from meshwright.ir.profile import Profile, ProfileSource
-
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""The names of runs for formats that profiles may name as torch does."""
 
 
 def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int | None) -> str:

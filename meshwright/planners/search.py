@@ -156,18 +156,20 @@ class Search:
         The bounds of some of them are raised first by their links. A plan is simulated if it may be the best of its schedule.
         """
         steps = {each.family.name: each.step_s for each in sorted(self.pool.plans, key=lambda each: -each.step_s)}
+        few = self.problem.devices <= SWAPPED  # on more devices the most promising ones have raised bounds already
+        most, attempts = (RAISED, ATTEMPTS) if few else (1, ATTEMPTS - 1)
         found: dict[str, list[Candidate]] = {}
         for candidate in candidates:
             of_schedule = found.setdefault(candidate.family.name, [])
             size = 2 * candidate.pp * candidate.microbatches * candidate.family.chunks
-            if size <= COMPARED and (candidate.sharp or len(of_schedule) < RAISED) and not self._over():
+            if size <= COMPARED and (candidate.sharp or len(of_schedule) < most) and not self._over():
                 of_schedule.append(candidate if candidate.sharp else self.pricer.raised(candidate))
         for name, of_schedule in found.items():
             tried = 0
             for candidate in sorted(of_schedule, key=lambda each: each.key):
                 known = name in steps and shaped_by_costs(candidate.family)  # to make an order takes long
                 wanted = candidate.bound_s < steps.get(name, INF) and not known
-                if wanted and tried < ATTEMPTS and not self._over():
+                if wanted and tried < attempts and not self._over():
                     tried += 1
                     if (priced := self.try_plan(candidate)) is not None:
                         steps[name] = min(steps.get(name, INF), priced.step_s)
