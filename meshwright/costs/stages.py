@@ -1,8 +1,8 @@
 """Costs of the stages of a plan, and links between them, from a profile and a cluster. Planners and `simulate` both use this.
 
 The devices that share a stage act as one worker. They run their rows at the same time, so a stage takes the time of the largest
-share. Between two stages, each pair of devices sends the rows that both have; the slowest pair decides the time. Pairs that
-cross the same network card divide its rate.
+share. Between two stages, each pair of devices sends the rows that both have; the slowest of these pairs decides the time. Pairs
+that cross the same network card divide its rate.
 
     ROWS    as a run sends them: the rows that two devices have in common, d / max(r, r') if rows divide evenly
     PAIRS   as in the paper of SPP: every pair sends d / (r r')
@@ -30,6 +30,9 @@ class GroupLinks(SumLinks, Protocol):
 
     def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
         """Returns the largest latency and the lowest bandwidth among some devices, or from them to others."""
+
+    def slowest_pair(self, pairs: tuple[tuple[int, int], ...]) -> Link:
+        """Returns the largest latency and the lowest bandwidth from the first to the second device of these pairs."""
 
     def shared_links(self, pairs: Sequence[tuple[int, int]]) -> list[Link]:
         """The link of each pair (source, target) if all of them are used at once."""
@@ -158,9 +161,13 @@ def stage_links(
     """Returns the links between groups of devices, each group as one worker. SPP has links without latency, in one direction."""
     asked, links = groups or cluster, dict[Pair, Link]()
     for number, (one, other) in enumerate(pairwise(stages)):
-        there, back = asked.slowest(one.devices, other.devices), asked.slowest(other.devices, one.devices)
         if charge is Charge.PAIRS:
-            there = back = Link(0.0, there.slower(back).bytes_per_s)
+            both = asked.slowest(one.devices, other.devices).slower(asked.slowest(other.devices, one.devices))
+            there = back = Link(0.0, both.bytes_per_s)
+        else:
+            rows = common_rows(one.width, other.width)
+            pairs = tuple((one.devices[a], other.devices[b]) for a, b in rows)
+            there, back = asked.slowest_pair(pairs), asked.slowest_pair(tuple(pair[::-1] for pair in pairs))
         links |= {(number, number + 1): there, (number + 1, number): back}
     if charge is Charge.ROWS and cluster.has_cards:
         links = _shared(links, stages, asked)

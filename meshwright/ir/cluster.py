@@ -155,7 +155,7 @@ class Cluster:
     def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
         """Returns the largest latency and the lowest bandwidth among some devices, or from them to others."""
         if self.links:
-            return self._slowest_pair(ranks, others)
+            return self._slowest_of_all(ranks, others)
         last = max((*ranks, *(others or ())), default=0)
         if last >= self.size > 0:
             self._refuse_devices(last)
@@ -166,12 +166,15 @@ class Cluster:
         many = len(set(ranks)) > 1 if others is None else bool(ranks and others and len({*ranks, *others}) > 1)
         return self.link if many else FREE
 
-    def _slowest_pair(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
+    def slowest_pair(self, pairs: Iterable[tuple[int, int]]) -> Link:
+        """Returns the largest latency and the lowest bandwidth from the first to the second device of these pairs."""
         found = FREE
-        for a, b in product(ranks, ranks if others is None else others):
-            if a != b:
-                found = found.slower(self.between(a, b))
+        for a, b in pairs:
+            found = found.slower(self.between(a, b))
         return found
+
+    def _slowest_of_all(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
+        return self.slowest_pair((a, b) for a, b in product(ranks, ranks if others is None else others) if a != b)
 
     def _slowest_rows(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
         """Returns the slowest link from the matrices, with one pass over the columns of each row."""

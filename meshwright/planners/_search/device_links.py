@@ -93,6 +93,15 @@ class DeviceLinks:
             self._slowest[one, other] = found
         return found
 
+    def slowest_pair(self, pairs: tuple[tuple[int, int], ...]) -> Link:
+        """Returns the largest latency and the lowest bandwidth from the first to the second device of these pairs."""
+        found = self._slowest.get(pairs)
+        if found is None:
+            source, target = np.array(pairs, np.int64).T
+            latency, rate = self.between(source, target)
+            found = self._slowest[pairs] = Link(float(latency.max()), float(rate.min()))
+        return found
+
     def gather_rates(self, groups: Sequence[Ints]) -> Floats:
         """Returns for each group a rate at which no gather of it is faster: of its slowest link, or of hosts and then devices."""
         if max(map(len, groups)) < 2:
