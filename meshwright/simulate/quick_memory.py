@@ -1,7 +1,7 @@
 """The most activations of each worker, in bytes, straight from unlowered lists.
 
-Lifetimes of activations follow the lists, not the times, so one walk through each list finds the peak. Parameters, gradients,
-optimizer state and messages are not counted here; `simulate` has them all.
+Lifetimes of activations follow the lists, not the times, so one walk through each list finds the peak. Buffers of gradients
+exist from the first backward of a stage on. Parameters, optimizer state and messages are not counted here; `simulate` has all.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from meshwright.simulate.quick_program import QuickLists
 from meshwright.simulate.quick_sweep import settled
 
 
-def activation_peaks(lists: QuickLists, costs: Sequence[StageCost]) -> tuple[float, ...]:
-    """Returns the peak of each worker."""
+def activation_peaks(lists: QuickLists, costs: Sequence[StageCost], gradients: Sequence[float]) -> tuple[float, ...]:
+    """Returns how many bytes of activations each worker holds besides all its buffers of gradients, at its peak.
+
+    `gradients` are the bytes of the buffer of each stage. Activations that were freed before the buffers exist do not count.
+    """
     price = Price(settled(lists.schedule, costs), costs)
     added = np.zeros(len(lists.examples))
     freed = np.zeros(len(lists.examples))
@@ -30,9 +33,13 @@ def activation_peaks(lists: QuickLists, costs: Sequence[StageCost]) -> tuple[flo
             freed[number] += less
             during[number] += working
     peaks = []
-    for classes in lists.classes:
+    for classes, made in zip(lists.classes, lists.last_gradients, strict=True):
         held = np.cumsum(added[classes] - freed[classes])
-        peaks.append(float((held + freed[classes] + during[classes]).max(initial=0.0)))
+        buffers = np.zeros(len(classes))
+        for unit, places in made.items():
+            if unit < len(gradients):  # the buffer of a tie group belongs to its stages
+                buffers[: places[0]] -= gradients[unit]
+        peaks.append(float((held + freed[classes] + during[classes] + buffers).max(initial=0.0)))
     return tuple(peaks)
 
 

@@ -88,6 +88,12 @@ def static_bytes(parameter_bytes: float, optimizer_bytes: float, *, zero: str, s
     return 2 * parameter_bytes + optimizer_bytes
 
 
+def gradient_bytes(parameter_bytes: float, *, zero: str, shares: int) -> float:
+    """Returns the part of `static_bytes` that exists from the first backward on."""
+    whole = {"replicated": 1.0, "zero-1": 1.0}.get(zero, 0.0)
+    return parameter_bytes * (whole + (0.0 if zero == "replicated" else 1.0 / max(1, shares)))
+
+
 def stage_parameters(profile: Profile, layers: range) -> float:
     """Returns the bytes of a stage's parameters. Tied parameters of several of its layers count once.
 

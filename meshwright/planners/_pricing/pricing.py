@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.costs.gradient_sums import SumCost, stage_sums
-from meshwright.costs.memory.memory_classes import memory_use, optimizer_state, reserve_bytes, static_bytes
+from meshwright.costs.memory.memory_classes import gradient_bytes, memory_use, optimizer_state, reserve_bytes, static_bytes
 from meshwright.costs.stages import stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.schedule_json import schedule_to_json
@@ -83,7 +83,10 @@ class Pricer:
             return priced
         times = program.times(priced.costs, priced.links)
         priced.step_s = times.makespan_s + priced.update_s
-        held = activation_peaks(program.lists, priced.costs)
+        shares = priced.copies * priced.family.replicas
+        zero = "replicated" if priced.sharding is Sharding.NONE else priced.sharding.value
+        gradients = [gradient_bytes(cost.parameter_bytes, zero=zero, shares=shares) for cost in priced.costs]
+        held = activation_peaks(program.lists, priced.costs, gradients)
         late = _waiting_bytes(priced, times.computed_s)
         sums = zip(priced.static, held, late, priced.added, priced.capacity, strict=True)
         priced.peak_bytes = tuple(more.peak(s, h + w) + reserve_bytes(c) for s, h, w, more, c in sums)

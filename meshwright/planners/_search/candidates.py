@@ -185,7 +185,7 @@ class Enumerator:
                 bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group), most)
                 capacity = problem.memory[:1] if problem.uniform else problem.memory[found.devices].min(axis=(1, 2))
                 for zero in zeros:
-                    over = group.over_bytes(problem, zero, shares, alive, capacity) if self.limited else -np.inf
+                    over = group.over_bytes(problem, zero, shares, alive, capacity, count) if self.limited else -np.inf
                     if zero != zeros[0] and first <= -ROOMY * self.least_memory:
                         break  # what fits with whole state is as fast and simpler
                     first = over if zero == zeros[0] else first

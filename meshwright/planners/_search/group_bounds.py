@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.memory.memory_classes import RESERVE, static_bytes
+from meshwright.costs.memory.memory_classes import RESERVE, gradient_bytes, static_bytes
 from meshwright.ir.placement import Placement
 from meshwright.planners._search.families import Family
 from meshwright.planners._search.grid_layout import worker_table
@@ -119,14 +119,22 @@ class GroupBounds:
         sums = float((self.first_head + each * self.stage_work + sync_s).max())
         return max(whole, sums, waits, self.trip)
 
-    def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> float:
-        """Returns how many bytes the fullest worker exceeds its memory by; negative if it may fit."""
+    def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats, count: int) -> float:
+        """Returns how many bytes the fullest worker exceeds its memory by; negative if it may fit.
+
+        A worker holds the most activations besides its gradients if whole backwards alternate with forwards of one stage.
+        Otherwise some gradients may not exist yet by then; all of them exist at the end.
+        """
         static = self.held * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)  # linear in the parameters
         if zero == "zero-3":
             static = static + self.parameters.min()  # of the stage that runs
         elif zero == "zero-2":
             static = static + np.maximum(self.largest - problem.tied, 0.0)  # a gradient before its sum
-        need = static + (alive - self.swaps) * self.kept + self.scratch + RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
+        reserve = RESERVE * np.where(np.isfinite(capacity), capacity, 0.0)
+        need = static + (alive - self.swaps) * self.kept + self.scratch + reserve
+        late = self.held * gradient_bytes(1.0, zero=zero, shares=shares)
+        alternates = (alive < count) & (self.family.has_line and not self.family.split)
+        need = np.where(alternates, need, np.maximum(need - late, static + reserve))
         return float((need - capacity).max())
 
     def update_s(self, problem: Problem, zero: str, shares: int, devices: Ints) -> float:
