@@ -153,8 +153,9 @@ def _walks(line: Line, places: Sequence[int], model: nn.Module, wanted: ProfileR
         }
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise MeshwrightError(
-            f"a layer needs values and cannot be profiled without them: {type(error).__name__}: {str(error)[:300]}",
-            fix="meshwright measure MODEL, which runs the whole plan",
+            "a layer needs values and cannot be profiled without them, as layers whose values decide which experts run: "
+            f"{type(error).__name__}: {str(error)[:300]}",
+            fix="choose degrees by hand and run a few steps: meshwright measure MODEL --dataset stdlib --pp 2",
         ) from error
 
 
@@ -183,9 +184,9 @@ def _measured(
             break
     all_layers = [layer for layers in found.values() for layer in layers]
     whole_s = sum(one.best.forward_s + one.best.input_s + one.best.weight_s for one in all_layers)
-    error = sum(one.spread_s for one in all_layers) / whole_s if whole_s else 0.0
+    spread = sum(one.spread_s for one in all_layers) / whole_s if whole_s else 0.0
     times = [[layers[k].best for layers in found.values()] for k in range(len(places) - 1)]
-    return _Times(times, tuple(found), device_name(device), error)
+    return _Times(times, tuple(found), device_name(device), spread)
 
 
 def _timed(timer: LayerTimer, walk: list[DryLayer], columns: Mapping[str, Tensor]) -> list[TimedLayer]:
