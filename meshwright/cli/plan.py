@@ -80,19 +80,24 @@ def plan(
     from meshwright.cli._parts.next_commands import Planned, next_commands
     from meshwright.ir.files.cluster_file import read_cluster
     from meshwright.planners._planned_text import planned_text
+    from meshwright.planners._profile_fit import refuse_other_device
     from meshwright.report.plan_text import plan_text
     from meshwright.report.prediction_log import with_earlier_errors
     from meshwright.report.progress import SearchBar
 
     outputs.refuse_output(output)
     machine = read_cluster(cluster)
-    layers, refusal = _layers(model, profile, machine, length, batch_function, precision)
     if microbatches is None and batch is None:
         microbatches = DEFAULT_MICROBATCHES
     step, rows_given = batch, rows is not None
     if microbatches is not None and batch is not None:
         rows = _rows(batch, microbatches, rows)
         batch = None
+    if profile is not None:
+        layers, refusal = _given_layers(profile, model, length, batch_function, precision), None
+        refuse_other_device(layers, machine, str(cluster))
+    else:
+        layers, refusal = _profiled_layers(model, machine, length, batch_function, precision, batch, rows)
     free = batch is None and not any((schedule, pp, dp, no_tensor, seconds is not None, explain))
     planner = planner or ("spp" if free else "search")
     usual_s = EXPLAIN_S if planner == "search" and not as_json else 0.0
@@ -175,32 +180,49 @@ def _rows(batch: int, microbatches: int, rows: int | None) -> int:
     return batch // microbatches
 
 
-def _layers(
-    model: str | None, profile: Path | None, cluster: Cluster, length: int | None, batch: str | None, precision: str | None
-) -> tuple[Profile, Refusal | None]:
-    """Returns the layers of a profile, or of a model that is profiled for this cluster, and why plans cannot run the model."""
-    if (model is None) == (profile is None):
-        raise MeshwrightError(
-            "a plan needs either MODEL or --profile", fix="meshwright plan gpt-small --cluster laptop --batch 32"
-        )
-    if profile is not None:
-        layers = _profile(profile)
-        own = (("--length", length is not None), ("--batch-function", batch is not None))
-        for flag, is_given in (*own, ("--precision", precision not in (None, layers.precision))):
-            if is_given:
-                raise MeshwrightError(
-                    f"{flag} is for a MODEL: a profile is made for one {flag[2:]}",
-                    fix=f"profile it again: meshwright profile MODEL {flag} ...",
-                )
-        return layers, None
+def _given_layers(
+    path: Path, model: str | None, length: int | None, batch_function: str | None, precision: str | None
+) -> Profile:
+    """Returns the layers of a profile."""
+    if model is not None:
+        raise _either()
+    layers = _profile(path)
+    own = (("--length", length is not None), ("--batch-function", batch_function is not None))
+    for flag, is_given in (*own, ("--precision", precision not in (None, layers.precision))):
+        if is_given:
+            raise MeshwrightError(
+                f"{flag} is for a MODEL: a profile is made for one {flag[2:]}",
+                fix=f"profile it again: meshwright profile MODEL {flag} ...",
+            )
+    return layers
+
+
+def _profiled_layers(
+    model: str | None,
+    cluster: Cluster,
+    length: int | None,
+    batch_function: str | None,
+    precision: str | None,
+    batch: int | None,
+    rows: int | None,
+) -> tuple[Profile, Refusal]:
+    """Returns the layers of a model, profiled for this cluster and for the rows of a plan, and why plans cannot run the model."""
+    if model is None:
+        raise _either()
     from meshwright.train.auto.plan_refusal import PlanRefusal
     from meshwright.train.models.named_layers import named_model
     from meshwright.train.profiling.profile_model import profile_model
+    from meshwright.train.profiling.profile_rows import rows_to_profile
 
-    assert model is not None
     gc.enable()  # a trace leaves reference cycles
-    built, example = named_model(model, length=length, batch=batch)
-    return profile_model(built, example, cluster=cluster, precision=precision or "fp32"), PlanRefusal(built, example)
+    built, example = named_model(model, length=length, batch=batch_function)
+    counts = rows_to_profile(cluster, batch=batch, rows=rows)
+    layers = profile_model(built, example, rows=counts, cluster=cluster, precision=precision or "fp32")
+    return layers, PlanRefusal(built, example)
+
+
+def _either() -> MeshwrightError:
+    return MeshwrightError("a plan needs either MODEL or --profile", fix="meshwright plan gpt-small --cluster laptop --batch 32")
 
 
 def _dataset(model: str | None, refusal: Refusal | None) -> str | None:

@@ -20,6 +20,7 @@ from typing import Protocol
 from meshwright.costs.gradient_sums import SumCost, SumLinks, TiedParameter, stage_sums, ties_of
 from meshwright.costs.memory.memory_classes import optimizer_state, stage_parameters
 from meshwright.ir.cluster import Cluster, Device, Duplex, Link
+from meshwright.ir.links.machines import same_kind
 from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.ir.profile import ChainCost, Profile
 from meshwright.ir.stage_cost import StageCost
@@ -51,12 +52,12 @@ class Charge(StrEnum):
 def device_slowness(profile: Profile, cluster: Cluster) -> list[float]:
     """Returns the time of each device relative to that of the profile, from the operations per second of both.
 
-    If the cluster has no device of the profile's kind, the profile is assumed to be that of the fastest device. A device whose
-    speed is not known is assumed to be as fast as that of the profile.
+    If the profile does not name its device, it is assumed to be that of the fastest one; planners refuse a profile of a device
+    that the cluster does not have. A device whose speed is not known is assumed to be as fast as that of the profile.
     """
     speeds = [achieved_speed(device, profile.precision) for device in cluster.devices] or [0.0] * cluster.size
     known = [speed for speed in speeds if speed > 0]
-    own = [s for s, device in zip(speeds, cluster.devices, strict=False) if device.kind == profile.device and s > 0]
+    own = [s for s, device in zip(speeds, cluster.devices, strict=False) if s > 0 and same_kind(device.kind, profile.device)]
     best = own[0] if own else max(known, default=1.0)
     return [best / speed if speed > 0 else 1.0 for speed in speeds]
 
@@ -67,8 +68,13 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64
 
 def achieved_speed(device: Device, precision: str) -> float:
     """Returns the operations per second that a device achieves in a precision; its best speed if that is not known, or 0."""
+    return known_speed(device, precision) or max(device.flops_per_s.values(), default=0.0)
+
+
+def known_speed(device: Device, precision: str) -> float | None:
+    """Returns the operations per second that a device achieves in a precision; None if its cluster does not tell."""
     speeds, short = device.flops_per_s, PRECISIONS.get(precision, precision)
-    return speeds.get(precision) or speeds.get(short) or max(speeds.values(), default=0.0)
+    return speeds.get(precision) or speeds.get(short)
 
 
 def stage_costs(

@@ -178,7 +178,7 @@ class Profile:
             raise MeshwrightError("a profile needs at least one layer", fix="see the documentation for the format of a profile")
         if list(self.rows) != sorted(set(self.rows)) or any(count < 1 for count in self.rows):
             raise MeshwrightError(
-                f"the rows of a profile must increase from at least 1, got {list(self.rows)}", fix="rows=(1, 2, 4)"
+                f"the rows of a profile must increase from at least 1, got {list(self.rows)}", fix="--rows 1,2,4"
             )
         times = len(self.rows) or 1
         for layer in self.layers:

@@ -81,7 +81,7 @@ def plan(
 
     Raises:
         MeshwrightError: There is no such planner, the cluster does not say which devices it has, a size is not possible, or
-            nothing fits.
+            nothing fits; or the profile has the times of a device that the cluster does not have, or another precision.
 
     Examples:
         >>> import meshwright as mw
@@ -97,7 +97,9 @@ def plan(
             "this cluster has links but no devices", fix="a TOML file with [[nodes]], or a matrix of bandwidths"
         )
     if profile.rows and rows is None and batch is None:
-        raise MeshwrightError("this profile knows its rows, so a plan needs the rows of a microbatch", fix="rows=8, or batch=64")
+        raise MeshwrightError(
+            "this profile knows its rows, so a plan needs the rows of a microbatch", fix="--rows 8, or --batch 64"
+        )
     chosen = SplitRows(split_rows or (SplitRows.UNEVEN if profile.rows else SplitRows.IGNORE))
     limits = PlanLimits(rows, chosen, memory_free, schedule, pp, dp, tensor, seconds, refusal, progress)
     try:
@@ -108,8 +110,10 @@ def plan(
         raise MeshwrightError("planning needs numpy, which is not installed", fix="pip install 'meshwright[fast]'") from error
     from meshwright.planners._flip_points import with_flips
     from meshwright.planners._nearest_fit import answered, with_nearest_fit
+    from meshwright.planners._profile_fit import profile_notes, refuse_other_device
     from meshwright.planners._refused_requests import refuse_contradictions
 
+    refuse_other_device(profile, cluster)
     asked = Asked(profile, cluster, microbatches, batch, limits)
     refuse_contradictions(planner, asked)
     start = perf_counter()
@@ -118,7 +122,7 @@ def plan(
             best = answered(module.plan, asked)
     except NothingFitsError as error:
         raise with_nearest_fit(error, module.plan, asked) from None
-    best = replace(best, planning_s=perf_counter() - start)
+    best = replace(best, planning_s=perf_counter() - start, notes=(*best.notes, *profile_notes(asked)))
     asked = replace(asked, limits=replace(limits, progress=None))
     return with_flips(module.plan, best, asked, float("inf") if explain is True else explain) if explain else best
 
@@ -131,9 +135,9 @@ def _refuse_values(
         raise MeshwrightError(f"there is no planner '{planner}'{did_you_mean(planner, names())}", fix=", ".join(names()))
     for what, count in sizes.items():
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"{what}=16")
+            raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"--{what} 16")
     if (sizes["microbatches"] is None) == (sizes["batch"] is None):
-        raise MeshwrightError("a plan needs either a number of microbatches or a batch", fix="microbatches=16, or batch=64")
+        raise MeshwrightError("a plan needs either a number of microbatches or a batch", fix="--microbatches 16, or --batch 64")
     if schedule is not None and schedule not in schedule_names():
         raise MeshwrightError(
             f"there is no schedule '{schedule}'{did_you_mean(schedule, schedule_names())}", fix=", ".join(schedule_names())

@@ -14,6 +14,11 @@ from meshwright.ir.profile import Profile
 Refusal = Callable[[Mapping[str, Any], int | None], str | None]
 """Called with the keywords of a plan and the rows of its microbatches: why it cannot run, or None."""
 
+MOST_MICROBATCHES = 16_384
+"""Every action of a step is simulated: with more microbatches a search would take minutes."""
+MOST_ROWS = 128
+"""Microbatches of more rows are not recommended: devices are busy with fewer."""
+
 
 class SplitRows(StrEnum):
     """May the devices that share a stage get unequal numbers of rows?"""

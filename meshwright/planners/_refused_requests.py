@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
-from meshwright.planners._limits import Asked, SplitRows
+from meshwright.planners._limits import MOST_MICROBATCHES, Asked, SplitRows
 from meshwright.planners._search.families import FAMILIES, families
 from meshwright.planners._search.problem import Problem
-
-MOST_MICROBATCHES = 16_384
-"""Every action of a step is simulated: with more microbatches a search would take minutes."""
 
 
 def refuse_contradictions(planner: str, asked: Asked) -> None:
@@ -21,6 +18,7 @@ def refuse_contradictions(planner: str, asked: Asked) -> None:
             f"a step of {asked.microbatches} microbatches is too long to simulate: at most {MOST_MICROBATCHES}",
             fix="fewer and larger microbatches",
         )
+    _refuse_long_batch(asked)
     if limits.schedule is not None and not families(limits.schedule):
         raise MeshwrightError(
             f"{limits.schedule} is not planned: it trains with delayed parameters",
@@ -53,6 +51,20 @@ def refuse_contradictions(planner: str, asked: Asked) -> None:
         )
 
 
+def _refuse_long_batch(asked: Asked) -> None:
+    """Raises if a batch has too many microbatches, however its rows are divided."""
+    if asked.batch is None or not asked.profile.rows:
+        return
+    limits = asked.limits
+    copies, rows = limits.dp or max(1, asked.cluster.size // (limits.pp or 1)), limits.rows or asked.profile.rows[-1]
+    if asked.batch > (most := MOST_MICROBATCHES * rows * copies):
+        raise MeshwrightError(
+            f"a step of {asked.batch} rows is too long to simulate: with {copies} copies and microbatches of {rows} rows it has "
+            f"{-(-asked.batch // (rows * copies))} of them, at most {MOST_MICROBATCHES} are possible",
+            fix=f"--batch {most}, or microbatches of more rows",
+        )
+
+
 def _refuse_of_spp(asked: Asked) -> None:
     limits = asked.limits
     other = limits.schedule if limits.schedule not in (None, "listed") else None
@@ -75,12 +87,23 @@ def _fewer(asked: Asked) -> str:
 def nothing_runs(problem: Problem) -> MeshwrightError:
     """The error if not one plan could be enumerated: a schedule that does not run with the workers or microbatches asked for."""
     limits = problem.limits
+    if problem.batch is not None and not any(problem.splits(dp) for dp in range(1, problem.devices + 1)):
+        return no_split(problem)
     name = limits.schedule or "any schedule"
     size = f"{problem.batch} rows" if problem.batch is not None else f"{problem.microbatches} microbatches"
     given = [f"pp {limits.pp}" if limits.pp else "", f"dp {limits.dp}" if limits.dp else "", size]
     possible = [pp for pp in range(1, problem.devices // (limits.dp or 1) + 1) if _runs(problem, pp)]
     fix = " or ".join(f"--pp {pp}" for pp in possible[-2:]) or "another --schedule, or another batch"
     return MeshwrightError(f"{name} does not run with {', '.join(filter(None, given))} on {problem.devices} devices", fix=fix)
+
+
+def no_split(problem: Problem) -> MeshwrightError:
+    """The error for a batch that only microbatches of few rows divide, so that there are too many of them."""
+    batch, unit = problem.batch or 0, (problem.limits.rows or problem.profile.rows[-1]) * problem.devices
+    return MeshwrightError(
+        f"{batch} rows cannot be cut into at most {MOST_MICROBATCHES} equal microbatches for each copy",
+        fix=f"--batch {max(1, batch // unit) * unit}",
+    )
 
 
 def _runs(problem: Problem, pp: int) -> bool:

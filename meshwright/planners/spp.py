@@ -13,18 +13,19 @@ with the rows that really cross (`step_s`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.costs.memory.memory_classes import RESERVE, reserve_bytes
 from meshwright.costs.stages import Charge, stage_costs, stage_links
-from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import MemoryUse, Plan, PlanStage, Rejected
 from meshwright.ir.profile import Profile
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._answer.chosen import causes
-from meshwright.planners._limits import NothingFitsError, PlanLimits
+from meshwright.planners._limits import MOST_MICROBATCHES, NothingFitsError, PlanLimits
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.pricing import Pricer
+from meshwright.planners._refused_requests import no_split
 from meshwright.planners._replicated_partition import cuttings
 from meshwright.planners._search.candidate_plans import WidePlan
 from meshwright.planners._search.candidates import Enumerator
@@ -42,15 +43,46 @@ WORK = 400_000_000
 def plan(
     *, profile: Profile, cluster: Cluster, microbatches: int | None, limits: PlanLimits, batch: int | None = None
 ) -> Iterator[Plan]:
-    """Yields one plan: the shortest step over all numbers of stages and both directions."""
-    if microbatches is None:
-        raise MeshwrightError(f"spp plans a fixed number of microbatches, got batch={batch}", fix="microbatches=16, rows=4")
-    problem = Problem(profile, cluster, limits, microbatches=microbatches, batch=None)
+    """Yields one plan: the shortest step over all numbers of stages and both directions; of a batch, also over its rows."""
+    problem = Problem(profile, cluster, limits, microbatches=microbatches, batch=batch)
+    if microbatches is not None:
+        yield _best_stages(problem, microbatches)
+    else:
+        yield _best_rows(problem)
+
+
+def _best_rows(problem: Problem) -> Plan:
+    """Returns the plan with the shortest step over the rows of a microbatch. SPP itself takes microbatches as given.
+
+    It begins with the most rows, and ends as soon as microbatches of fewer rows take longer.
+    """
+    assert problem.batch is not None
+    best: Plan | None = None
+    errors: list[NothingFitsError] = []
+    ways = [(rows, problem.batch // rows) for rows in reversed(problem.row_choices)]
+    for rows, count in ((rows, count) for rows, count in ways if count <= MOST_MICROBATCHES):
+        fixed = replace(problem.limits, rows=rows)
+        try:
+            plan = _best_stages(Problem(problem.profile, problem.cluster, fixed, microbatches=count, batch=None), count)
+        except NothingFitsError as error:
+            errors.append(error)
+            continue
+        if best is not None and plan.step_s >= best.step_s:
+            break
+        best = plan
+    if best is not None:
+        return best
+    raise min(errors, key=lambda error: error.needed_bytes) if errors else no_split(problem)
+
+
+def _best_stages(problem: Problem, microbatches: int) -> Plan:
+    """Returns the plan with the shortest step over all numbers of stages and both directions."""
+    limits = problem.limits
     candidates = list(dict.fromkeys(stage_candidates(problem, microbatches, limits.rows)))
     steps = [_paper_s(problem, stages, microbatches) for stages in candidates]
     ranked = sorted(zip(steps, candidates, strict=True), key=lambda pair: pair[0])  # stable: ties go to the one found first
     paper, priced, timeline, uses = _first_that_fits(problem, ranked, microbatches)
-    yield Plan(
+    return Plan(
         planner="spp",
         stages=priced.stages,
         microbatches=microbatches,
@@ -61,7 +93,8 @@ def plan(
         parallel=priced.keywords,
         memory=uses,
         causes=causes(priced, timeline),
-        name=f"listed, {_name(priced.stages)}, {microbatches} microbatches",
+        name=f"listed, {_name(priced.stages)}, "
+        + (f"{microbatches} x {limits.rows} rows" if limits.rows else f"{microbatches} microbatches"),
         alternatives=tuple(
             Rejected(_name(other), step, f"{step / paper:.3f} times the chosen step, by the published costs")
             for step, other in ranked[1:]

@@ -159,7 +159,7 @@ def test_refusals() -> None:
         mw.plan(profile, Cluster(), microbatches=4)
     with pytest.raises(MeshwrightError, match="either a number of microbatches or a batch"):
         mw.plan(profile, NVLINK)
-    with pytest.raises(MeshwrightError, match="batch=64 is in rows, but this profile does not know its rows"):
+    with pytest.raises(MeshwrightError, match="a batch of 64 is in rows, but this profile does not know its rows"):
         mw.plan(profile, NVLINK, batch=64, planner="search")
     with pytest.raises(MeshwrightError, match="no schedule 'chimra'"):
         mw.plan(profile, NVLINK, microbatches=4, planner="search", schedule="chimra")

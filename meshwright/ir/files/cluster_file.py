@@ -81,7 +81,10 @@ def _preset(name: str) -> Cluster:
         times = int(before or after or 1)
     cluster = cluster_from_toml(preset_text(plain))
     if not 1 <= times * cluster.size <= DEVICES:
-        raise MeshwrightError(f"{times} x {plain} are {times * cluster.size} devices, possible are 1 to {DEVICES}")
+        raise MeshwrightError(
+            f"{times} x {plain} are {times * cluster.size} devices, possible are 1 to {DEVICES}",
+            fix=f"{DEVICES // cluster.size}x{plain}" if times else plain,
+        )
     if times == 1:
         return cluster
     own = [(host, cluster.devices[start : start + host.devices]) for host, start in _starts(cluster)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from meshwright.errors import MeshwrightError
 from meshwright.ir.links.link import Link
@@ -47,7 +49,25 @@ class Device:
     @property
     def is_core(self) -> bool:
         """Whether it is a core of a CPU, by its kind."""
-        return self.kind.lower().startswith(("core", "cpu"))
+        return _is_core(self.kind)
+
+
+@lru_cache(maxsize=1024)
+def same_kind(one: str, other: str) -> bool:
+    """Returns whether two names mean the same kind of device: `a100` and `NVIDIA A100-SXM4-80GB` do, `a10` and `a100` do not."""
+    if not one or not other:
+        return False
+    return (_is_core(one) and _is_core(other)) or _is_in(one, other) or _is_in(other, one)
+
+
+def _is_core(kind: str) -> bool:
+    return kind.lower().startswith(("core", "cpu"))
+
+
+def _is_in(short: str, long: str) -> bool:
+    """Returns whether a name is part of another one as whole words. Spaces and dashes do not matter: `rtx3090`, `RTX 3090`."""
+    letters = [re.escape(letter) for letter in short.lower() if letter not in " -_"]
+    return bool(letters) and re.search(rf"(?<![a-z0-9]){'[ _-]*'.join(letters)}(?![0-9])", long.lower()) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.ir.profile import ChainCost, Profile
 from meshwright.ir.stage_cost import StageCost
 from meshwright.planners._device_order import device_order
-from meshwright.planners._limits import PlanLimits
+from meshwright.planners._limits import MOST_MICROBATCHES, PlanLimits
 from meshwright.planners._search.device_links import DeviceLinks
 
 Floats = NDArray[np.float64]
@@ -53,10 +53,12 @@ class Problem:
         self, profile: Profile, cluster: Cluster, limits: PlanLimits, *, microbatches: int | None, batch: int | None
     ) -> None:
         if (microbatches is None) == (batch is None):
-            raise MeshwrightError("a plan needs either a number of microbatches or a batch", fix="microbatches=16, or batch=64")
+            raise MeshwrightError(
+                "a plan needs either a number of microbatches or a batch", fix="--microbatches 16, or --batch 64"
+            )
         if batch is not None and not profile.rows:
             raise MeshwrightError(
-                f"batch={batch} is in rows, but this profile does not know its rows", fix="microbatches=16 instead of a batch"
+                f"a batch of {batch} is in rows, but this profile does not know its rows", fix="--microbatches 16 without --batch"
             )
         self.profile, self.cluster, self.limits = profile, cluster, limits
         self.microbatches, self.batch = microbatches, batch
@@ -154,15 +156,18 @@ class Problem:
         if self.batch % copies:
             return []
         each = self.batch // copies
-        return [(rows, 1, each // rows) for rows in self.row_choices if each % rows == 0]
+        return [(rows, 1, each // rows) for rows in self.row_choices if each % rows == 0 and each // rows <= MOST_MICROBATCHES]
 
     @cached_property
     def row_choices(self) -> list[int]:
-        """Rows of a microbatch that are tried: those of the profile, and powers of two up to twice the largest."""
+        """Rows of a microbatch that are tried: those of the profile, and powers of two up to the largest.
+
+        Times for more rows would be extrapolated, and a device cannot be as fast as that for ever.
+        """
         assert self.batch is not None
         if self.limits.rows is not None:
             return [self.limits.rows]
-        most = 2 * max(self.profile.rows)
+        most = max(self.profile.rows)
         powers = [2**k for k in range(most.bit_length()) if 2**k <= most]
         return sorted({rows for rows in (*self.profile.rows, *powers) if rows <= self.batch and self.batch % rows == 0})
 

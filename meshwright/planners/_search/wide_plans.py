@@ -17,6 +17,7 @@ from meshwright.costs.stages import stage_links
 from meshwright.ir.cluster import Duplex
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.planners._limits import MOST_MICROBATCHES
 from meshwright.planners._search.candidate_plans import WidePlan
 from meshwright.planners._search.effort import FEW
 from meshwright.planners._search.even_cuts import even_cuts
@@ -42,9 +43,12 @@ def steps_of(problem: Problem) -> list[tuple[int, int | None]]:
         assert problem.microbatches is not None
         return [(problem.microbatches, problem.limits.rows)]
     ways: list[tuple[int, int | None]] = [(problem.batch // rows, rows) for rows in problem.row_choices]
+    ways = [way for way in ways if way[0] <= MOST_MICROBATCHES]
     if problem.devices <= FEW:
         return ways
-    return [way for way in ways if way[0] >= 4][-2:] or ways[:1]
+    short = [way for way in ways if way[0] >= 4][-2:]
+    long = [way for way in ways if way[0] >= 4 * problem.devices][-1:]  # enough to fill a pipeline of all devices
+    return list(dict.fromkeys([*(long or short), *short[-1:]])) or ways[:1]
 
 
 def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> float:

@@ -37,6 +37,7 @@ from meshwright.train.arguments import TrainingArguments
 from meshwright.train.auto.found_devices import differences
 from meshwright.train.auto.plan_refusal import PlanRefusal
 from meshwright.train.profiling.profile_model import profile_model
+from meshwright.train.profiling.profile_rows import rows_to_profile
 from meshwright.train.setup.where import launched
 
 _log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def plan_text(request: AutoRequest, cluster: Cluster) -> str:
     profile = profile_model(
         request.model,
         request.example,
-        rows=_rows(batch),
+        rows=rows_to_profile(cluster, batch=batch, rows=None),
         cluster=cluster,
         precision=request.precision,
         optimizer=request.optimizer,
@@ -111,11 +112,6 @@ def plan_text(request: AutoRequest, cluster: Cluster) -> str:
     refusal = PlanRefusal(request.model, request.example, request.epoch_rows % batch)
     found = planners.plan(profile, cluster, batch=batch, planner="search", seconds=SECONDS, refusal=refusal)
     return planned_text(with_earlier_errors(found, profile.device), profile, cluster, batch=batch)
-
-
-def _rows(batch: int) -> tuple[int, ...]:
-    """The numbers of rows to time: powers of two up to a small batch."""
-    return tuple(count for count in (1, 2, 4, 8) if count <= max(batch, 2))
 
 
 def _agreed(request: AutoRequest) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from meshwright.costs.memory.memory_classes import reserve_bytes
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device
+from meshwright.ir.links.machines import same_kind
 from meshwright.ir.plan.planned_file import PlannedFile
 
 LESS = 0.95
@@ -32,13 +33,8 @@ def differences(name: str, cluster: Cluster, planned: PlannedFile, found: Sequen
                 f"{said.memory_bytes / 1e9:.3g} GB, and the chosen plan needs up to {needed / 1e9:.3g} GB",
                 fix='parallel="auto", which measures the devices, or write their memory into the cluster file',
             )
-        if not same_kind(said, here):
+        if not same_kind(said.kind, here.kind):
             notes[
                 f"the cluster {name} has devices {said.kind}, but ranks run on {here.kind}: the prediction is for the first"
             ] = None
     return list(notes)
-
-
-def same_kind(said: Device, here: Device) -> bool:
-    """Returns whether two names mean the same kind of device: `a100` and `a100-sxm4-80gb` do."""
-    return (said.is_core and here.is_core) or said.kind.lower() in here.kind.lower() or here.kind.lower() in said.kind.lower()

@@ -20,9 +20,9 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.ir.imported_function import function
 from meshwright.ir.input_limits import file_text, shown, toml
 from meshwright.ir.reader import Reader, parsed, table, text
+from meshwright.train.models.model_heads import CAUSAL, default_head, give_start_token
 
 SCHEMA = 1
-CAUSAL = "AutoModelForCausalLM"
 KEYS = frozenset({"schema", "head", "dataset", "config"})
 SMALL = ("mlp", "gpt")
 """Small models with their own data, from `train/models/small_models.py`."""
@@ -68,9 +68,9 @@ def _small(name: str, stages: int) -> NamedModel:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A model of transformers, given by its configuration. `head` is the model class or Auto class to build."""
+    """A model of transformers, given by its configuration. `head` is the model class or Auto class; None chooses by the model."""
 
-    head: str
+    head: str | None
     config: Mapping[str, Any] = field(default_factory=dict)
     dataset: str | None = None
 
@@ -79,8 +79,7 @@ class ModelFile:
         import transformers
 
         options = dict(self.config)
-        kind = getattr(transformers, self.head, None)
-        if kind is None:
+        if self.head is not None and not hasattr(transformers, self.head):
             raise MeshwrightError(f"transformers has no {self.head!r}", fix=CAUSAL)
         try:
             config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
@@ -89,14 +88,17 @@ class ModelFile:
                 f"transformers cannot make this configuration: {error}",
                 fix="use a known model_type and values of the right types",
             ) from error
+        head = self.head or default_head(config)
+        give_start_token(config)
+        kind = getattr(transformers, head)
         try:
             model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
         except Exception as error:  # a model class may raise anything for numbers that do not fit
             raise MeshwrightError(
-                f"{self.head} cannot be built from this configuration: {type(error).__name__}: {error}",
+                f"{head} cannot be built from this configuration: {type(error).__name__}: {error}",
                 fix="use the types and sizes that a configuration of this model has",
             ) from error
-        if self.head == CAUSAL and getattr(model, "loss_type", None) is None:
+        if head == CAUSAL and getattr(model, "loss_type", None) is None:
             model.loss_type = "ForCausalLM"  # the class name does not tell, but this is the loss it uses
         return model
 
@@ -147,8 +149,8 @@ def _from_config(path: Path) -> ModelFile:
         raise MeshwrightError(
             f"{path} is not a configuration of transformers: it has no model_type", fix="pass the config.json of a model"
         )
-    heads = config.get("architectures") or [CAUSAL]
-    if not isinstance(config["model_type"], str) or not isinstance(heads, list) or not isinstance(heads[0], str):
+    heads = config.get("architectures") or [None]
+    if not isinstance(config["model_type"], str) or not isinstance(heads, list) or not isinstance(heads[0], str | None):
         raise MeshwrightError(
             f"{path} has the model_type {shown(config['model_type'])} and the architectures {shown(heads)}",
             fix='"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]',

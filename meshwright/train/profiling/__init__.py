@@ -2,5 +2,6 @@
 
 profile_model      `profile_model`
 profile_request    its arguments
+profile_rows       which numbers of rows a plan needs
 timed_layers       times layers one by one
 """

@@ -6,6 +6,7 @@ from a roofline. The model is never in memory as a whole.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,9 +30,10 @@ from meshwright.ir.model import Layer, ModelGraph
 from meshwright.ir.profile import LayerCost, MatrixProduct, Profile, ProfileSource, optimizer_states
 from meshwright.runtime.stage.precision import Precision
 from meshwright.train.profiling.profile_request import ProfileRequest, device_name, this_device
+from meshwright.train.profiling.profile_rows import ROWS
 from meshwright.train.profiling.timed_layers import LayerTimer, TimedLayer
 
-ROWS = (1, 2, 4)
+_log = logging.getLogger(__name__)
 
 
 def profile_model(
@@ -77,11 +79,10 @@ def profile_model(
     places = LayerChain(line).starts
     graph = graph_of(model, line, places)
     given = columns_of(model, example_batch).given(example_batch)
-    examples = {count: _rows_of(given, count) for count in wanted.rows}
-    _refuse_rows(flat, examples)
+    _refuse_rows(flat, given, wanted.rows)
     walks = _walks(line, places, model, wanted)
     timed: _Times = (
-        _estimated(line, places, wanted) if wanted.is_estimate else _measured(line, places, model, examples, walks, wanted)
+        _estimated(line, places, wanted) if wanted.is_estimate else _measured(line, places, model, given, walks, wanted)
     )
     products = [layer_products(line, first, last, rows=_row_count(flat)) for first, last in pairwise(places)]
     layers = [_layer(graph, k, walks, timed.times[k], products[k], _row_count(flat)) for k in range(len(graph.layers))]
@@ -89,7 +90,7 @@ def profile_model(
     itemsize = sum(weight.bytes for weight in graph.weights) / parameters if parameters else 4.0
     return Profile(
         tuple(layers),
-        rows=wanted.rows,
+        rows=timed.rows,
         device=timed.device,
         precision=precision,
         source=ProfileSource.ESTIMATED if wanted.is_estimate else ProfileSource.MEASURED,
@@ -105,6 +106,7 @@ class _Times:
     """The times of every layer at every number of rows, and how far they may be off."""
 
     times: list[list[HalfTimes]]
+    rows: tuple[int, ...]
     device: str
     error: float
 
@@ -115,9 +117,9 @@ def _rows_of(columns: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     return {name: torch.cat([t] * -(-count // len(t)))[:count] for name, t in found.items()}
 
 
-def _refuse_rows(flat: Flat, examples: Mapping[int, Mapping[str, Tensor]]) -> None:
-    for count, columns in examples.items():
-        if (why := flat.refusal({name: tuple(t.shape) for name, t in columns.items()})) is not None:
+def _refuse_rows(flat: Flat, columns: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+    for count in rows:
+        if (why := flat.refusal({name: (count, *t.shape[1:]) for name, t in columns.items()})) is not None:
             raise MeshwrightError(f"the layers of this model are others for {count} rows: {why}", fix="--rows 2,4")
 
 
@@ -131,8 +133,12 @@ def _tokens(columns: Mapping[str, Tensor]) -> int:
 
 
 def _walks(line: Line, places: Sequence[int], model: nn.Module, wanted: ProfileRequest) -> dict[int, list[DryLayer]]:
-    """Returns what layers keep and pass on for each number of rows; for two numbers at least, as a line needs two points."""
+    """Returns what layers keep and pass on for each number of rows to time; for two numbers at least, as a line needs two points.
+
+    Bytes grow with rows along a line, so an estimate needs no more than two.
+    """
     counts = wanted.rows if len(wanted.rows) > 1 else (wanted.rows[0], 2 * wanted.rows[0])
+    counts = (counts[0], counts[-1]) if wanted.is_estimate else counts
     try:
         return {
             count: dry_walk(
@@ -147,8 +153,9 @@ def _walks(line: Line, places: Sequence[int], model: nn.Module, wanted: ProfileR
         }
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise MeshwrightError(
-            f"a layer needs values and cannot be profiled without them: {type(error).__name__}: {str(error)[:300]}",
-            fix="meshwright measure MODEL, which runs the whole plan",
+            "a layer needs values and cannot be profiled without them, as layers whose values decide which experts run: "
+            f"{type(error).__name__}: {str(error)[:300]}",
+            fix="choose degrees by hand and run a few steps: meshwright measure MODEL --dataset stdlib --pp 2",
         ) from error
 
 
@@ -156,27 +163,40 @@ def _measured(
     line: Line,
     places: tuple[int, ...],
     model: nn.Module,
-    examples: Mapping[int, Mapping[str, Tensor]],
+    columns: Mapping[str, Tensor],
     walks: Mapping[int, list[DryLayer]],
     wanted: ProfileRequest,
 ) -> _Times:
+    """Times all layers with few rows before more rows. Numbers of rows for which the memory is too small are left out."""
     device = this_device()
     timer = LayerTimer(line, places, model, device, wanted.precision, wanted.repeats)
-    known: dict[tuple[int, str, Any], TimedLayer] = {}
-    times: list[list[HalfTimes]] = []
-    spread_s = whole_s = 0.0
-    for k in range(len(places) - 1):
-        times.append([])
-        for count in wanted.rows:
-            dry = walks[count][k]
-            key = (count, dry.kind, dry.inputs)
-            if key not in known:
-                known[key] = timer.timed(k, dry, examples[count])
-            best = known[key].best
-            times[-1].append(best)
-            spread_s += known[key].spread_s
-            whole_s += best.forward_s + best.input_s + best.weight_s
-    return _Times(times, device_name(device), spread_s / whole_s if whole_s else 0.0)
+    found: dict[int, list[TimedLayer]] = {}
+    for count in wanted.rows:
+        try:
+            found[count] = _timed(timer, walks[count], _rows_of(columns, count))
+        except torch.OutOfMemoryError as error:
+            if not found:
+                raise MeshwrightError(
+                    f"a layer with {count} rows does not fit into the memory of {device_name(device)}",
+                    fix=f"--rows {max(1, count // 2)}, or a smaller --length",
+                ) from error
+            _log.warning("a layer with %d rows does not fit into memory: the profile ends at %d rows", count, max(found))
+            break
+    all_layers = [layer for layers in found.values() for layer in layers]
+    whole_s = sum(one.best.forward_s + one.best.input_s + one.best.weight_s for one in all_layers)
+    spread = sum(one.spread_s for one in all_layers) / whole_s if whole_s else 0.0
+    times = [[layers[k].best for layers in found.values()] for k in range(len(places) - 1)]
+    return _Times(times, tuple(found), device_name(device), spread)
+
+
+def _timed(timer: LayerTimer, walk: list[DryLayer], columns: Mapping[str, Tensor]) -> list[TimedLayer]:
+    """Times the layers of a model for one number of rows, equal ones once."""
+    known: dict[tuple[str, Any], TimedLayer] = {}
+    for k, dry in enumerate(walk):
+        key = (dry.kind, dry.inputs)
+        if key not in known:
+            known[key] = timer.timed(k, dry, columns)
+    return [known[dry.kind, dry.inputs] for dry in walk]
 
 
 def _estimated(line: Line, places: tuple[int, ...], wanted: ProfileRequest) -> _Times:
@@ -186,7 +206,7 @@ def _estimated(line: Line, places: tuple[int, ...], wanted: ProfileRequest) -> _
     for first, last in pairwise(places):
         work = layer_work(line, first, last, rows=rows, mixed=precision.mixed)
         times.append([estimated_times(work, rows=n, device=device, precision=precision.compute) for n in wanted.rows])
-    return _Times(times, device.kind, ESTIMATE_ERROR)
+    return _Times(times, wanted.rows, device.kind, ESTIMATE_ERROR)
 
 
 def _layer(

@@ -10,6 +10,7 @@ import torch
 from meshwright.costs.roofline import refuse_unknown_speed
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device
+from meshwright.ir.links.machines import same_kind
 from meshwright.runtime import device as devices
 from meshwright.runtime.stage.precision import Precision
 
@@ -28,10 +29,10 @@ class ProfileRequest:
     def __post_init__(self) -> None:
         if not self.rows or list(self.rows) != sorted(set(self.rows)) or any(type(n) is not int or n < 1 for n in self.rows):
             raise MeshwrightError(
-                f"the rows of a profile must increase from at least 1, got {list(self.rows)}", fix="rows=(1, 2, 4)"
+                f"the rows of a profile must increase from at least 1, got {list(self.rows)}", fix="--rows 1,2,4"
             )
         if type(self.repeats) is not int or self.repeats < 1:
-            raise MeshwrightError(f"a layer is timed at least once, got repeats={self.repeats!r}", fix="repeats=5")
+            raise MeshwrightError(f"a layer is timed at least once, got repeats={self.repeats!r}", fix="--repeats 5")
         if self.is_estimate and (self.cluster is None or not self.cluster.devices):
             raise MeshwrightError(
                 "an estimate needs a cluster with devices: what one achieves in operations and bytes per second",
@@ -61,10 +62,7 @@ class ProfileRequest:
 
 def is_here(device: Device) -> bool:
     """Returns whether a device of a cluster is one of this machine, by its kind."""
-    here = this_device()
-    if here.type == "cpu":
-        return device.is_core
-    return device.kind.lower() in device_name(here).lower().replace(" ", "-")
+    return same_kind(device.kind, device_name(this_device()))
 
 
 def this_device() -> torch.device:
