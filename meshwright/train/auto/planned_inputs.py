@@ -17,9 +17,9 @@ from meshwright.capture.model_graph import line_of, parameter_bytes
 from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.ir.cluster import Device
 from meshwright.ir.input_limits import shown
+from meshwright.ir.links.machines import same_kind
 from meshwright.ir.plan.planned_file import changed_inputs, model_input
 from meshwright.train.arguments import TrainingArguments
-from meshwright.train.auto.found_devices import same_kind
 from meshwright.train.profiling.profile_request import device_name
 
 _log = logging.getLogger(__name__)
