@@ -19,7 +19,8 @@ pytest.importorskip("transformers")
 
 T5 = {"model_type": "t5", "vocab_size": 31, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
 BART = {"model_type": "bart", "vocab_size": 31, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1,
-        "max_position_embeddings": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
+        "max_position_embeddings": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
 MIXTRAL = {"model_type": "mixtral", "vocab_size": 31, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
            "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2, "max_position_embeddings": 16}  # fmt: skip
 GPU = mw.Cluster(devices=(mw.Device("a100", 80e9, {"fp32": 17e12}, 1.7e12),))

@@ -35,15 +35,14 @@ def line_families(problem: Problem) -> list[Family]:
 
 
 def steps_of(problem: Problem) -> list[tuple[int, int | None]]:
-    """(microbatches, rows) of a step: as given, or a few ways to cut the batch."""
+    """(microbatches, rows) of a step: as given, or the most rows that leave enough microbatches for long and short pipelines."""
     if problem.batch is None:
         assert problem.microbatches is not None
         return [(problem.microbatches, problem.limits.rows)]
     ways: list[tuple[int, int | None]] = [(problem.batch // rows, rows) for rows in problem.row_choices]
     ways = [way for way in ways if way[0] <= MOST_MICROBATCHES]
-    short = [way for way in ways if way[0] >= 4][-2:]
-    long = [way for way in ways if way[0] >= 4 * problem.devices][-1:]  # enough to fill a pipeline of all devices
-    return list(dict.fromkeys([*(long or short), *short[-1:]])) or ways[:1]
+    found = [[way for way in ways if way[0] >= least][-1:] for least in (4 * problem.devices, 16, 4)]
+    return list(dict.fromkeys(way for each in found for way in each)) or ways[:1]
 
 
 def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> float:
