@@ -222,6 +222,10 @@ def test_names_that_are_no_preset() -> None:
     for name, said in (("dgx-a10", "did you mean dgx-a100"), ("2xlaptopx3", "two counts"), ("0xlaptop", "0 devices")):
         with pytest.raises(MeshwrightError, match=said):
             read_cluster(name)
+    for name, fix in (("0xdgx-a100", "dgx-a100"), ("999999xdgx-a100", "12500xdgx-a100")):
+        with pytest.raises(MeshwrightError, match="possible are 1 to") as caught:
+            read_cluster(name)
+        assert caught.value.fix == fix
 
 
 def test_a_file_comes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

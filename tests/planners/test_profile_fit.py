@@ -19,6 +19,7 @@ from meshwright.ir.links.machines import same_kind
 from meshwright.ir.profile import ProfileSource
 from meshwright.planners._limits import MOST_MICROBATCHES, PlanLimits
 from meshwright.planners._search.problem import Problem
+from meshwright.planners._search.wide_plans import steps_of
 
 A100 = Device("a100", flops_per_s={"bf16": 250e12, "fp32": 17e12})
 V100 = Device("v100", flops_per_s={"fp16": 90e12, "fp32": 13.5e12})
@@ -103,6 +104,15 @@ def test_only_rows_of_the_profile_are_searched() -> None:
         "(meshwright profile MODEL --rows 1,2,4,8,16,32 -o profile.json)"
     )
     assert not any("the profile has times" in note for note in planned(profile_of(), A100, A100, batch=8).notes)
+
+
+def test_stages_of_any_width_are_tried_with_long_and_short_microbatches() -> None:
+    """For a pipeline of all devices, for 16 microbatches, and for 4: the most rows for each."""
+    times = (1e-3,) * 8
+    layers = tuple(replace(x, forward_s=times, input_s=times, weight_s=times) for x in profile_of().layers)
+    many = Profile(layers, rows=(1, 2, 4, 8, 16, 32, 64, 128))
+    problem = Problem(many, cluster_of(*[A100] * 8), PlanLimits(), microbatches=None, batch=256)
+    assert steps_of(problem) == [(32, 8), (16, 16), (4, 64)]
 
 
 @pytest.mark.parametrize("asked", [{"planner": "spp", "batch": None, "microbatches": 4}, {"batch": 48}])

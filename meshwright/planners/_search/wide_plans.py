@@ -38,7 +38,10 @@ def line_families(problem: Problem) -> list[Family]:
 
 
 def steps_of(problem: Problem) -> list[tuple[int, int | None]]:
-    """(microbatches, rows) of a step: as given, or the ways to cut the batch; on more than a few devices two of them."""
+    """(microbatches, rows) of a step: as given, or ways to cut the batch: on few devices all of them.
+
+    On more devices they are those with the most rows that leave enough microbatches for long and short pipelines.
+    """
     if problem.batch is None:
         assert problem.microbatches is not None
         return [(problem.microbatches, problem.limits.rows)]
@@ -46,9 +49,8 @@ def steps_of(problem: Problem) -> list[tuple[int, int | None]]:
     ways = [way for way in ways if way[0] <= MOST_MICROBATCHES]
     if problem.devices <= FEW:
         return ways
-    short = [way for way in ways if way[0] >= 4][-2:]
-    long = [way for way in ways if way[0] >= 4 * problem.devices][-1:]  # enough to fill a pipeline of all devices
-    return list(dict.fromkeys([*(long or short), *short[-1:]])) or ways[:1]
+    found = [[way for way in ways if way[0] >= least][-1:] for least in (4 * problem.devices, 16, 4)]
+    return list(dict.fromkeys(way for each in found for way in each)) or ways[:1]
 
 
 def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> float:

@@ -15,7 +15,6 @@ from torch import nn
 from meshwright.capture.cut.cut_points import LayerChain
 from meshwright.capture.model_graph import line_of, parameter_bytes
 from meshwright.capture.trace.graph import Flat, NodeKind
-from meshwright.ir.cluster import Device
 from meshwright.ir.input_limits import shown
 from meshwright.ir.links.machines import same_kind
 from meshwright.ir.plan.planned_file import changed_inputs, model_input
@@ -62,6 +61,6 @@ def _length(flat: Flat) -> int | None:
 
 def _other_device(args: TrainingArguments, said: str) -> tuple[str, ...]:
     here = device_name(args.device).replace(" ", "-" if args.n_gpu else " ")
-    if not said or same_kind(Device(said), Device(here)):
+    if not said or same_kind(said, here):
         return ()
     return (f"device was {shown(said)}, is {shown(here)}",)
