@@ -107,12 +107,13 @@ def test_only_rows_of_the_profile_are_searched() -> None:
 
 
 def test_stages_of_any_width_are_tried_with_long_and_short_microbatches() -> None:
-    """For a pipeline of all devices, for 16 microbatches, and for 4: the most rows for each."""
+    """For a pipeline of all devices, for 16 microbatches, and for 4: the most rows for each. On few devices all rows."""
     times = (1e-3,) * 8
     layers = tuple(replace(x, forward_s=times, input_s=times, weight_s=times) for x in profile_of().layers)
     many = Profile(layers, rows=(1, 2, 4, 8, 16, 32, 64, 128))
-    problem = Problem(many, cluster_of(*[A100] * 8), PlanLimits(), microbatches=None, batch=256)
-    assert steps_of(problem) == [(32, 8), (16, 16), (4, 64)]
+    problem, few = (Problem(many, cluster_of(*[A100] * n), PlanLimits(), microbatches=None, batch=256) for n in (12, 8))
+    assert steps_of(problem) == [(64, 4), (16, 16), (4, 64)]
+    assert [rows for _, rows in steps_of(few)] == list(many.rows)
 
 
 @pytest.mark.parametrize("asked", [{"planner": "spp", "batch": None, "microbatches": 4}, {"batch": 48}])
