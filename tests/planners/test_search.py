@@ -324,8 +324,8 @@ def test_the_verb_says_what_would_fit(tmp_path: Path) -> None:
     code, text = run(tmp_path, "0.3 GB", "--json")
     assert code == 3
     needed = json.loads(text)["needed_bytes"]
-    assert run(tmp_path, f"{needed}B")[0] == 0
-    assert run(tmp_path, "0.3 GB", "--memory-free")[0] == 0
+    assert run(tmp_path, f"{needed}B", "--no-explain")[0] == 0
+    assert run(tmp_path, "0.3 GB", "--memory-free", "--no-explain")[0] == 0
 
 
 def test_a_fixed_schedule_and_pipeline(tmp_path: Path) -> None:
