@@ -3,7 +3,7 @@
     from meshwright.simulate import compile
     program = compile(schedule)
     program.makespan(costs)           one plan
-    program.makespans(array)          many plans: array[plan, stage, field], fields in the order of `FIELDS`
+    program.makespans(array)          many plans: array[plan, stage, field], fields in the order of StageCost
 
 Import this file only on demand: numba's first compile takes seconds (then it is cached on disk), so the command line always
 uses the plain path.
@@ -31,8 +31,7 @@ from meshwright.passes.lower import lowered_flow
 from meshwright.passes.sync import Sync
 from meshwright.simulate.event_graph import EventGraph, Message
 
-FIELDS = [field.name for field in fields(StageCost) if not field.name.startswith("tied_")]
-"""The columns of many plans. What is tied is part of other columns."""
+FIELDS = [field.name for field in fields(StageCost)]
 _VALUES = attrgetter(*FIELDS)
 Array = NDArray[np.float64]
 
