@@ -11,7 +11,7 @@ from meshwright.planners._search.tensor_costs import TensorChoice
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan: degrees, schedule, microbatches, and where stages end. `over_bytes` is by how much it misses the memory."""
+    """A plan: degrees, schedule, microbatches, and where stages end. It misses the memory by `over_bytes` at least."""
 
     family: Family
     pp: int
@@ -29,6 +29,8 @@ class Candidate:
     reverse: bool = False
     ranks: tuple[int, ...] = ()
     """The device of each rank, if not that of the layout."""
+    about_bytes: float = float("-inf")
+    """By how much it misses the memory, about: modes that save memory are tried if that is close."""
     sharp: bool = False
     """Whether the bound knows the links of the plan."""
 

@@ -62,7 +62,7 @@ class Enumerator:
                             continue  # a plan that fits without it is faster
                         for found in self._variants(family, pp, dp, tensor, (rows, share, count), recompute):
                             bounded += 1
-                            tight = tight or found.over_bytes > -ROOMY * self.least_memory
+                            tight = tight or found.about_bytes > -ROOMY * self.least_memory
                             (misfit if found.over_bytes > 0 else fit).append(found)
         fit.sort(key=lambda candidate: candidate.key)
         return Enumeration(fit, misfit, bounded)
@@ -185,14 +185,14 @@ class Enumerator:
                 bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group), most)
                 capacity = problem.memory[:1] if problem.uniform else problem.memory[found.devices].min(axis=(1, 2))
                 for zero in zeros:
-                    over = group.over_bytes(problem, zero, shares, alive, capacity, count) if self.limited else -np.inf
+                    none = -np.inf, -np.inf
+                    over, about = group.over_bytes(problem, zero, shares, alive, capacity, count) if self.limited else none
                     if zero != zeros[0] and first <= -ROOMY * self.least_memory:
                         break  # what fits with whole state is as fast and simpler
-                    first = over if zero == zeros[0] else first
+                    first = about if zero == zeros[0] else first
                     step = bound + group.update_s(problem, zero, shares, found.devices)
-                    yield Candidate(
-                        family, pp, dp, tensor, rows, share, count, zero, recompute, layout, group.ends, step, over, reverse
-                    )
+                    degrees = family, pp, dp, tensor, rows, share, count
+                    yield Candidate(*degrees, zero, recompute, layout, group.ends, step, over, reverse, about_bytes=about)
 
     def alive(self, family: Family, pp: int, count: int) -> tuple[Floats, Floats]:
         """Returns the least and the most activations of each worker."""

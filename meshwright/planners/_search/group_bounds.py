@@ -119,8 +119,10 @@ class GroupBounds:
         sums = float((self.first_head + each * self.stage_work + sync_s).max())
         return max(whole, sums, waits, self.trip)
 
-    def over_bytes(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats, count: int) -> float:
-        """Returns how many bytes the fullest worker exceeds its memory by; negative if it may fit.
+    def over_bytes(
+        self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats, count: int
+    ) -> tuple[float, float]:
+        """Returns how many bytes the fullest worker exceeds its memory by, at least and about; negative if it may fit.
 
         A worker holds the most activations besides its gradients if whole backwards alternate with forwards of one stage.
         Otherwise some gradients may not exist yet by then; all of them exist at the end.
@@ -134,8 +136,8 @@ class GroupBounds:
         need = static + (alive - self.swaps) * self.kept + self.scratch + reserve
         late = self.held * gradient_bytes(1.0, zero=zero, shares=shares)
         alternates = (alive < count) & (self.family.has_line and not self.family.split)
-        need = np.where(alternates, need, np.maximum(need - late, static + reserve))
-        return float((need - capacity).max())
+        least = np.where(alternates, need, np.maximum(need - late, static + reserve))
+        return float((least - capacity).max()), float((need - capacity).max())
 
     def update_s(self, problem: Problem, zero: str, shares: int, devices: Ints) -> float:
         """The longest update of a worker, whose devices are given by [worker, copy, tensor rank]."""
