@@ -79,19 +79,15 @@ def reserve_bytes(capacity: float) -> float:
 def static_bytes(parameter_bytes: float, optimizer_bytes: float, *, zero: str, shares: int) -> float:
     """Returns the bytes of parameters, gradients and optimizer state of a worker, divided over `shares` ranks as `zero` says."""
     parts = max(1, shares)
-    if zero == "zero-3":  # slices of everything; the whole parameters of a stage count only while it runs
-        return (2 * parameter_bytes + optimizer_bytes) / parts
-    if zero == "zero-2":
-        return parameter_bytes + (parameter_bytes + optimizer_bytes) / parts
-    if zero == "zero-1":
-        return 2 * parameter_bytes + (parameter_bytes + optimizer_bytes) / parts
-    return 2 * parameter_bytes + optimizer_bytes
+    parameters = parameter_bytes / (parts if zero == "zero-3" else 1)  # whole ones of a stage count only while it runs
+    optimizer = optimizer_bytes / (1 if zero == "replicated" else parts)
+    return parameters + gradient_bytes(parameter_bytes, zero=zero, shares=shares) + optimizer
 
 
 def gradient_bytes(parameter_bytes: float, *, zero: str, shares: int) -> float:
     """Returns the part of `static_bytes` that exists from the first backward on."""
-    whole = {"replicated": 1.0, "zero-1": 1.0}.get(zero, 0.0)
-    return parameter_bytes * (whole + (0.0 if zero == "replicated" else 1.0 / max(1, shares)))
+    whole = parameter_bytes if zero in ("replicated", "zero-1") else 0.0
+    return whole + (0.0 if zero == "replicated" else parameter_bytes / max(1, shares))
 
 
 def stage_parameters(profile: Profile, layers: range) -> float:

@@ -177,8 +177,8 @@ class Pricer:
         shares = plan.dp * plan.family.replicas
         held = [sorted({s for _, s in pairs}) for pairs in placement.held]
         static = [static_bytes(c.parameter_bytes, c.optimizer_bytes, zero=plan.zero, shares=shares) for c in costs]
-        updated = np.array([sum(costs[s].parameter_bytes for s in of) for of in held])
-        updated /= 1 if plan.zero == "replicated" else shares
+        divided = 1 if plan.zero == "replicated" else shares
+        updated = np.array([sum(costs[s].parameter_bytes for s in of) / divided for of in held])
         scratch = (np.maximum.reduceat(arrays.transient, first) / tp).tolist()
         tensor_s = (sums["tensor"][end] - sums["tensor"][first]).tolist()
         return Priced(
