@@ -60,7 +60,7 @@ def inspect(
 
     outputs.refuse_output(output)
     batch = inputs.batch_function(batch, old_batch)
-    graph, named = _graph(model, rows, length, batch)
+    graph, named = _graph(model, rows, length, batch, whole=bool(tensor.plan_fields()))
     cuts, memory = (
         graph.cuts(stages, at=cut or None),
         BlockMemory(optimizer_states(optimizer), _rows(graph, named)),
@@ -120,7 +120,9 @@ def _print_check(verdict: Verdict) -> None:
         typer.echo(f"check: captured layers equal the model in {len(verdict.runs)} runs, {verdict.seconds:.1f} s")
 
 
-def _graph(model: str, rows: int | None, length: int | None, batch: str | None) -> tuple[ModelGraph, NamedGraph | None]:
+def _graph(
+    model: str, rows: int | None, length: int | None, batch: str | None, *, whole: bool
+) -> tuple[ModelGraph, NamedGraph | None]:
     from meshwright.ir.files.model_json import model_from_json
 
     path = Path(model)
@@ -133,7 +135,7 @@ def _graph(model: str, rows: int | None, length: int | None, batch: str | None) 
     gc.enable()  # a trace leaves reference cycles
     from meshwright.train.models.named_layers import named_graph
 
-    named = named_graph(model, rows=rows, length=length, batch=batch)
+    named = named_graph(model, rows=rows, length=length, batch=batch, whole=whole)
     return named.layers(), named
 
 

@@ -117,8 +117,8 @@ class Cuts:
 
     @property
     def digest(self) -> str:
-        """A short hash that depends only on the cuts, not on their descriptions."""
-        parts = [replace(part, why="") for part in self.parts]
+        """A short hash that depends only on the cuts, not on descriptions or the names that a trace gives to values."""
+        parts = [replace(part, why="", boundary=tuple(replace(v, name="") for v in part.boundary)) for part in self.parts]
         return sha256(repr((self.starts, parts)).encode()).hexdigest()[:16]
 
 

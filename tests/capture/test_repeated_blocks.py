@@ -111,6 +111,7 @@ def require_equal(model: nn.Module, batch: dict[str, Tensor]) -> None:
     few, every = (capture(model, batch, flat=flat) for flat in (short, whole))
     assert unnamed(few) == unnamed(every)
     assert (few.weights, few.ties, few.flops) == (every.weights, every.ties, every.flops)
+    assert few.cuts(3).digest == every.cuts(3).digest
 
 
 def test_the_graph_is_that_of_a_whole_capture(whole_captures: list[int]) -> None:

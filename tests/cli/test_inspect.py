@@ -12,8 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from meshwright import MeshwrightError
-from tests.cli.test_cli import meshwright
-from tests.support.command import app
+from tests.support.command import app, meshwright
 from tests.tensor.test_shard_fallback import Distances, Odd
 
 CONFIG = {

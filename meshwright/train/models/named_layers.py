@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.check.check_result import Verdict
 from meshwright.capture.model_graph import capture
+from meshwright.capture.repeat.capture_for_costs import flatten_for_costs
 from meshwright.capture.trace.export import flatten
 from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.capture.weights.sketch import sketch
@@ -36,12 +37,13 @@ def checked(
 
 @dataclass(frozen=True)
 class NamedGraph:
-    """A named model on the meta device, its captured graph for at least two rows, and the number of rows that was asked for."""
+    """A named model on the meta device, its graph for two or more rows as `trace` captured it, and the rows asked for."""
 
     model: nn.Module
     flat: Flat
     example: Any
     rows: int
+    trace: Callable[[nn.Module, Any], Flat]
 
     def layers(self) -> ModelGraph:
         """Returns the layers of the model."""
@@ -49,7 +51,7 @@ class NamedGraph:
         if self.rows != 1:
             return two
         three = _repeated(_first(self.example), 3)
-        return one_row(two, capture(self.model, three))
+        return one_row(two, capture(self.model, three, flat=self.trace(self.model, three)))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -58,12 +60,18 @@ class NamedGraph:
         return {n.target: (self.rows, *n.size.shape[1:]) for n in columns if n.size is not None}
 
 
-def named_graph(name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None) -> NamedGraph:
-    """Build a named model on the meta device and capture its whole graph: names and digests of cuts are those of a run."""
+def named_graph(
+    name: str, *, rows: int | None = None, length: int | None = None, batch: str | None = None, whole: bool = True
+) -> NamedGraph:
+    """Build a named model on the meta device and capture it.
+
+    Without `whole`, equal blocks are captured once: layers, costs and cuts are the same, but not all names of values.
+    """
     model, example = named_model(name, rows=rows, length=length, batch=batch)
     count = _rows(example)
     example = _repeated(example, 2) if count == 1 else example
-    return NamedGraph(model, flatten(model, example), example, count)
+    trace = flatten if whole else flatten_for_costs
+    return NamedGraph(model, trace(model, example), example, count, trace)
 
 
 def named_model(
