@@ -111,11 +111,9 @@ def plan(
     from meshwright.planners._flip_points import with_flips
     from meshwright.planners._nearest_fit import answered, with_nearest_fit
     from meshwright.planners._profile_fit import profile_notes, refuse_other_device
-    from meshwright.planners._refused_requests import refuse_contradictions
 
     refuse_other_device(profile, cluster)
     asked = Asked(profile, cluster, microbatches, batch, limits)
-    refuse_contradictions(planner, asked)
     start = perf_counter()
     try:
         with no_collection():

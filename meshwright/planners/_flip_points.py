@@ -32,14 +32,16 @@ def with_flips(planner: Planner, plan: Plan, asked: Asked, seconds: float) -> Pl
 
     Quantities that could not be examined within `seconds` are named in a note.
     """
-    end, left, found = perf_counter() + seconds, [], []
-    for scale in _scales(plan, asked):
+    end, left, found, scales = perf_counter() + seconds, [], [], _scales(plan, asked)
+    for number, scale in enumerate(scales):
         answers = Answers(planner, scale, plan, end)
         for more in (True, False):
+            directions = 2 * (len(scales) - number) - (not more)
+            answers.end = perf_counter() + max(0.0, end - perf_counter()) / directions  # what is left, in equal parts
             try:
                 value = _flip(answers, more=more)
             except OutOfTimeError:
-                left.append(f"{'more' if more else 'less'} {scale.what}")
+                left.append(f"{'more' if more else 'less'} {scale.what}{answers.seen(more=more)}")
                 continue
             if value is not None:
                 words = {"direction": "more" if more else "less", "factor": value / scale.start, "plan": answers.words[value]}
@@ -109,6 +111,14 @@ class Answers:
     end: float
     words: dict[float, str] = field(default_factory=dict)
     _same: dict[float, bool] = field(default_factory=dict)
+
+    def seen(self, *, more: bool) -> str:
+        """Returns the nearest value with another answer in words, if there is one yet."""
+        others = [value for value, same in self._same.items() if not same and (value > self.scale.start) == more]
+        if not others:
+            return ""
+        nearest = min(others) if more else max(others)
+        return f" (somewhere before {nearest / self.scale.start:.3g} times as much: {self.words[nearest]})"
 
     def same(self, value: float) -> bool:
         """Returns whether the answer is the present plan."""

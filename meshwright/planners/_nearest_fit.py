@@ -1,7 +1,7 @@
 """If no plan fits: finds the smallest changes that make one fit. Each change is planned before it is reported.
 
 memory      raise the memory of smaller devices to a common size
-batch       halve the batch, or the rows of a microbatch, until a plan fits
+batch       halve the batch, the rows of a microbatch, or the number of microbatches if rows are not known, until a plan fits
 requests    leave out one thing that was asked for: a schedule, a degree, --no-tensor, --rows of a batch
 """
 
@@ -20,6 +20,7 @@ from meshwright.planners._limits import Asked, NothingFitsError
 from meshwright.planners._pricing.pool import Pool
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.pricing import Pricer
+from meshwright.planners._refused_requests import refuse_contradictions
 
 HALVINGS = 6
 TRIES = 3
@@ -28,6 +29,8 @@ SPARE = 1.01
 """How much more memory than the least is recommended, so that rounding does not matter."""
 TRIED = 8
 """How many of the smallest plans are simulated."""
+FIX_S = 3.0
+"""After how many seconds the search for one change ends with the best plan that it has."""
 PROVED = 4
 """How many of them the engine simulates."""
 ACTIONS = 200_000
@@ -36,8 +39,9 @@ Planner = Callable[..., Iterator[Plan]]
 
 
 def answered(planner: Planner, asked: Asked) -> Plan:
-    """Returns the best plan for a question; raises NothingFitsError if nothing fits."""
+    """Returns the best plan for a question; raises NothingFitsError if nothing fits, another error if it contradicts itself."""
     best: Plan
+    refuse_contradictions(planner.__module__.rpartition(".")[2], asked)
     *_, best = planner(
         profile=asked.profile, cluster=asked.cluster, microbatches=asked.microbatches, batch=asked.batch, limits=asked.limits
     )
@@ -46,10 +50,11 @@ def answered(planner: Planner, asked: Asked) -> Plan:
 
 def with_nearest_fit(error: NothingFitsError, planner: Planner, asked: Asked) -> NothingFitsError:
     """Returns the error with the changes that let a plan fit."""
+    asked = replace(asked, limits=replace(asked.limits, seconds=min(asked.limits.seconds, FIX_S)))
     needed = _enough_memory(error.needed_bytes, planner, asked)
     changes: list[tuple[str, dict[str, Any]]] = []
     changes += [(f"without {flag}", {"without": flag}) for flag, other in _dropped(asked) if _fits(planner, other)]
-    sizes = list(_halved(asked))
+    sizes = [size for size in _halved(asked) if _is_possible(planner, size[2])]
     if sizes and _fits(planner, sizes[-1][2]):
         flag, count, _ = next((size for size in sizes[:-1] if _fits(planner, size[2])), sizes[-1])
         changes.append((f"{flag} {count}", {flag.removeprefix("--"): count}))
@@ -78,6 +83,14 @@ def _enough_memory(needed: float, planner: Planner, asked: Asked) -> float:
     return float("inf")
 
 
+def _is_possible(planner: Planner, asked: Asked) -> bool:
+    try:
+        refuse_contradictions(planner.__module__.rpartition(".")[2], asked)
+    except MeshwrightError:
+        return False
+    return True
+
+
 def _fits(planner: Planner, asked: Asked) -> bool:
     try:
         answered(planner, asked)
@@ -104,16 +117,16 @@ def _dropped(asked: Asked) -> Iterator[tuple[str, Asked]]:
 def _halved(asked: Asked) -> Iterator[tuple[str, int, Asked]]:
     """Yields the question with smaller and smaller steps, or microbatches of fewer rows."""
     limits = asked.limits
-    given = asked.batch if asked.batch is not None else limits.rows
-    flag = "--batch" if asked.batch is not None else "--rows"
-    for k in range(1, HALVINGS + 1):
-        if given is None or given % 2**k:
-            return
-        count = given // 2**k
-        if asked.batch is not None:
-            yield flag, count, replace(asked, batch=count)
-        else:
-            yield flag, count, replace(asked, limits=replace(limits, rows=count))
+    sizes = {"--batch": asked.batch, "--rows": limits.rows, "--microbatches": asked.microbatches}
+    flag, given = next((flag, size) for flag, size in sizes.items() if size is not None)
+    for count in (given // 2**k for k in range(1, min(HALVINGS, given.bit_length() - 1) + 1)):
+        match flag:
+            case "--batch":
+                yield flag, count, replace(asked, batch=count)
+            case "--rows":
+                yield flag, count, replace(asked, limits=replace(limits, rows=count))
+            case _:
+                yield flag, count, replace(asked, microbatches=count)
 
 
 def nothing_fits(pricer: Pricer, pool: Pool) -> NothingFitsError:

@@ -63,7 +63,7 @@ def _row_notes(asked: Asked) -> tuple[str, ...]:
     has = f"the profile has times for {', '.join(map(str, known))} rows"
     if rows is not None and rows > known[-1]:
         return (f"{has}: times for up to {rows} rows are extrapolated and may be too short ({_again(known, rows)})",)
-    share = min(MOST_ROWS, (batch or 0) // asked.cluster.size)
+    share = min(MOST_ROWS, (batch or 0) // (asked.limits.dp or 1))
     if rows is None and share > known[-1]:
         return (f"{has}, so microbatches of more rows are not searched ({_again(known, share)})",)
     return ()

@@ -25,8 +25,9 @@ def refuse_contradictions(planner: str, asked: Asked) -> None:
             fix=", ".join(sorted({family.schedule for family in FAMILIES})),
         )
     if limits.pp is not None and limits.pp > layers:
+        most = max(1, min(layers, devices // (limits.dp or 1)))
         raise MeshwrightError(
-            f"a pipeline of {limits.pp} workers needs as many layers, the model has {layers}", fix=f"--pp {layers}"
+            f"a pipeline of {limits.pp} workers needs as many layers, the model has {layers}", fix=f"--pp {most}"
         )
     needed = (limits.pp or 1) * (limits.dp or 1)
     if needed > devices:

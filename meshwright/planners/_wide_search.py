@@ -30,11 +30,14 @@ class WideSearch:
         self.problem, self.pricer, self.pool, self.tally = pricer.problem, pricer, pool, tally
         self.try_plan, self._over = try_plan, over
         self.tried: set[tuple[Stages, int]] = set()
+        self._bounds: dict[tuple[Stages, int], float] = {}
 
     @property
     def tries_all(self) -> bool:
         """Whether every plan is tried."""
-        plans = wide_plans.count_of_all(self.problem.layers, self.problem.devices)
+        if self.problem.devices > FEW:
+            return False
+        plans = wide_plans.count_of_all(self.problem.layers, self.problem.kinds)
         return plans * len(wide_plans.steps_of(self.problem)) <= EVERY
 
     def run(self) -> None:
@@ -45,21 +48,40 @@ class WideSearch:
         for microbatches, rows in wide_plans.steps_of(problem):
             starts: list[tuple[str, Stages]] = []
             if self.tries_all:
-                starts = [("every plan", stages) for stages in wide_plans.every_plan(problem.layers, problem.devices)]
+                starts = [("every plan", stages) for stages in wide_plans.every_plan(problem.layers, problem.kinds)]
             else:
                 starts += [("by speed", stages) for stages in wide_plans.unequal_starts(problem, rows)]
                 for order in wide_plans.orders(problem):
                     starts += [("threshold", stages) for stages in wide_plans.table_plans(problem, order, microbatches, rows)]
                 if small_enough(problem.layers, problem.devices):
                     starts += [("spp", stages) for stages in stage_candidates(problem, microbatches, rows)]
-            bounds = (wide_plans.bound_s(problem, stages, microbatches, rows) for _, stages in starts)
+            self.tally.bounded += len(starts)
+            starts = [start for start in starts if not self._too_slow(start[1], microbatches, rows)]
+            bounds = (self._bound_s(stages, microbatches, rows) for _, stages in starts)
             ranked = sorted(zip(bounds, count(), starts, strict=False), key=lambda item: item[:2])
-            self.tally.bounded += len(ranked)
             for place, (bound, _, (source, stages)) in enumerate(ranked):
                 compared = place == 0 and problem.devices > SWAPPED and 2 * len(stages) * microbatches <= SMALL
                 self._try_stages(stages, 0.0 if compared else bound, microbatches, rows, source)
             self._improve(microbatches, rows, [stages for _, _, (_, stages) in ranked])
             self.polish(microbatches, rows)
+
+    def _bound_s(self, stages: Stages, microbatches: int, rows: int | None) -> float:
+        key = (stages, microbatches)
+        if key not in self._bounds:
+            self._bounds[key] = wide_plans.bound_s(self.problem, stages, microbatches, rows)
+        return self._bounds[key]
+
+    def _too_slow(self, stages: Stages, microbatches: int, rows: int | None) -> bool:
+        """Whether the work of a stage alone takes longer than the best step: a quick test before the bound."""
+        best, problem = self.pool.best(), self.problem
+        if best is None or problem.devices > FEW:
+            return False
+        for stage in stages:
+            sums = problem.work_sums(rows, stage.width)
+            slow = max(problem.slowness_of[device] for device in stage.devices)
+            if slow * microbatches * (sums[stage.last + 1] - sums[stage.first]) > best.step_s * (1 + 1e-9):
+                return True
+        return False
 
     def _try_stages(self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str) -> float:
         """Simulates stages under each schedule; returns the best time, infinite if the bound excludes them."""
@@ -80,18 +102,18 @@ class WideSearch:
         most = TRIALS if problem.devices > FEW else max(TRIALS, 8 * TRIALS // len(wide_plans.steps_of(problem)))
         last = self.pricer.simulated + most
         tried: set[Stages] = set()
-        starts = self.pool.best_stages(6)
+        starts = [(wide_plans.with_recompute(stages, 0.0), step) for stages, step in self.pool.best_stages(6)]
         if problem.devices <= FEW and not self.tries_all:
             for lowest in {len(each): each for each in reversed(plans)}.values():
                 found = wide_plans.descended(problem, lowest, microbatches, rows)
                 starts.append((found, self._try_neighbour(found, microbatches, rows)))
         for stages, step in starts:
             for _ in range(ROUNDS):
-                ways = [each for each in wide_plans.neighbours(stages, problem.devices, problem.layers) if each not in tried]
+                ways = [each for each in wide_plans.neighbours(stages, problem.kinds, problem.layers) if each not in tried]
                 tried.update(ways)
                 ways = [each for each in ways if wide_plans.allowed(problem, each, rows)]
                 self.tally.bounded += len(ways)
-                ranked = sorted((wide_plans.bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways))
+                ranked = sorted((self._bound_s(each, microbatches, rows), n) for n, each in enumerate(ways))
                 better = None
                 for bound, n in ranked:
                     if bound >= step * (1 - 1e-9) or self._over() or self.pricer.simulated > last:
@@ -122,7 +144,15 @@ class WideSearch:
         return self._try_schedules(stages, microbatches, rows, "improved", below_s)
 
     def _try_schedules(self, stages: Stages, microbatches: int, rows: int | None, source: str, below_s: float) -> float:
-        """Simulates stages under each schedule that may be faster than `below_s`; returns the best time, or infinity."""
+        """Simulates stages under each schedule that may be faster than `below_s`; returns the best time, or infinity.
+
+        Stages that do not fit are tried again with recompute.
+        """
         plans = wide_plans.as_plans(self.problem, stages, microbatches, rows, source, below_s)
-        found = [self.try_plan(each) for each in plans]
-        return min((priced.step_s for priced in found if priced is not None), default=INF)
+        found = {each.family: self.try_plan(each) for each in plans}
+        if None in found.values() and self.problem.is_limited:
+            again = wide_plans.with_recompute(stages, 1.0)
+            for each in wide_plans.as_plans(self.problem, again, microbatches, rows, source, below_s):
+                if found.get(each.family, 0) is None:
+                    found[each.family] = self.try_plan(each)
+        return min((priced.step_s for priced in found.values() if priced is not None), default=INF)

@@ -42,7 +42,9 @@ from meshwright.planners._search.effort import (
     MOST,
     RAISED,
     REFUSALS,
+    RETRIED,
     SHAPES,
+    STARTED,
     SWAPPED,
     TRIALS,
 )
@@ -178,7 +180,9 @@ class Search:
         """Maps the best plans of different shapes to other devices."""
         if self.problem.devices <= SWAPPED:
             trials = TRIALS if self.problem.devices <= FEW else TRIALS // SHAPES
-            for priced in Mapper(self.problem, self.enumerator, self.pricer).mapped(self.pool.plans, SHAPES, trials, self._over):
+            started = STARTED if self.problem.devices <= FEW else SHAPES
+            mapper = Mapper(self.problem, self.enumerator, self.pricer)
+            for priced in mapper.mapped(list(self.pool.plans), started, SHAPES, trials, self._over):
                 self.pool.add(priced)
             for microbatches, rows in wide_plans.steps_of(self.problem):
                 self.wide.polish(microbatches, rows)
@@ -207,7 +211,7 @@ class Search:
             dropped = [best, *(each for each in alike if each.filled >= tight)]
             self.tally.died += len(dropped)
             self.pool.drop(dropped)
-            if self.problem.devices <= FEW:
+            if self.problem.devices <= FEW and (refused <= RETRIED or self.pool.best() is None) and not self._over():
                 self.wide.run()
         if not (self.pool.listed.misfit or self.pool.misfits):
             raise nothing_runs(self.problem)

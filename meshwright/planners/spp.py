@@ -21,7 +21,7 @@ from meshwright.ir.cluster import Cluster
 from meshwright.ir.plan.chosen_plan import MemoryUse, Plan, PlanStage, Rejected
 from meshwright.ir.profile import Profile
 from meshwright.ir.timeline import Timeline
-from meshwright.planners._answer.chosen import causes
+from meshwright.planners._answer.chosen import causes, notes
 from meshwright.planners._limits import MOST_MICROBATCHES, NothingFitsError, PlanLimits
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.pricing import Pricer
@@ -93,14 +93,24 @@ def _best_stages(problem: Problem, microbatches: int) -> Plan:
         parallel=priced.keywords,
         memory=uses,
         causes=causes(priced, timeline),
+        notes=notes(problem, tensor=False),
+        error=problem.profile.error,
         name=f"listed, {_name(priced.stages)}, "
         + (f"{microbatches} x {limits.rows} rows" if limits.rows else f"{microbatches} microbatches"),
         alternatives=tuple(
             Rejected(_name(other), step, f"{step / paper:.3f} times the chosen step, by the published costs")
-            for step, other in ranked[1:]
-            if other != priced.stages
+            for step, other in _without_doubles(ranked, (paper, priced.stages))
         ),
     )
+
+
+def _without_doubles(ranked: list[tuple[float, Stages]], chosen: tuple[float, Stages]) -> Iterator[tuple[float, Stages]]:
+    """Yields the other plans; those of the two directions that differ in nothing but their devices count as one."""
+    seen = {(f"{chosen[0]:.9g}", _name(chosen[1]))}
+    for step, stages in ranked:
+        if (found := (f"{step:.9g}", _name(stages))) not in seen:
+            seen.add(found)
+            yield step, stages
 
 
 def _paper_s(problem: Problem, stages: Stages, microbatches: int) -> float:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from meshwright.costs.memory.memory_classes import RESERVE
 from meshwright.ir.cluster import Cluster
-from meshwright.ir.plan.chosen_plan import Plan
+from meshwright.ir.plan.chosen_plan import MemoryUse, Plan
 from meshwright.ir.profile import Profile
 from meshwright.report.prediction_log import band_of
 
@@ -28,10 +29,12 @@ def plan_text(plan: Plan, profile: Profile, cluster: Cluster, *, steps: Sequence
 
 def _short(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
     yield from _assumed(plan)
-    yield f"{plan.planner}: {len(plan.stages)} stages on {_used(plan, cluster)}, {plan.microbatches} microbatches"
+    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
+    yield f"{plan.planner}: {stages} on {_used(plan, cluster)}, {plan.microbatches} microbatches"
     yield f"step {plan.step_s:.6g} s{_band(plan)}, at most {plan.gap:.2%} above any order of these stages"
     if plan.paper_step_s is not None:
         yield f"by the published costs {plan.paper_step_s:.6g} s"
+    yield from _parts(plan)
     yield from _stages(plan, profile)
     if plan.alternatives:
         yield "other plans:"
@@ -95,22 +98,34 @@ def _chosen(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
         yield "  each choice against its nearest simulated rival, whose step and peak are longer by:"
         width = max(len(rival.reason) for rival in plan.rivals)
         yield from (f"    {rival.reason:<{width}}  ({rival.plan})" for rival in plan.rivals)
-    if plan.causes:
-        yield "  step time by cause:"
-        for cause, seconds in plan.causes.items():
-            yield f"    {cause:<22} {seconds:>10.6f} s  {seconds / plan.step_s if plan.step_s else 0.0:>6.1%}"
-    if plan.memory:
-        worker = max(range(len(plan.memory)), key=lambda w: plan.memory[w].total)
-        use = plan.memory[worker]
-        yield f"  memory of the tightest worker ({worker}), {use.total / 1e9:.4g} GB:"
-        yield from (f"    {name:<22} {size / 1e9:>10.4g} GB" for name, size in asdict(use).items() if size)
+    yield from (f"  {line}" for line in _parts(plan))
     yield from (f"  {line}" for line in _stages(plan, profile))
     yield f"  rank layout: {_layout(plan.ranks)}"
 
 
+def _parts(plan: Plan) -> Iterator[str]:
+    """The step by cause, and the memory of the worker whose devices are the fullest by class."""
+    if plan.causes:
+        yield "step time by cause:"
+        for cause, seconds in plan.causes.items():
+            yield f"  {cause:<22} {seconds:>10.6f} s  {seconds / plan.step_s if plan.step_s else 0.0:>6.1%}"
+    if plan.memory:
+        worker = max(range(len(plan.memory)), key=lambda w: _filled(plan.memory[w]))
+        use = plan.memory[worker]
+        of = f" of {use.reserve / RESERVE / 1e9:.4g}" if use.reserve else ""
+        yield f"memory of the tightest worker ({worker}), {use.total / 1e9:.4g}{of} GB:"
+        yield from (f"  {name:<22} {size / 1e9:>10.4g} GB" for name, size in asdict(use).items() if size)
+
+
+def _filled(use: MemoryUse) -> tuple[float, float]:
+    """How full a device is, and how much it holds. The reserve is a share of the device, if its memory is known."""
+    return (use.total / use.reserve if use.reserve else 0.0), use.total
+
+
 def _used(plan: Plan, cluster: Cluster) -> str:
-    used = len(set(plan.ranks))
-    return f"{used} of {cluster.size} devices" + (f", {cluster.size - used} idle" if used < cluster.size else "")
+    used, size = len(set(plan.ranks)), cluster.size
+    idle = f", {size - used} idle" if used < size else ""
+    return f"{used} of {size} device{'s' if size > 1 else ''}{idle}"
 
 
 def _band(plan: Plan) -> str:

@@ -11,18 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.ir.action import Action, Kind, Op, Value, actions
-from meshwright.ir.analysis.price import Price
+from meshwright.ir.analysis.price import Price, TeamPrice
 from meshwright.ir.stage_cost import StageCost
 from meshwright.simulate.quick_program import QuickLists
 from meshwright.simulate.quick_sweep import settled
 
 
-def activation_peaks(lists: QuickLists, costs: Sequence[StageCost], gradients: Sequence[float]) -> tuple[float, ...]:
+def activation_peaks(
+    lists: QuickLists, costs: Sequence[StageCost], gradients: Sequence[float], widths: Sequence[int] = ()
+) -> tuple[float, ...]:
     """Returns how many bytes of activations each worker holds besides all its buffers of gradients, at its peak.
 
     `gradients` are the bytes of the buffer of each stage. Activations that were freed before the buffers exist do not count.
+    With `widths`, worker s stands for the `widths[s]` devices of stage s, and its bytes are those of one of them.
     """
-    price = Price(settled(lists.schedule, costs), costs)
+    schedule = settled(lists.schedule, costs)
+    price = TeamPrice(schedule, costs, widths) if widths else Price(schedule, costs)
     added = np.zeros(len(lists.examples))
     freed = np.zeros(len(lists.examples))
     during = np.zeros(len(lists.examples))

@@ -8,7 +8,7 @@ from meshwright.ir.action import Action, Entry
 from meshwright.ir.analysis.effects import collective
 from meshwright.ir.analysis.lifetime import lives, parameter_copies
 from meshwright.ir.analysis.order import no_collection
-from meshwright.ir.analysis.price import Price
+from meshwright.ir.analysis.price import Price, TeamPrice
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.stage_cost import StageCost
@@ -70,20 +70,23 @@ def proved_with_peaks(
     *,
     copies: int = 1,
     bounded: bool = False,
+    widths: Sequence[int] = (),
 ) -> tuple[Timeline, tuple[dict[str, float], ...]]:
     """Proves a schedule as `check` does, and simulates it: its timeline, and what the peak of each worker consists of.
 
     The second is in bytes by kind of value. What is proved is what is simulated. The timeline has spans, and a
-    lower bound if `bounded`; a search has bounds of its own. Raises if a law is broken.
+    lower bound if `bounded`; a search has bounds of its own. With `widths`, worker s stands for the `widths[s]` devices of
+    stage s, and its bytes are those of one of them. Raises if a law is broken.
     """
     cluster = cluster or Cluster()
-    flow = lowered_flow(schedule, costs=costs, cluster=cluster, checked=True)
+    flow = lowered_flow(schedule, costs=costs, checked=True)  # a run places messages by costs: it does not know the links
     program = EventGraph(flow, cluster.duplex, proved_run(schedule, flow))
     price = Price(flow.schedule, costs, cluster, copies=copies)
     spans, times = _spans(program, *sweep(program, program.table(price)))
     least = lower_bound(program, price) if bounded else 0.0
     found = Timeline(schedule.name, schedule.workers, tuple(spans), lower_bound_s=least, flush=schedule.flush)
-    return found, tuple(at_peak(lives(flow, price, worker), of_worker) for worker, of_worker in enumerate(times))
+    held = TeamPrice(flow.schedule, costs, widths) if widths else price
+    return found, tuple(at_peak(lives(flow, held, worker), of_worker) for worker, of_worker in enumerate(times))
 
 
 def timeline(program: EventGraph, price: Price, starts: Sequence[float], ready: Sequence[float]) -> Timeline:

@@ -15,12 +15,7 @@ from typer.testing import CliRunner
 
 from meshwright import Cluster, Link, MeshwrightError, StageCost, Timeline, cluster_to_json, costs_to_json, schedules
 from meshwright.cli._parts import outputs
-from tests.support.command import app
-
-
-def meshwright(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "meshwright.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"})
+from tests.support.command import app, meshwright
 
 
 def simulated(*arguments: str) -> dict[str, object]:

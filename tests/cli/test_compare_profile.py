@@ -18,6 +18,7 @@ LAYER = LayerCost("h.0", (1.0, 2.0), (1.0, 2.0), (1.0, 2.0), output_bytes=1e6, s
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("profile.json").write_text(profile_to_json(Profile((LAYER,) * 8, rows=(1, 2))))
+    Path("other.json").write_text(profile_to_json(Profile((LAYER,) * 8, rows=(1, 2), device="GTX 1080")))
     Path("flat.json").write_text(json.dumps({"bytes_per_s": [[0 if a == b else 1e9 for b in range(4)] for a in range(4)]}))
 
 
@@ -58,6 +59,7 @@ def test_schedules_with_several_holders_add_up_gradients() -> None:
         (("--profile", "profile.json", "--rows", "1", "--costs", "x.json"), "both give costs"),
         (("--profile", "profile.json", "--rows", "1", "--forward", "2"), "replaces --forward"),
         (("--profile", "profile.json", "--rows", "1", "--cluster", "flat.json", "-w", "8"), "need 8 devices, the cluster has 4"),
+        (("--profile", "other.json", "--rows", "1", "--cluster", "dgx-a100"), "the profile has the times of GTX 1080"),
         (("--profile", "missing.json", "--rows", "1"), "cannot read the profile"),
         (("--tensor", "--profile", "profile.json"), "--tensor compares tensor modes"),
     ],

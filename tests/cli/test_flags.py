@@ -14,8 +14,7 @@ import pytest
 import typer
 
 from meshwright import __version__, schedules
-from tests.cli.test_cli import meshwright
-from tests.support.command import app
+from tests.support.command import app, meshwright
 from tests.support.paths import ROOT
 
 COMMAND: Any = typer.main.get_command(app)

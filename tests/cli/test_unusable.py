@@ -28,7 +28,7 @@ from meshwright import (
 )
 from meshwright.ir.action import parse
 from meshwright.simulate import compile
-from tests.cli.test_cli import meshwright
+from tests.support.command import meshwright
 
 EARLY_SEND = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1SEND_B0,1F0,1B0\n"
 """Worker 1 sends a gradient that it has not made yet; no one waits for another for ever."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,14 @@ STAGES = (
     {"layers": [0, 3], "devices": [2, 0], "width": 2, "recompute": 0.5},
     {"layers": [4, 5], "devices": [3], "width": 1, "recompute": 0.0},
 )
-PLAN = Parallel(pp=2, width=(2, 1), stages=(4,), ranks=(2, 0, 3))
+PLAN = Parallel(pp=2, width=(2, 1), stages=(4,), ranks=(2, 0, 3), recompute=(0.5, 0.0))
 """What these stages describe."""
 PREDICTED = {"step_s": 0.5, "lower_bound_s": 0.4, "peak_bytes": [1e9, 2e9, 3e9], "bubble_ratio": 0.1}
 MADE_FOR = {"profile": {"digest": "ab"}, "cluster": {"digest": "cd"}, "batch": 64, "precision": "bf16"}
 
 
 def test_a_planned_file_keeps_everything(tmp_path: Path) -> None:
-    plan = Parallel(pp=2, width=(2, 1), schedule="listed", microbatches=4, ranks=(2, 0, 3), stages=(4,), costs=COSTS[:2])
+    plan = replace(PLAN, schedule="listed", microbatches=4, costs=COSTS[:2])
     path = tmp_path / "plan.json"
     path.write_text(plan_file_json(plan, stages=STAGES, predicted=PREDICTED, made_for=MADE_FOR))
     found = planned_file(path)
@@ -101,6 +102,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "stage key": ({"stages": [{"layers": [0, 3], "devices": [1], "color": 2}]}, "a stage has no 'color'"),
     "step": ({"predicted": {"step_s": -1}}, "-1 is not a number"),
     "peak": ({"predicted": {"peak_bytes": ["many"]}}, "'many' is not a number"),
+    "error": ({"predicted": {"error": -2.0}}, "-2.0 is not a number"),
     "made for": ({"made_for": []}, "is not a table"),
     "ranks": ({"parallel": {"pp": 2, "ranks": [0, 1, 2]}}, "ranks names 3 ranks, but the plan needs pp 2 x dp 1 = 2"),
     "ranks twice": ({"parallel": {"pp": 2, "ranks": [1, 1]}}, "ranks names rank 1 2 times"),
@@ -136,6 +138,15 @@ def test_stages_that_contradict_the_plan_are_refused(
     for read in (planned_file, asked, lambda path: plan_from_json(path.read_text())):
         with pytest.raises(MeshwrightError, match=text):
             read(path)
+
+
+@pytest.mark.parametrize(("shares", "mode"), [((1.0, 0.0), None), ((0.0, 0.0), "inline"), ((1.0, 1.0), "none")])
+def test_a_recompute_that_the_plan_does_not_have_is_refused(shares: tuple[float, float], mode: str | None) -> None:
+    stages = [{**stage, "recompute": share} for stage, share in zip(STAGES, shares, strict=True)]
+    with pytest.raises(MeshwrightError, match="stage 0 of a plan file recomputes a share of"):
+        plan_from_json(plan_file_json(replace(PLAN, recompute=mode), stages=stages))
+    plain = [{key: value for key, value in stage.items() if key != "recompute"} for stage in STAGES]
+    assert plan_from_json(plan_file_json(replace(PLAN, recompute="inline"), stages=plain)).recompute == "inline"
 
 
 def test_ranks_that_were_changed_without_the_stages_are_refused() -> None:

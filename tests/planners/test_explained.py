@@ -25,6 +25,7 @@ from meshwright.planners import NothingFitsError
 from meshwright.planners._flip_points import batch_scale, signature, with_links, with_memory
 from meshwright.planners._limits import Asked, PlanLimits
 from meshwright.planners._nearest_fit import with_least_memory
+from meshwright.report.plan_text import plan_text
 from tests.support.command import app
 from tests.support.paths import ROOT
 
@@ -130,6 +131,54 @@ def test_every_change_that_is_said_to_fit_fits(seed: int) -> None:
                 assert planned(profile, small, batch)
 
 
+def blocks_of(saved: float) -> Profile:
+    times = ((0.01, 0.016), (0.01, 0.016), (0.01, 0.015))
+    block = LayerCost("block", *times, output_bytes=2e6, saved_bytes=saved, parameter_bytes=2e7)
+    return Profile((block,) * 8, rows=(1, 2))
+
+
+@pytest.mark.parametrize(("memory", "smaller"), [(0.6e9, 8), (0.4e9, 2)])
+def test_a_smaller_batch_is_found_between_those_that_contradict_the_request(memory: float, smaller: int) -> None:
+    """A batch of 1 cannot be shared by two copies: the halvings end before it."""
+    host = Host(8, Link(1e-5, 5e9), Link(0.0, 1e9))
+    cluster = Cluster(devices=(Device(memory_bytes=memory),) * 8, hosts=(host,))
+    profile = Profile(tuple(replace(layer, output_bytes=4e7) for layer in blocks_of(4e7).layers), rows=(1, 2))
+    with pytest.raises(NothingFitsError) as error:
+        mw.plan(profile, cluster, planner="search", dp=2, pp=4, schedule="gpipe", batch=64)
+    assert {"batch": smaller} in error.value.changes
+    assert mw.plan(profile, cluster, planner="search", dp=2, pp=4, schedule="gpipe", batch=smaller).step_s > 0
+
+
+def test_a_batch_is_not_halved_below_the_rows_of_a_microbatch() -> None:
+    """A step without microbatches has no plan, and no bound ever ends the search for one."""
+    cluster = Cluster(devices=(Device(memory_bytes=1e9),) * 4, hosts=(Host(4, Link(0.0, 5e9), Link(0.0, 5e9)),))
+    with pytest.raises(NothingFitsError) as error:
+        mw.plan(blocks_of(6e7), cluster, planner="search", batch=64, rows=16)
+    assert all(change.get("batch", 16) >= 16 for change in error.value.changes)
+
+
+def test_fewer_microbatches_are_a_change_where_rows_are_not_known() -> None:
+    layer = LayerCost("block", (1.0,), (1.0,), (1.0,), output_bytes=10.0, saved_bytes=10.0, parameter_bytes=1.0)
+    cluster = Cluster(devices=(Device(memory_bytes=100.0),) * 2, bandwidths=((0.0, 9.0), (9.0, 0.0)))
+    asked = {"planner": "search", "schedule": "gpipe", "pp": 2, "dp": 1}
+    with pytest.raises(NothingFitsError) as error:
+        mw.plan(Profile((layer,) * 2), cluster, microbatches=64, **asked)
+    (fewer,) = [change["microbatches"] for change in error.value.changes if "microbatches" in change]
+    assert mw.plan(Profile((layer,) * 2), cluster, microbatches=fewer, **asked).step_s > 0
+
+
+def test_the_tightest_worker_is_the_one_whose_device_is_the_fullest() -> None:
+    """A worker on a large device holds more and has more room."""
+    large, small = (Device(kind, size, {"fp32": speed}) for kind, size, speed in (("large", 4e10, 4.0), ("small", 4e8, 1.0)))
+    cluster = Cluster(devices=(large, small), bandwidths=((0.0, 1e10), (1e10, 0.0)))
+    plan = mw.plan(blocks_of(1e7), cluster, batch=8, planner="search", schedule="onef1b", pp=2, dp=1)
+    peaks, shares = list(plan.peak_bytes), [use.total / use.reserve for use in plan.memory]
+    tightest = shares.index(max(shares))
+    assert plan.row["peak_bytes"] == peaks[tightest] < max(peaks)
+    text = plan_text(plan, blocks_of(1e7), cluster)
+    assert f"memory of the tightest worker ({tightest}), {peaks[tightest] / 1e9:.4g} of 0.4 GB" in text
+
+
 def run(*flags: str) -> tuple[int, str, str]:
     found = CliRunner().invoke(app, ["plan", *flags])
     if isinstance(found.exception, MeshwrightError):
@@ -152,6 +201,7 @@ def eight(tmp_path: Path) -> str:
     ("flags", "what", "fix"),
     [
         (["-n", "20000"], "a step of 20000 microbatches is too long to simulate: at most 16384", "larger microbatches"),
+        (["--pp", "40"], "a pipeline of 40 workers needs as many layers", "--pp 8"),
         (["--pp", "16"], "pp 16 needs 16 devices, the cluster has 8", "--pp 8"),
         (["--pp", "4", "--dp", "4"], "pp 4 x dp 4 needs 16 devices", "--dp 2"),
         (["--schedule", "chimera", "--pp", "3"], "chimera does not run with pp 3, 16 microbatches on 8 devices", "--pp 8"),
@@ -238,7 +288,12 @@ def test_the_next_commands_run(eight: str, tmp_path: Path) -> None:
     assert code == 0
     steps = [line.strip() for line in text.split("next:")[1].splitlines() if line.strip()]
     write = shlex.split(steps[0].replace("-o plan.json", f"-o {file}"))
-    assert write[:2] == ["meshwright", "plan"] and CliRunner().invoke(app, write[1:]).exit_code == 0 and file.exists()
+    assert (
+        "--no-explain" in write
+        and write[:2] == ["meshwright", "plan"]
+        and CliRunner().invoke(app, write[1:]).exit_code == 0
+        and file.exists()
+    )
     look = shlex.split(steps[1].replace("plan.json", str(file)))
     done = CliRunner().invoke(app, look[1:])
     assert look[:2] == ["meshwright", "simulate"] and done.exit_code == 0, done.output

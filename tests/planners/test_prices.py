@@ -14,6 +14,7 @@ pytest.importorskip("numpy")
 import meshwright as mw
 from meshwright import Cluster, Device, Host, LayerCost, Link, Profile
 from meshwright.costs.gradient_sums import sums_beside, ties_of
+from meshwright.costs.placed_plan import placed_costs, placed_links
 from meshwright.costs.stages import Charge, sent_share, stage_costs, stage_links
 from meshwright.ir.cluster import Duplex
 from meshwright.ir.plan.chosen_plan import PlanStage
@@ -22,6 +23,8 @@ from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search import wide_plans
 from meshwright.planners._search.problem import Problem
 from meshwright.planners.search import Search
+from meshwright.train.setup.build_schedule import lists_for
+from meshwright.train.setup.settled_plan import settled
 from tests.support.plans import cluster_of, random_profile, random_rates
 
 
@@ -49,7 +52,7 @@ def test_no_wide_plan_is_faster_than_its_bounds(seed: int) -> None:
     cluster = replace(cluster, duplex=choose.choice((Duplex.FULL, Duplex.HALF)))
     problem = Problem(random_profile(seed, layers), cluster, PlanLimits(), microbatches=microbatches, batch=None)
     pricer = Search(problem).pricer
-    every = list(wide_plans.every_plan(layers, count))
+    every = list(wide_plans.every_plan(layers, range(count)))
     tight = 0
     for stages in choose.sample(every, min(30, len(every))):
         whole, split = wide_plans.bounds_s(problem, stages, microbatches, None)
@@ -165,7 +168,7 @@ def test_a_plan_that_fits_is_found_with_unequal_memory(seed: int) -> None:
     problem = Problem(profile, cluster, PlanLimits(tensor=False), microbatches=4, batch=None)
     pricer = Search(problem).pricer
     best = float("inf")
-    for stages in wide_plans.every_plan(4, 4):
+    for stages in wide_plans.every_plan(4, range(4)):
         for plan in wide_plans.as_plans(problem, stages, 4, None, "test", best):
             priced = pricer.quick(plan)
             assert priced is not None
@@ -206,3 +209,24 @@ def test_zero_3_has_no_tensor_ranks() -> None:
     divided = [each for each in (*listed.fit, *listed.misfit) if each.zero == "zero-3"]
     assert divided and all(each.tensor.tp == 1 for each in divided)
     assert any(each.tensor.tp > 1 for each in (*listed.fit, *listed.misfit))
+
+
+def test_stages_of_several_devices_recompute() -> None:
+    """Two devices share the first layer. A microbatch of 400 bytes does not fit twice on them; with recompute it is there once.
+
+    The first stage then takes 1 + 1 + 2 seconds for each of six microbatches on each of its devices.
+    """
+    first = layer("first", seconds=2.0, output_bytes=2.0, saved_bytes=400.0, parameter_bytes=4.0)
+    last = layer("last", output_bytes=2.0, saved_bytes=20.0, parameter_bytes=40.0)
+    profile = Profile((first, last))
+    roomy, tight = (searched(profile, devices(*[size] * 3, rate=2.0), microbatches=6) for size in (600.0, 400.0))
+    assert [stage.recompute for stage in roomy.stages] == [0.0, 0.0] and [stage.width for stage in roomy.stages] == [2, 1]
+    assert [stage.recompute for stage in tight.stages] == [1.0, 1.0] and [stage.width for stage in tight.stages] == [2, 1]
+    assert roomy.step_s < 6 * (1 + 1 + 2) < tight.step_s
+    parallel = mw.runnable(tight)
+    lists = lists_for(settled(parallel))
+    cluster = devices(*[400.0] * 3, rate=2.0)
+    costs = placed_costs(parallel, lists, parallel.costs, cluster)
+    found = mw.simulate(lists, costs, placed_links(parallel, lists, cluster))
+    assert found.makespan_s + tight.causes["update"] == pytest.approx(tight.step_s, rel=1e-9)
+    assert max(tight.peak_bytes) <= 400.0

@@ -190,7 +190,7 @@ def exhaustive(profile: Profile, cluster: Cluster, microbatches: int) -> float:
     problem = Problem(profile, cluster, PlanLimits(), microbatches=microbatches, batch=None)
     search = searching.Search(problem)
     best = float("inf")
-    for stages in wide_plans.every_plan(problem.layers, problem.devices):
+    for stages in wide_plans.every_plan(problem.layers, problem.kinds):
         if max(microbatches * (cost.forward_s + cost.backward_s) for cost in problem.stage_costs(stages, None)) >= best:
             continue  # its busiest stage alone takes longer
         for each in wide_plans.as_plans(problem, stages, microbatches, None, "test"):
@@ -236,7 +236,7 @@ def test_eight_devices_against_restarts(seed: int) -> None:
         stages = tuple(mw.PlanStage(cuts[k], cuts[k + 1] - 1, tuple(devices[marks[k] : marks[k + 1]])) for k in range(count))
         step = time(stages)
         for _ in range(6):
-            near = list(wide_plans.neighbours(stages, 8, 12))
+            near = list(wide_plans.neighbours(stages, range(8), 12))
             better = next((each for each in choose.sample(near, min(12, len(near))) if time(each) < step), None)
             if better is None:
                 break

@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright import Cluster, Host, Link, MeshwrightError, Profile, profile_from_text
 from meshwright.costs.stages import Charge, stage_costs, stage_links
+from meshwright.ir.profile import ProfileSource
 from meshwright.planners import NothingFitsError
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._replicated_partition import cuttings
 from meshwright.planners._search.problem import Problem
+from meshwright.report.plan_text import plan_text
 from tests.support.command import app
 from tests.support.paths import ROOT
 from tests.support.plans import cluster_of, random_profile, random_rates
@@ -228,3 +230,14 @@ def test_the_verb(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(app, [*flags, "--json"], catch_exceptions=False).output)
     assert [stage["width"] for stage in found["stages"]] == [8, 8] and found["paper_step_s"] == pytest.approx(0.599, rel=5e-3)
     assert found["stages"][1]["devices"] == sorted(found["stages"][1]["devices"])
+
+
+def test_what_was_assumed_and_how_far_times_may_be_off_is_said() -> None:
+    """As in the plans of the search; the two directions of the order of devices do not count as two plans."""
+    profile = replace(random_profile(1, 6), source=ProfileSource.MEASURED, device="here", error=0.25)
+    plan = mw.plan(profile, cluster_of(((0.0, 2.0, 2.0), (2.0, 0.0, 2.0), (2.0, 2.0, 0.0))), microbatches=4, planner="spp")
+    assert plan.error == 0.25 and any("measured on here" in note and "25%" in note for note in plan.notes)
+    others = [(other.plan, other.reason) for other in plan.alternatives]
+    assert len(set(others)) == len(others)
+    text = plan_text(plan, profile, cluster_of(random_rates(1, 3)))
+    assert "uncertain by 25%" in text and "step time by cause:" in text and "memory of the tightest worker" in text

@@ -11,7 +11,7 @@ from meshwright import Schedule, StageCost, Timeline, even_costs, schedules, sim
 from meshwright.ir.text_grid import label
 from meshwright.report.terminal import slot_length, timeline_text
 from meshwright.report.time_grid import SYMBOLS, Bar, scaled, shortened
-from tests.cli.test_cli import meshwright
+from tests.support.command import meshwright
 
 WIDTHS = (40, 80, 120, 200)
 

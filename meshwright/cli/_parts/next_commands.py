@@ -95,8 +95,10 @@ def again(context: typer.Context) -> str:
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         value = context.params.get(parameter.name or "")
-        if source is None or source.name != "COMMANDLINE" or value is None or value is False:
+        given = source is not None and source.name == "COMMANDLINE" and value is not None
+        names = [*parameter.secondary_opts, ""] if value is False else parameter.opts
+        if not given or not names[0]:
             continue
-        flag = [] if parameter.param_type_name == "argument" else [parameter.opts[0]]
-        words += [*flag, *([] if value is True else [str(value)])]
+        flag = [] if parameter.param_type_name == "argument" else [names[0]]
+        words += [*flag, *([] if isinstance(value, bool) else [str(value)])]
     return " ".join(map(shlex.quote, words))

@@ -54,6 +54,7 @@ def with_profile(flags: inputs.CostFlags, path: Path | None, rows: int | None) -
     """Returns flags whose costs come from a profile, or these flags if there is none."""
     from meshwright.ir.files.profile_json import profile_from_json
     from meshwright.ir.files.profile_text import profile_from_text
+    from meshwright.planners._profile_fit import refuse_other_device
 
     if path is None:
         if rows is not None:
@@ -65,6 +66,8 @@ def with_profile(flags: inputs.CostFlags, path: Path | None, rows: int | None) -
     profile = profile_from_json(text) if path.suffix == ".json" else profile_from_text(text)
     if profile.rows and (rows is None or rows < 1):
         raise MeshwrightError(f"{path} needs the rows of a microbatch, got {rows}", fix=f"--rows {profile.rows[-1]}")
+    if flags.cluster is not None:
+        refuse_other_device(profile, flags.cluster)
     given = {field.name: getattr(flags, field.name) for field in fields(flags)}
     return ProfileCosts(**{**given, "file": path}, profile=profile, rows=rows if profile.rows else None)
 

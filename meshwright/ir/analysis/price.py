@@ -158,3 +158,29 @@ class Price:
         placement = self.schedule.placement
         teams = (placement.team(value.replica, value.stage + k, value.mb) for k in (0, 1))
         return placement.piece_share(value.piece, *teams)
+
+
+class TeamPrice(Price):
+    """Prices of a schedule whose worker s stands for `widths[s]` devices that share the rows of stage s: bytes on one of them.
+
+    Costs are those of one device, with messages between one device and another. A device holds all rows of a message that are
+    its own: those of several devices, if the other stage has more.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Sequence[StageCost], widths: Sequence[int]) -> None:
+        super().__init__(schedule, costs)
+        self.widths = tuple(widths)
+
+    def value_bytes(self, worker: int, value: Value) -> float:
+        """Returns how much memory a value uses on one device of this worker."""
+        size = super().value_bytes(worker, value)
+        if value.kind is Kind.ACT or value.kind is Kind.GRAD:
+            return size * self._devices(worker, value.stage)
+        if value.kind is Kind.KEPT and value.stage:
+            before = self.costs[value.stage - 1].output_bytes / self._parts(value.part)
+            return size + before * (self._devices(worker, value.stage - 1) - 1)
+        return size
+
+    def _devices(self, worker: int, boundary: int) -> float:
+        """How many times as much as one message a device of this worker has of the outputs of a stage."""
+        return max(self.widths[boundary : boundary + 2]) / self.widths[worker]

@@ -67,7 +67,7 @@ def _is_core(kind: str) -> bool:
 def _is_in(short: str, long: str) -> bool:
     """Returns whether a name is part of another one as whole words. Spaces and dashes do not matter: `rtx3090`, `RTX 3090`."""
     letters = [re.escape(letter) for letter in short.lower() if letter not in " -_"]
-    return bool(letters) and re.search(rf"(?<![a-z0-9]){'[ _-]*'.join(letters)}(?![0-9])", long.lower()) is not None
+    return bool(letters) and re.search(rf"(?<![a-z0-9]){'[ _-]*'.join(letters)}(?![a-z0-9])", long.lower()) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ def checked_stage(value: Any) -> Mapping[str, Any]:
 def checked_prediction(value: Any) -> Mapping[str, Any]:
     """Returns what was predicted for a plan. Its times and bytes are numbers; it may have more keys."""
     found = as_table(value)
-    for name in ("step_s", "lower_bound_s", "update_s"):
+    for name in ("step_s", "lower_bound_s", "update_s", "error"):
         number(found.get(name, 0.0))
     for size in rows(found.get("peak_bytes", [])):
         number(size)

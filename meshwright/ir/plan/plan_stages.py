@@ -36,8 +36,23 @@ def refuse_other_stages(stages: Sequence[Mapping[str, Any]], parallel: Parallel)
             f"the stages of a plan file begin with the layers {shown(starts)}, but its 'parallel' has stages {shown(cuts)}",
             fix=FIX,
         )
+    _refuse_recompute(stages, parallel)
     if not isinstance(parallel.pp, Unset):
         _refuse_devices(stages, parallel)
+
+
+def _refuse_recompute(stages: Sequence[Mapping[str, Any]], parallel: Parallel) -> None:
+    mode = parallel.recompute
+    if mode not in (None, "none", "inline", "early") or parallel.order is not None:
+        return  # budgets and shares are settled where costs are known
+    recomputes = mode in ("inline", "early")
+    for number, stage in enumerate(stages):
+        if bool(stage.get("recompute", recomputes)) != recomputes:
+            raise MeshwrightError(
+                f"stage {number} of a plan file recomputes a share of {stage['recompute']:g}, but its 'parallel' has recompute "
+                f"{mode!r}",
+                fix=FIX,
+            )
 
 
 def _refuse_devices(stages: Sequence[Mapping[str, Any]], parallel: Parallel) -> None:

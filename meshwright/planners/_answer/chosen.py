@@ -16,6 +16,8 @@ from meshwright.planners._pricing.pricing import Pricer, tensor_of
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import ASSUMED
 
+DELAYED = "pipedream, pipedream_2bw and cyclic are not searched: they train with delayed parameters"
+
 
 def plan_of(
     pricer: Pricer,
@@ -47,7 +49,7 @@ def plan_of(
         row=row(problem, best),
         alternatives=best_of_schedules(problem, pool, best),
         rivals=rivals(pool, best),
-        notes=_notes(problem, pool),
+        notes=(*notes(problem, tensor=any(tensor_of(each.plan).tp > 1 for each in pool.plans)), DELAYED),
         name=name(best.plan),
         error=problem.profile.error,
     )
@@ -68,15 +70,15 @@ def causes(best: Priced, timeline: Timeline) -> dict[str, float]:
     }
 
 
-def _notes(problem: Problem, pool: Pool) -> tuple[str, ...]:
+def notes(problem: Problem, *, tensor: bool) -> tuple[str, ...]:
+    """Returns what was assumed, and what was measured; `tensor` says whether plans have tensor ranks."""
     found = [_times(problem.profile), _memory(problem)]
     if not problem.profile.rows:
         found.append("the profile does not know its rows: devices that share a microbatch take an equal part of its time")
-    if any(tensor_of(each.plan).tp > 1 for each in pool.plans):
+    if tensor:
         found.append(ASSUMED)
     if not np.isfinite(problem.memory_rate).all():
         found.append("updates take no time: the bandwidth of device memory is not known")
-    found.append("pipedream, pipedream_2bw and cyclic are not searched: they train with delayed parameters")
     return tuple(found)
 
 

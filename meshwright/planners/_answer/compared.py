@@ -12,7 +12,7 @@ from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.families import families
 from meshwright.planners._search.problem import Problem
 
-CHOICES = ("schedule", "pp", "dp", "tp", "zero", "rows", "recompute", "layout", "width")
+CHOICES = ("schedule", "pp", "dp", "tp", "zero", "rows", "microbatches", "recompute", "layout", "width")
 
 
 def best_of_schedules(problem: Problem, pool: Pool, best: Priced) -> tuple[Rejected, ...]:

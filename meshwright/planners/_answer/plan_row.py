@@ -41,7 +41,7 @@ def row(problem: Problem, priced: Priced) -> dict[str, Any]:
         "tokens_per_s_per_device": rows * tokens / priced.step_s / used if rows and priced.step_s else None,
         "mfu": _mfu(problem, priced, rows),
         "bubble": bubble,
-        "peak_bytes": max(priced.peak_bytes, default=0.0),
+        "peak_bytes": priced.peak_bytes[priced.tightest],
     }
 
 

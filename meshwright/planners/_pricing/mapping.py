@@ -7,24 +7,26 @@ step gets shorter, or stays as long with less time on links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 from random import Random
 
-from meshwright.planners._device_order import alike
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.pricing import Pricer, tensor_of
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.families import shaped_by_costs
+from meshwright.planners._search.families import shaped_by_costs, shaped_by_links
 from meshwright.planners._search.grid_layout import grid
+from meshwright.planners._search.interchangeable import arrangements
 from meshwright.planners._search.problem import Problem
 
 Found = Candidate | WidePlan
 Devices = tuple[int, ...]
 SHUFFLED = 2
 """Random orders of devices to start from, besides the regular ones."""
+EVERY_ORDER = 4
+"""On at most this number of devices every order is a start."""
 NEARLY = 1e-9
 
 
@@ -42,9 +44,7 @@ def on_devices(plan: Found, devices: Devices) -> Found:
     if isinstance(plan, Candidate):
         return replace(plan, ranks=devices, layout="swapped")
     ends = [0, *accumulate(stage.width for stage in plan.stages)]
-    stages = (
-        replace(stage, devices=tuple(sorted(devices[a:b]))) for stage, (a, b) in zip(plan.stages, pairwise(ends), strict=True)
-    )
+    stages = (replace(stage, devices=devices[a:b]) for stage, (a, b) in zip(plan.stages, pairwise(ends), strict=True))
     return replace(plan, stages=tuple(stages), source="swapped")
 
 
@@ -53,28 +53,35 @@ class Mapper:
 
     def __init__(self, problem: Problem, enumerator: Enumerator, pricer: Pricer) -> None:
         self.problem, self.enumerator, self.pricer = problem, enumerator, pricer
-        groups = alike(problem.links.rates(), problem.slowness.tolist())
-        memory = problem.memory.tolist()
-        self.kind = {device: (n, memory[device]) for n, group in enumerate(groups) for device in group}
 
     @property
     def matters(self) -> bool:
         """Whether a plan takes another time on other devices."""
-        return len(set(self.kind.values())) > 1
+        return len(set(self.problem.kinds)) > 1
 
-    def mapped(self, plans: Sequence[Priced], shapes: int, trials: int, over: Callable[[], bool]) -> Iterator[Priced]:
-        """Yields the best plans, one for each of `shapes` shapes, on better devices. Each takes at most `trials` simulations."""
+    def mapped(
+        self, plans: Sequence[Priced], started: int, shapes: int, trials: int, over: Callable[[], bool]
+    ) -> Iterator[Priced]:
+        """Yields the best plans on better devices, one for each shape.
+
+        `started` shapes are tried on the regular orders of devices. The best `shapes` of these go on from there, with at most
+        `trials` simulations each.
+        """
         if not self.matters:
             return
         plain = [each for each in plans if tensor_of(each.plan).tp == 1]  # tensor ranks are priced as neighbours
         fastest = {shape_of(each.plan): each for each in sorted(plain, key=lambda each: -each.step_s)}
-        found: list[Devices] = []
-        for each in sorted(fastest.values(), key=lambda each: each.step_s)[:shapes]:
-            count = len(each.parallel["ranks"])
-            better = self.improved(each.plan, trials, [devices for devices in found if len(devices) == count], over)
-            if better is not None:
-                found.append(self.devices_of(better.plan))
-                yield better
+        begun: list[list[Priced]] = []
+        for each in sorted(fastest.values(), key=lambda each: each.step_s)[:started]:
+            if not over() and (found := self._started(each.plan, self._starts(each.plan))):
+                begun.append(found)
+                yield found[0]
+        used: list[Devices] = []
+        for found in sorted(begun, key=lambda starts: _key(starts[0]))[:shapes]:
+            count = len(found[0].parallel["ranks"])
+            better = self.improved(found, trials, [devices for devices in used if len(devices) == count], over)
+            used.append(self.devices_of(better.plan))
+            yield better
 
     def devices_of(self, plan: Found) -> Devices:
         """Returns the device of each rank of a plan."""
@@ -82,35 +89,40 @@ class Mapper:
             return tuple(device for stage in plan.stages for device in stage.devices)
         return self.enumerator.grid_of(plan).ranks
 
-    def improved(self, plan: Found, trials: int, others: Sequence[Devices], over: Callable[[], bool]) -> Priced | None:
-        """Returns the plan on the best devices found in `trials` simulations; None if it fits on none of them.
+    def improved(self, found: list[Priced], trials: int, others: Sequence[Devices], over: Callable[[], bool]) -> Priced:
+        """Returns the best of some mappings of a plan, or of `others`, or one that swaps of devices lead to.
 
-        An order that is shaped by its costs is built again for each mapping, so such plans only try mappings, without swaps.
+        Plans whose order is built again for each mapping only try mappings, without swaps.
         """
         last = self.pricer.simulated + trials
-        found: list[tuple[tuple[float, float], int, Priced]] = []
-        for devices in dict.fromkeys((*others, *self._starts(plan))):
-            if (priced := self._priced(plan, devices)) is not None:
-                found.append((_key(priced), len(found), priced))
-        found.sort(key=lambda item: item[:2])
-        best = found[0][2] if found else None
-        if best is None or shaped_by_costs(plan.family):
+        plan, known = found[0].plan, {self.devices_of(each.plan) for each in found}
+        found = sorted([*self._started(plan, [each for each in others if each not in known]), *found], key=_key)
+        best = found[0]
+        if self._is_rebuilt(plan):
             return best
-        for _, _, start in found:
+        for start in found:
             if self.pricer.simulated >= last or over():
                 break
             climbed = self._climbed(start, last, over)
             best = climbed if _better(climbed, best) else best
         return best
 
+    def _started(self, plan: Found, starts: Iterable[Devices]) -> list[Priced]:
+        """Returns a plan on each of some devices on which it fits, the best first."""
+        found = (self._priced(plan, devices) for devices in dict.fromkeys(starts))
+        return sorted((priced for priced in found if priced is not None), key=_key)
+
     def _priced(self, plan: Found, devices: Devices) -> Priced | None:
         priced = self.pricer.quick(on_devices(plan, devices))
         return priced if priced is not None and priced.over_bytes <= 0 else None
 
     def _starts(self, plan: Found) -> Iterator[Devices]:
-        """Orders of devices to start from: as it is, by number, by links in both directions, and at random."""
+        """Orders of devices to start from: as it is, by number, by links in both directions, and at random; or every order."""
         own = self.devices_of(plan)
         yield own
+        if self.problem.devices <= EVERY_ORDER and not self._is_rebuilt(plan):
+            yield from (devices for devices in arrangements(self.problem.kinds) if len(devices) == len(own))
+            return
         given = list(range(self.problem.devices))
         orders = [given, self.problem.order, self.problem.order[::-1]]
         for seed in range(SHUFFLED):
@@ -122,17 +134,22 @@ class Mapper:
             for layout in ("stages", "copies") if plan.dp > 1 and plan.pp > 1 else ("stages",):
                 yield grid(order, plan.pp, plan.dp, plan.tensor.tp, layout).ranks
 
+    def _is_rebuilt(self, plan: Found) -> bool:
+        """Whether the order of a plan depends on its devices."""
+        return shaped_by_links(plan.family) or (shaped_by_costs(plan.family) and not self.problem.uniform)
+
     def _climbed(self, start: Priced, last: int, over: Callable[[], bool]) -> Priced:
         """Swaps two devices at a time, until no swap is better or the simulations are used up."""
         best, used = start, list(self.devices_of(start.plan))
         places = [*used, *(device for device in range(self.problem.devices) if device not in set(used))]
-        part = _parts(start.plan, len(used))
-        pairs = [(a, b) for a, b in combinations(range(len(places)), 2) if a < len(used) and part.get(a) != part.get(b)]
+        alone = isinstance(start.plan, WidePlan) and len(start.plan.stages) == 1  # its devices can trade places for nothing
+        kinds = self.problem.kinds
+        pairs = [(a, b) for a, b in combinations(range(len(places)), 2) if a < len(used) and not (alone and b < len(used))]
         improving = True
         while improving:
             improving = False
             for a, b in pairs:
-                if self.kind[places[a]] == self.kind[places[b]]:
+                if kinds[places[a]] == kinds[places[b]]:
                     continue
                 if self.pricer.simulated >= last or over():
                     return best
@@ -143,13 +160,6 @@ class Mapper:
                 else:
                     places[a], places[b] = places[b], places[a]
         return best
-
-
-def _parts(plan: Found, count: int) -> dict[int, int]:
-    """The part of a plan that each place belongs to, by the number of the place: the places of a part can trade for nothing."""
-    if isinstance(plan, Candidate):
-        return {place: place for place in range(count)}
-    return dict(enumerate(number for number, stage in enumerate(plan.stages) for _ in stage.devices))
 
 
 def _key(priced: Priced) -> tuple[float, float]:

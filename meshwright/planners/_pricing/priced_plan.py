@@ -44,9 +44,13 @@ class Priced:
     @property
     def keywords(self) -> dict[str, Any]:
         """The plan as keywords of `Parallel`, with the costs of whole microbatches: lists are lowered and simulated with them."""
-        wide = isinstance(self.plan, WidePlan)
-        costs = of_microbatch(self.costs, [stage.width for stage in self.stages]) if wide else self.costs
+        costs = of_microbatch(self.costs, self.widths) if self.widths else self.costs
         return {**self.parallel, "costs": [asdict(cost) for cost in costs]}
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The number of devices of each stage, if stages have devices of their own."""
+        return tuple(stage.width for stage in self.plan.stages) if isinstance(self.plan, WidePlan) else ()
 
     @property
     def actions(self) -> int:
@@ -67,6 +71,11 @@ class Priced:
     def over_bytes(self) -> float:
         """By how much the tightest worker misses its memory; 0 if all fit."""
         return max([0.0, *(peak - cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))])
+
+    @property
+    def tightest(self) -> int:
+        """The worker whose devices are the fullest; the one that holds the most if their memory is not known."""
+        return max(range(self.workers), key=lambda w: (self.peak_bytes[w] / self.capacity[w], self.peak_bytes[w]))
 
     @property
     def may_fit(self) -> bool:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from meshwright.costs.gradient_sums import SumCost, stage_sums
 from meshwright.costs.memory.memory_classes import gradient_bytes, memory_use, optimizer_state, reserve_bytes, static_bytes
-from meshwright.costs.stages import stage_links
+from meshwright.costs.stages import of_microbatch, stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
+from meshwright.passes.widen import widen
 from meshwright.planners._pricing.priced_bound import priced_bound_s
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.programs import SMALL, Programs
@@ -45,6 +47,8 @@ from meshwright.simulate.simulator import proved_with_peaks
 
 MESSAGES = 4
 """About how many messages of each kind a worker may hold at once."""
+APART = 1024
+"""With at most this number of actions, every device of a stage is simulated by itself when the memory of a plan is proved."""
 
 
 class Pricer:
@@ -86,7 +90,7 @@ class Pricer:
         shares = priced.copies * priced.family.replicas
         zero = "replicated" if priced.sharding is Sharding.NONE else priced.sharding.value
         gradients = [gradient_bytes(cost.parameter_bytes, zero=zero, shares=shares) for cost in priced.costs]
-        held = activation_peaks(program.lists, priced.costs, gradients)
+        held = activation_peaks(program.lists, priced.costs, gradients, priced.widths)
         late = _waiting_bytes(priced, times.computed_s)
         sums = zip(priced.static, held, late, priced.added, priced.capacity, strict=True)
         priced.peak_bytes = tuple(more.peak(s, h + w) + reserve_bytes(c) for s, h, w, more, c in sums)
@@ -115,8 +119,15 @@ class Pricer:
     def engine(self, priced: Priced, *, bounded: bool = False) -> tuple[Timeline, tuple[MemoryUse, ...]]:
         """Proves a plan and simulates it with the engine: its timeline, if asked for with a bound, and its memory by class."""
         timeline, kinds = proved_with_peaks(
-            self.schedule(priced), priced.costs, priced.links, copies=priced.copies, bounded=bounded
+            self.schedule(priced),
+            priced.costs,
+            priced.links,
+            copies=priced.copies,
+            bounded=bounded,
+            widths=priced.widths,
         )
+        if sum(priced.widths) > priced.workers and 2 * sum(priced.widths) * priced.microbatches <= APART:
+            kinds = tuple(max(pair, key=lambda kind: sum(kind.values())) for pair in zip(kinds, self._apart(priced), strict=True))
         self.proved += 1
         uses = tuple(
             memory_use(of_worker, more=more, capacity=cap)
@@ -125,6 +136,17 @@ class Pricer:
         priced.step_s = timeline.makespan_s + priced.update_s
         priced.peak_bytes = tuple(use.total for use in uses)
         return timeline, uses
+
+    def _apart(self, priced: Priced) -> list[dict[str, float]]:
+        """Returns the memory of the stages of a plan by kind, each on its fullest device, if all devices run their own lists.
+
+        Their messages take different times, so a device may hold more of them than one that stands for all.
+        """
+        widths, costs = priced.widths, of_microbatch(priced.costs, priced.widths)
+        devices = [device for stage in priced.stages for device in stage.devices]
+        _, kinds = proved_with_peaks(widen(self.schedule(priced), widths), costs, self.problem.cluster.placed(devices))
+        ends = [0, *accumulate(widths)]
+        return [max(kinds[a:b], key=lambda kind: sum(kind.values())) for a, b in pairwise(ends)]
 
     def keep_order(self, priced: Priced) -> None:
         """Stores the order itself in a plan whose order was made for its links: a run does not know them."""
@@ -200,7 +222,7 @@ class Pricer:
 
     def _price_wide(self, plan: WidePlan) -> Priced:
         problem = self.problem
-        stages = tuple(replace(stage, recompute=float(plan.recompute)) for stage in plan.stages)
+        stages = plan.stages
         costs = problem.stage_costs(stages, plan.rows)
         transient = [
             max(problem.arrays(plan.rows, stage.width).transient[stage.first : stage.last + 1], default=0.0) for stage in stages

@@ -10,6 +10,7 @@ group_bounds           bounds for groups of plans
 wide_plans             plans whose stages have different widths
 threshold_partition    stages of any width under a limit
 even_cuts              even cuts
+interchangeable        devices that can trade places, and orders of devices without such doubles
 grid_layout            workers to devices
 device_links           links as arrays
 tensor_costs           time of tensor-parallel collectives

@@ -43,14 +43,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class WidePlan:
-    """Stages with devices of their own, of any number each."""
+    """Stages with devices of their own, of any number each. All of them recompute, or none."""
 
     stages: tuple[PlanStage, ...]
     family: Family
     microbatches: int
     rows: int | None
-    recompute: bool = False
     source: str = "spp"
+
+    @property
+    def recompute(self) -> bool:
+        """Whether its stages recompute."""
+        return any(stage.recompute for stage in self.stages)
 
     @property
     def dp(self) -> int:

@@ -35,7 +35,7 @@ class Enumerator:
 
     def __init__(self, problem: Problem, refused: Collection[TensorChoice] = ()) -> None:
         self.problem, self.refused = problem, refused
-        self.limited = bool(np.isfinite(problem.memory).any())
+        self.limited = problem.is_limited
         self.least_memory = float(problem.memory.min()) if self.limited else 0.0
         self._timed: dict[tuple[object, ...], Timed] = {}
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}

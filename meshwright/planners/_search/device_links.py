@@ -76,6 +76,12 @@ class DeviceLinks:
         np.fill_diagonal(found, np.inf)
         return found
 
+    def shared_parts(self) -> list[Ints]:
+        """Returns what devices share: the host of each device, and its network card."""
+        if not self.cluster.hosts:
+            return []
+        return [np.array(self.cluster.host_of, np.int64), *([self._card] if self.cluster.has_cards else [])]
+
     def slowest(self, ranks: Ranks, others: Ranks | None = None) -> Link:
         """Returns the largest latency and the lowest bandwidth among some devices, or from them to others."""
         one, other = tuple(ranks), tuple(ranks if others is None else others)

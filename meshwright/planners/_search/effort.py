@@ -23,10 +23,14 @@ POLISHED, ORDERED = 200, 16
 TRIALS = 150
 """The most simulations of such improvements on more than ten devices; eight times as many on fewer."""
 SHAPES = 6
-"""How many plans of different shapes are mapped to other devices."""
+"""How many plans of different shapes are mapped to other devices, with swaps."""
+STARTED = 4 * SHAPES
+"""How many of them are tried on regular orders of devices first, on at most ten devices."""
 SWAPPED = 32
 """On more devices no two of them are swapped, and plans whose links make them slow are not simulated."""
 REFUSALS = 4
 """How many plans the engine may find too large, one by one."""
+RETRIED = 8
+"""After how many of them plans with stages of any width are improved again on few devices; later only if no plan is left."""
 ROUNDS = 12
 """The most steps by which a plan with stages of any width is improved."""

@@ -24,6 +24,7 @@ from meshwright.ir.stage_cost import StageCost
 from meshwright.planners._device_order import device_order
 from meshwright.planners._limits import MOST_MICROBATCHES, PlanLimits
 from meshwright.planners._search.device_links import DeviceLinks
+from meshwright.planners._search.interchangeable import interchangeable
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -77,7 +78,8 @@ class Problem:
         self.ties = ties_of(profile)
         self.tied = sum(layer.parameter_bytes for layer in profile.layers if layer.ties)
         self._chains: dict[tuple[int | None, int], ChainCost] = {}
-        self._slowness: list[float] = self.slowness.tolist()
+        self.slowness_of: list[float] = self.slowness.tolist()
+        self._work_sums: dict[tuple[int | None, int], list[float]] = {}
         self._arrays: dict[tuple[int | None, int], LayerArrays] = {}
 
     @cached_property
@@ -95,6 +97,16 @@ class Problem:
         if not self.profile.rows:
             return None
         return self.batch or (self.microbatches or 0) * (self.limits.rows or 0)
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each device the first one that is alike (`interchangeable.py`); for clusters that are not large."""
+        return interchangeable(self)
+
+    @cached_property
+    def is_limited(self) -> bool:
+        """Whether the memory of some device is known and must be kept."""
+        return bool(np.isfinite(self.memory).any())
 
     @cached_property
     def uniform(self) -> bool:
@@ -120,6 +132,13 @@ class Problem:
             )
         return self._arrays[key]
 
+    def work_sums(self, rows: int | None, share: int) -> list[float]:
+        """Returns the time of the first n layers for one microbatch that `share` devices divide, for n = 0, 1, ..."""
+        key = (rows, share)
+        if key not in self._work_sums:
+            self._work_sums[key] = self.arrays(rows, share).work_sums.tolist()
+        return self._work_sums[key]
+
     def chain(self, rows: int | None, share: int) -> ChainCost:
         """Returns the layers on one of `share` devices that divide the rows of a microbatch."""
         key = (rows, share)
@@ -137,7 +156,7 @@ class Problem:
             rows=rows,
             groups=self.links,
             chains=chains,
-            slowness=self._slowness,
+            slowness=self.slowness_of,
             ties=self.ties,
         )
 
@@ -171,6 +190,11 @@ class Problem:
         powers = [2**k for k in range(most.bit_length()) if 2**k <= most]
         return sorted({rows for rows in (*self.profile.rows, *powers) if rows <= self.batch and self.batch % rows == 0})
 
+    @cached_property
+    def memory_rates(self) -> tuple[float, float]:
+        """The lowest and the highest bandwidth of the memory of a device."""
+        return float(self.memory_rate.min()), float(self.memory_rate.max())
+
     def optimizer(self, parameter_bytes: float) -> float:
         """Returns what the optimizer holds for these parameters."""
         return optimizer_state(self.profile, parameter_bytes)
@@ -180,8 +204,11 @@ class Problem:
 
         `devices[w]` are those of worker w; the slowest of them decides.
         """
-        if not np.isfinite(self.memory_rate).any():
+        fastest = self.memory_rates[1]
+        if fastest == np.inf == self.memory_rates[0]:
             return 0.0
         moved = (3 + 2 * self.optimizer(1.0)) * parameter_bytes
+        if fastest == self.memory_rates[0]:
+            return float(moved.max()) / fastest
         rates = [self.memory_rate[np.asarray(of_worker)].min() for of_worker in devices]
         return float((moved / np.array(rates)).max())

@@ -6,7 +6,7 @@ moves by a layer, a device moves to another stage, two devices swap places, a st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import comb
@@ -22,6 +22,7 @@ from meshwright.planners._search.candidate_plans import WidePlan
 from meshwright.planners._search.effort import FEW
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import Family, families
+from meshwright.planners._search.interchangeable import arrangements, count_of_arrangements
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.threshold_partition import ThresholdTable
 
@@ -70,7 +71,8 @@ def bounds_s(problem: Problem, stages: Stages, microbatches: int, rows: int | No
     head = down = split_down = best = whole = split = 0.0
     half = links.duplex is Duplex.HALF
     for n, cost in enumerate(costs):
-        first, work = cost.forward_s + cost.input_s, cost.forward_s + cost.backward_s
+        first = cost.forward_s + cost.recompute_s + cost.input_s
+        work = first + cost.weight_s
         best = max(best, head + microbatches * work + cost.sync_s)
         whole = max(whole, head + microbatches * work + down)
         split = max(split, head + microbatches * first + split_down)
@@ -79,8 +81,8 @@ def bounds_s(problem: Problem, stages: Stages, microbatches: int, rows: int | No
             sends, returns = there.busy_s(cost.output_bytes), back.busy_s(cost.gradient_bytes)
             best = max(best, head + microbatches * (sends + returns if half else max(sends, returns)))
             head += cost.forward_s + sends + there.latency_s
-            down += cost.backward_s + returns + back.latency_s
-            split_down += cost.input_s + returns + back.latency_s
+            down += cost.recompute_s + cost.backward_s + returns + back.latency_s
+            split_down += cost.recompute_s + cost.input_s + returns + back.latency_s
     return max(best, whole), max(best, split)
 
 
@@ -97,6 +99,11 @@ def orders(problem: Problem) -> list[list[int]]:
         for limit in sorted(set(slow.tolist()))[:-1]:
             found += [[device for device in order if slow[device] <= limit] for order in found[:2]]
     return found
+
+
+def with_recompute(stages: Stages, share: float) -> Stages:
+    """Returns the same stages that recompute this share of their layers."""
+    return tuple(replace(stage, recompute=share) for stage in stages)
 
 
 def recut(problem: Problem, stages: Stages, rows: int | None) -> Stages:
@@ -155,29 +162,33 @@ def polished(stages: Stages, microbatches: int, rows: int | None) -> Iterator[Wi
         yield WidePlan(stages, Family(schedule, Placement.line, options), microbatches, rows, source="polished")
 
 
-def count_of_all(layers: int, devices: int) -> int:
-    """Returns an upper bound on the number of plans: cuts of layers, times the ways to assign each device to a stage or none."""
-    return sum(comb(layers - 1, stages - 1) * (stages + 1) ** devices for stages in range(1, min(layers, devices) + 1))
+def count_of_all(layers: int, kinds: Sequence[int]) -> int:
+    """Returns an upper bound on the number of plans: orders of devices, times the ways to cut them and the layers into stages."""
+    return sum(
+        orders * comb(used - 1, stages - 1) * comb(layers - 1, stages - 1)
+        for used, orders in enumerate(count_of_arrangements(kinds))
+        for stages in range(1, min(layers, used) + 1)
+    )
 
 
-def every_plan(layers: int, devices: int) -> Iterator[Stages]:
-    """Yields all plans: each device is idle or belongs to one of the stages."""
-    for stages in range(1, min(layers, devices) + 1):
-        cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
-        for number in range((stages + 1) ** devices):
-            groups: list[list[int]] = [[] for _ in range(stages + 1)]
-            for device in range(devices):
-                number, place = divmod(number, stages + 1)
-                groups[place].append(device)
-            if all(groups[1:]):
-                for marks in cuts:
-                    yield tuple(
-                        PlanStage(a, b - 1, tuple(group)) for (a, b), group in zip(pairwise(marks), groups[1:], strict=True)
-                    )
+def every_plan(layers: int, kinds: Sequence[int]) -> Iterator[Stages]:
+    """Yields all plans: some devices in every order, cut into stages, except plans that are alike because their devices are.
+
+    The order of the devices of a stage matters, because the first rows of a stage go to the first rows of the next one.
+    """
+    for devices in arrangements(kinds):
+        for count in range(1, min(layers, len(devices)) + 1):
+            if count == 1 and list(devices) != sorted(devices):
+                continue  # one stage sends nothing to others
+            for places in combinations(range(1, len(devices)), count - 1):
+                groups = [devices[a:b] for a, b in pairwise((0, *places, len(devices)))]
+                for inner in combinations(range(1, layers), count - 1):
+                    marks = pairwise((0, *inner, layers))
+                    yield tuple(PlanStage(a, b - 1, group) for (a, b), group in zip(marks, groups, strict=True))
 
 
-def neighbours(stages: Stages, devices: int, layers: int) -> Iterator[Stages]:
-    """Yields plans that differ in one step."""
+def neighbours(stages: Stages, kinds: Sequence[int], layers: int) -> Iterator[Stages]:
+    """Yields plans that differ in one step. Devices of one kind do not take the place of each other."""
     count = len(stages)
     for n in range(count - 1):
         one, other = stages[n], stages[n + 1]
@@ -187,20 +198,23 @@ def neighbours(stages: Stages, devices: int, layers: int) -> Iterator[Stages]:
             yield _with(stages, {n: replace(one, last=one.last + 1), n + 1: replace(other, first=other.first + 1)})
         yield (*stages[:n], PlanStage(one.first, other.last, (*one.devices, *other.devices)), *stages[n + 2 :])
     used = {device for stage in stages for device in stage.devices}
-    idle = [device for device in range(devices) if device not in used]
+    idle = [device for device in range(len(kinds)) if device not in used]
     for n, stage in enumerate(stages):
         for device in stage.devices:
             rest = tuple(d for d in stage.devices if d != device)
+            for later in stage.devices[stage.devices.index(device) + 1 :] if count > 1 else ():
+                if kinds[later] != kinds[device]:
+                    yield _with(stages, {n: replace(stage, devices=_swapped(stage.devices, device, later))})
             for m, other in enumerate(stages):
                 if m != n and rest:
                     yield _with(stages, {n: replace(stage, devices=rest), m: replace(other, devices=(*other.devices, device))})
-                if m > n:
-                    for swap in other.devices:
-                        ours = tuple(swap if d == device else d for d in stage.devices)
-                        theirs = tuple(device if d == swap else d for d in other.devices)
+                for swap in other.devices if m > n else ():
+                    if kinds[swap] != kinds[device]:
+                        ours, theirs = (_swapped(each.devices, device, swap) for each in (stage, other))
                         yield _with(stages, {n: replace(stage, devices=ours), m: replace(other, devices=theirs)})
             for free in idle:
-                yield _with(stages, {n: replace(stage, devices=(*rest, free))})
+                if kinds[free] != kinds[device]:
+                    yield _with(stages, {n: replace(stage, devices=_swapped(stage.devices, device, free))})
             if rest:
                 yield _with(stages, {n: replace(stage, devices=rest)})
         for free in idle:
@@ -219,7 +233,7 @@ def descended(problem: Problem, stages: Stages, microbatches: int, rows: int | N
     """Returns the stages to which steps to the neighbour with the lowest bound lead; none of its neighbours has a lower one."""
     bound = bound_s(problem, stages, microbatches, rows)
     while True:
-        ways = [each for each in neighbours(stages, problem.devices, problem.layers) if allowed(problem, each, rows)]
+        ways = [each for each in neighbours(stages, problem.kinds, problem.layers) if allowed(problem, each, rows)]
         lowest, best = min(((bound_s(problem, each, microbatches, rows), n) for n, each in enumerate(ways)), default=(bound, -1))
         if lowest >= bound * (1 - 1e-9):
             return stages
@@ -230,6 +244,11 @@ def allowed(problem: Problem, stages: Stages, rows: int | None) -> bool:
     """Whether the devices of each stage can share its rows, and there are as many stages as asked for."""
     limits = problem.limits
     return limits.pp in (None, len(stages)) and all(limits.allows(stage.width, rows) for stage in stages)
+
+
+def _swapped(devices: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
+    """Each of two devices in the place of the other one."""
+    return tuple({one: other, other: one}.get(device, device) for device in devices)
 
 
 def _with(stages: Stages, changed: dict[int, PlanStage]) -> Stages:
