@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +18,10 @@ if TYPE_CHECKING:
     from meshwright.runtime.launch.workers import Workers
 
 RANKS = 8
+PURE = ("schedules", "simulate", "passes", "ir", "costs", "report", "test_layers.py")
+"""Folders and files of tests that start no workers."""
+PRELOADED = ["meshwright.runtime.preload", "meshwright.train.loop.on_rank"]
+"""What the ranks of a Trainer import. It takes seconds, so the server from which all workers are forked imports it once."""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched here, and nothing waits for a network that is not there
 
 
@@ -78,3 +85,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_long(item.nodeid):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts the fork server if workers may be needed."""
+    here = Path(__file__).parent
+    if any(item.path.relative_to(here).parts[0] not in PURE for item in session.items):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()

@@ -17,7 +17,7 @@ from meshwright.passes.widen import widen
 from meshwright.runtime.emulate.emulate import EmulationJob, Measured, emulate
 from meshwright.runtime.launch.workers import Workers
 from meshwright.runtime.tracing.clock import Timing, now, sleep_until
-from tests.cli.test_cli import meshwright
+from tests.support.command import meshwright
 from tests.support.emulation import Late, Pair, every, named, of
 
 UNEQUAL = [

@@ -183,7 +183,7 @@ def test_two_agents_are_two_hosts() -> None:
 def test_a_rank_that_is_killed_under_torchrun() -> None:
     done = under_torchrun("killed", "forward", "torch")
     assert done.returncode != 0
-    assert "rank 1 died" in done.stderr and "waits for rank 1 (grad 1->0)" in done.stderr, done.stderr
+    assert "rank 1 died" in done.stderr and "waits for rank 1 (" in done.stderr, done.stderr  # for its act or its grad
     assert "lost rank" not in done.stderr, "nobody innocent complains"
 
 

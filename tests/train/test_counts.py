@@ -20,8 +20,8 @@ from meshwright.train.models.small_models import mlp, mlp_batch
 from meshwright.train.prepared import PreparedRun
 from meshwright.train.verify.verify import momentum
 from meshwright.train.verify.verify_case import Case, prepare_case
-from tests.cli.test_cli import meshwright
 from tests.conftest import Pool
+from tests.support.command import meshwright
 from tests.support.emulation import named
 from tests.support.thin import slow
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright import MeshwrightError
 from meshwright.train.data.named_datasets import named
-from tests.cli.test_cli import meshwright
+from tests.support.command import meshwright
 
 TEXT = "".join(f"line {i} of a text\n" for i in range(40))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -19,7 +18,7 @@ from meshwright import Certificate, MeshwrightError, verify
 from meshwright.train.models import small_models as models
 from meshwright.train.verify import verify as module
 from tests.conftest import Pool
-from tests.support.paths import ROOT
+from tests.support import command as runner
 
 BUILD, DATA = partial(models.mlp, layers=6), partial(models.mlp_batch, rows=8)
 
@@ -138,10 +137,7 @@ number = 3
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The verb, run where the user's module is."""
-    root = str(ROOT)
-    env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": root}
-    verb = [sys.executable, "-m", "meshwright.cli.main", "verify", *arguments]
-    return subprocess.run(verb, capture_output=True, text=True, cwd=folder, env=env)
+    return runner.meshwright("verify", *arguments, cwd=folder, env={"COLUMNS": "100"})
 
 
 def test_the_verb_on_an_own_model(tmp_path: Path) -> None:
