@@ -8,10 +8,9 @@ from itertools import count
 from meshwright.planners._pricing.pool import Pool, SearchTally
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.pricing import Pricer
-from meshwright.planners._pricing.programs import SMALL
 from meshwright.planners._search import wide_plans
 from meshwright.planners._search.candidate_plans import WidePlan
-from meshwright.planners._search.effort import ACTIONS, FEW, ORDERED, POLISHED, ROUNDS, SWAPPED, TRIALS, WIDE
+from meshwright.planners._search.effort import ACTIONS, FEW, ORDERED, POLISHED, ROUNDS, SMALL, SWAPPED, TRIALS, WIDE
 from meshwright.planners._search.wide_plans import EVERY, INF, Stages
 from meshwright.planners.spp import small_enough, stage_candidates
 

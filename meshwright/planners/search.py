@@ -27,7 +27,6 @@ from meshwright.planners._pricing.mapping import Mapper
 from meshwright.planners._pricing.pool import Pool, SearchTally
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.pricing import Pricer, tensor_of
-from meshwright.planners._pricing.programs import SMALL
 from meshwright.planners._refused_requests import nothing_runs
 from meshwright.planners._search import wide_plans
 from meshwright.planners._search.bound_queue import BoundQueue
@@ -44,6 +43,7 @@ from meshwright.planners._search.effort import (
     REFUSALS,
     RETRIED,
     SHAPES,
+    SMALL,
     STARTED,
     SWAPPED,
     TRIALS,

@@ -26,11 +26,11 @@ from meshwright.ir.timeline import Timeline
 from meshwright.passes.widen import widen
 from meshwright.planners._pricing.priced_bound import priced_bound_s
 from meshwright.planners._pricing.priced_plan import Priced
-from meshwright.planners._pricing.programs import SMALL, Programs
+from meshwright.planners._pricing.programs import Programs
 from meshwright.planners._pricing.uncounted_memory import added_bytes, added_to_wide
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
 from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.effort import LOOKED
+from meshwright.planners._search.effort import LOOKED, SMALL
 from meshwright.planners._search.families import shaped_by_links
 from meshwright.planners._search.grid_layout import (
     grid_stages,

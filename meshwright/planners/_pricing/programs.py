@@ -1,10 +1,9 @@
-"""The lists of plans as programs of the quick sweep. Small ones are kept: later searches need them again."""
+"""The lists of plans as programs of the quick sweep. Those that are not large are kept: later searches need them again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from meshwright.ir.schedule import Schedule, Sharding
@@ -14,30 +13,52 @@ from meshwright.planners._search.families import Family, shaped_by_costs, shaped
 from meshwright.schedules import build
 from meshwright.simulate.quick_sweep import QuickProgram
 
-TINY, SMALL = 512, 8192
-"""Lists with at most these numbers of actions are kept for the next search: many tiny ones, some small ones."""
+LARGE = 60_000
+"""Programs with more actions are kept until a search ends, others also for later searches."""
+KEPT = 500_000
+"""The most actions of all programs that later searches find."""
 
 
 class Programs:
     """The programs of one search."""
 
     def __init__(self) -> None:
-        self._large: dict[tuple[object, ...], QuickProgram] = {}
+        self._large: dict[Key, QuickProgram] = {}
 
     def of(self, priced: Priced) -> QuickProgram:
         """Returns the lists of a plan."""
         if shaped_by_links(priced.family):
-            return QuickProgram(_built(*_shape(priced), costs=priced.costs, cluster=priced.links))
-        key = (*_shape(priced), _compute_times(priced.costs) if shaped_by_costs(priced.family) else None)
-        if priced.actions <= SMALL:
-            return (_tiny_program if priced.actions <= TINY else _small_program)(*key)
+            return QuickProgram(_built(_shape(priced), costs=priced.costs, cluster=priced.links))
+        key = (_shape(priced), _compute_times(priced.costs) if shaped_by_costs(priced.family) else None)
+        if priced.actions <= LARGE:
+            return _kept.of(key, priced.actions)
         if key not in self._large:
             self._large[key] = _program(*key)
         return self._large[key]
 
 
+class KeptPrograms:
+    """The programs that were used last. The next search, with other links or another memory, needs them again."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.actions = most, 0
+        self._programs: dict[Key, tuple[QuickProgram, int]] = {}
+
+    def of(self, key: Key, actions: int) -> QuickProgram:
+        """Returns a program with so many actions, and forgets the oldest ones if they are too many now."""
+        found = self._programs.pop(key, None)
+        if found is None:
+            found = _program(*key), actions
+            self.actions += actions
+        self._programs[key] = found  # the last one is the newest
+        while self.actions > self.most and len(self._programs) > 1:
+            self.actions -= self._programs.pop(next(iter(self._programs)))[1]
+        return found[0]
+
+
 Shape = tuple[Family, int, int, Sharding]
 ComputeTimes = tuple[tuple[float, float, float, float], ...]
+Key = tuple[Shape, ComputeTimes | None]
 
 
 def _shape(priced: Priced) -> Shape:
@@ -49,18 +70,16 @@ def _compute_times(costs: Sequence[StageCost]) -> ComputeTimes:
     return tuple((cost.forward_s, cost.input_s, cost.weight_s, cost.recompute_s) for cost in costs)
 
 
-def _built(family: Family, workers: int, microbatches: int, sharding: Sharding, **more: Any) -> Schedule:
+def _built(shape: Shape, **more: Any) -> Schedule:
+    family, workers, microbatches, sharding = shape
     built = build(family.schedule, workers=workers, microbatches=microbatches, **{**family.options, **more})
     return replace(built, sharding=sharding)
 
 
-def _program(
-    family: Family, workers: int, microbatches: int, sharding: Sharding, times: ComputeTimes | None = None
-) -> QuickProgram:
+def _program(shape: Shape, times: ComputeTimes | None) -> QuickProgram:
     """The lists of a schedule that does not depend on links."""
     more = {} if times is None else {"costs": tuple(StageCost(*of_stage) for of_stage in times)}
-    return QuickProgram(_built(family, workers, microbatches, sharding, **more))
+    return QuickProgram(_built(shape, **more))
 
 
-_tiny_program, _small_program = lru_cache(maxsize=512)(_program), lru_cache(maxsize=64)(_program)
-"""The next search, with other links or another memory, needs them again."""
+_kept = KeptPrograms(KEPT)

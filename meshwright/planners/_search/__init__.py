@@ -12,6 +12,7 @@ threshold_partition    stages of any width under a limit
 even_cuts              even cuts
 interchangeable        devices that can trade places, and orders of devices without such doubles
 grid_layout            workers to devices
+stage_seats            sums and extremes over the stages of each worker
 device_links           links as arrays
 tensor_costs           time of tensor-parallel collectives
 """

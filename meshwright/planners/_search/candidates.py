@@ -18,7 +18,14 @@ from meshwright.planners._search.candidate_plans import Candidate, Enumeration
 from meshwright.planners._search.effort import FEW
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import ZERO_3, Family, families
-from meshwright.planners._search.grid_layout import DeviceGrid, grid, stage_slowness, sync_groups, worker_slowness
+from meshwright.planners._search.grid_layout import (
+    DeviceGrid,
+    grid,
+    stage_slowness,
+    sync_groups,
+    worker_slowness,
+    worker_table,
+)
 from meshwright.planners._search.group_bounds import GroupBounds, Timed, placement_of
 from meshwright.planners._search.problem import Floats, Problem
 from meshwright.planners._search.tensor_costs import TensorChoice, tensor_choices, tensor_saved, tensor_seconds
@@ -240,7 +247,7 @@ class Enumerator:
             self._rates[key] = (self.problem.links.gather_rates(groups), min(map(len, groups)))
         rates, count = self._rates[key]
         if replicas == 1:
-            rates = rates[group.worker[0]]
+            rates = rates[worker_table(placement_of(family, pp))[0]]
         gathers = 1 if family is ZERO_3 else 2
         sizes = np.maximum(group.parameters - self.problem.tied / tensor.tp, 0.0)  # tied ones are added up once
         least: Floats = gathers * (count - 1) / count * sizes / rates

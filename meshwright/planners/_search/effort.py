@@ -12,6 +12,8 @@ COMPARED = ACTIONS // 16
 """The most actions of a plan that is simulated only to compare its schedule."""
 RAISED, ATTEMPTS = 12, 3
 """How many plans of a schedule get better bounds only to compare it, and how many of them are simulated."""
+SMALL = 8192
+"""The most actions of a plan that the engine simulates during a search, or that is kept while its bound rises."""
 LOOKED = 30_000
 """The most actions of plans that the engine simulates during a search because an estimate does not tell whether they fit."""
 WIDE = 1024

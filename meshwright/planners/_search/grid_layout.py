@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -80,6 +81,7 @@ def sync_groups(found: DeviceGrid, placement: Placement) -> list[Ints]:
     return [np.unique(found.devices[np.unique(holders), :, 0]) for holders in table.T]
 
 
+@lru_cache(maxsize=256)
 def worker_table(placement: Placement) -> Ints:
     """The worker of each [replica, stage]."""
     return np.array([[teams[0][0] for teams in replica] for replica in placement.teams], np.int64)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from meshwright.costs.memory.memory_classes import RESERVE, gradient_bytes, static_bytes
 from meshwright.ir.placement import Placement
 from meshwright.planners._search.families import Family
-from meshwright.planners._search.grid_layout import worker_table
 from meshwright.planners._search.problem import Floats, Problem
+from meshwright.planners._search.stage_seats import seats_of
 from meshwright.planners._search.tensor_costs import TensorChoice
 
 Ints = NDArray[np.int64]
@@ -47,7 +47,7 @@ class GroupBounds:
     ) -> None:
         self.ends, self.family = ends, family
         self.swaps = 1 if recompute and family.split else 0  # what is recomputed takes the place of what was kept
-        self.worker = worker_table(placement)
+        self.seats = seats = seats_of(placement)
         at, before = np.array(ends), np.array((0, *ends[:-1]))
         slow = np.array(slowness)
 
@@ -60,22 +60,14 @@ class GroupBounds:
         chain = stage_sums("input") * slow if family.split else backward
         self.stage_work = forward + backward
         self.parameters = (problem.parameter_sums[at] - problem.parameter_sums[before]) / tensor.tp
-        workers, replicas, stages = placement.workers, placement.replicas, placement.stages
-        flat = self.worker.ravel()
-        head = np.tile(np.concatenate([[0.0], np.cumsum(forward)[:-1]]), replicas)
-        tail = np.tile(np.concatenate([[0.0], np.cumsum(chain)[:-1]]), replicas)
-        self.head, self.tail = np.full(workers, np.inf), np.full(workers, np.inf)
-        np.minimum.at(self.head, flat, head)
-        np.minimum.at(self.tail, flat, tail)
-        if family.split:
-            self.tail = np.zeros(workers)
-        self.work = np.zeros(workers)
-        np.add.at(self.work, flat, np.tile(self.stage_work, replicas) / replicas)
+        self.first_head = np.concatenate([[0.0], np.cumsum(forward)[:-1]])
+        self.head = seats.least(self.first_head)
+        after = np.concatenate([[0.0], np.cumsum(chain)[:-1]])
+        self.tail = np.zeros(placement.workers) if family.split else seats.least(after)
+        self.work = seats.total(self.stage_work) / placement.replicas
         stay = np.cumsum((forward + chain)[::-1])[::-1]  # from the forward of a stage to its backward
-        self.stay = np.zeros(workers)
-        np.add.at(self.stay, flat, np.tile(stay, replicas))
+        self.stay = seats.total(stay)
         self.trip = float(stay[0])
-        self.first_head = head[:stages]
         self._memory(problem, timed, (before, at), recompute, tensor, rows)
 
     def _memory(
@@ -88,8 +80,6 @@ class GroupBounds:
         rows: tuple[int | None, int],
     ) -> None:
         before, at = ends
-        workers, flat = len(self.work), self.worker.ravel()
-        replicas = len(self.worker)
         kept = timed.sums["saved"][at] - timed.sums["saved"][before]
         arrays = problem.arrays(*rows)
         scratch = np.maximum.reduceat(arrays.transient, before) / tensor.tp
@@ -97,24 +87,18 @@ class GroupBounds:
             scratch = scratch + kept
             crossing = arrays.output / (1 if tensor.copies_residual else tensor.tp)
             kept = np.where(before > 0, crossing[np.maximum(before - 1, 0)], 0.0)
-        self.held = np.zeros(workers)
-        once = np.unique(flat * len(before) + np.tile(np.arange(len(before)), replicas))  # a worker holds a stage once
-        np.add.at(self.held, once // len(before), self.parameters[once % len(before)])
-        self.held = np.maximum(self.held - problem.tied / tensor.tp, 0.0)
-        self.largest = np.zeros(workers)
-        np.maximum.at(self.largest, flat, np.tile(self.parameters, replicas))
-        self.kept = np.full(workers, np.inf)
-        np.minimum.at(self.kept, flat, np.tile(kept, replicas))
-        self.scratch = np.zeros(workers)
-        np.maximum.at(self.scratch, flat, np.tile(scratch, replicas))
+        self.held = np.maximum(self.seats.total_once(self.parameters) - problem.tied / tensor.tp, 0.0)
+        self.largest = self.seats.most(self.parameters)
+        self.kept = self.seats.least(kept)
+        self.scratch = self.seats.most(scratch)
 
     def bound_s(self, count: int, sync_s: Floats, most: Floats) -> float:
         """Returns a lower bound on the time of a step with `count` microbatches, in any order.
 
         A worker holds `most` activations at once; other microbatches wait until one of these has come back.
         """
-        each = count / len(self.worker)
-        waits = count // len(self.worker) * float((self.stay / most).max())
+        each = count / self.seats.replicas
+        waits = count // self.seats.replicas * float((self.stay / most).max())
         whole = float((self.head + count * self.work + self.tail).max())
         sums = float((self.first_head + each * self.stage_work + sync_s).max())
         return max(whole, sums, waits, self.trip)
