@@ -107,6 +107,16 @@ class Placement:
         """The number of workers."""
         return 1 + max(worker for replica in self.teams for teams in replica for team in teams for worker in team)
 
+    @cached_property
+    def narrow(self) -> bool:
+        """Whether every team is one worker, so that no rows are shared."""
+        return all(len(team) == 1 for replica in self.teams for teams in replica for team in teams)
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether one worker runs all microbatches of a stage of a replica."""
+        return all(len(teams) == 1 == len(teams[0]) for replica in self.teams for teams in replica)
+
     def team(self, replica: int, stage: int, mb: int) -> Team:
         """Returns the workers that share microbatch `mb` of a stage."""
         teams = self.teams[replica][stage]

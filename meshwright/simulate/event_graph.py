@@ -51,7 +51,7 @@ class EventGraph:
         self._collective: list[int] = [-1] * schedule.workers
         self._brought: list[dict[int, int]] = [{} for _ in range(schedule.workers)]
         self._link: dict[tuple[int, int], int] = {}
-        self._narrow = all(len(team) == 1 for replica in schedule.placement.teams for teams in replica for team in teams)
+        self._narrow = schedule.placement.narrow
         for event in events if events is not None else _run(schedule):
             self._add(event)
 

@@ -64,10 +64,9 @@ class QuickLists:
 
 def fits(schedule: Schedule) -> bool:
     """True if the quick sweep can run a schedule; its lists are looked at by `quick_lists`."""
-    narrow = all(len(teams) == 1 == len(teams[0]) for replica in schedule.placement.teams for teams in replica)
     whole = schedule.flush and schedule.repeats == 1 and not schedule.prologue and not schedule.drain and not schedule.first
     plain = not schedule.lowered and not schedule.turns and not schedule.owners and not schedule.ring
-    return narrow and whole and plain and schedule.sharding is not Sharding.PARAMETERS
+    return schedule.placement.single and whole and plain and schedule.sharding is not Sharding.PARAMETERS
 
 
 def quick_lists(schedule: Schedule) -> QuickLists | None:

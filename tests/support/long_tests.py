@@ -113,6 +113,8 @@ LONG = (
     "tests/runtime/test_parity_recompute.py::test_once_per_microbatch[none-gpipe]",
     "tests/runtime/test_parity_recompute.py::test_once_per_microbatch[none-onef1b]",
     "tests/runtime/test_parity_recompute.py::test_once_per_microbatch[none-zero_bubble]",
+    "tests/runtime/test_precision.py::test_a_plan_equals_one_process_under_the_same_autocast[{'pp': 2, 'dp': 2, 'schedule': 'interleaved', 'microbatches': 4}-fp16]",
+    "tests/runtime/test_precision.py::test_a_plan_equals_one_process_under_the_same_autocast[{'pp': 4, 'schedule': 'shifted', 'microbatches': 4}-bf16]",
     "tests/runtime/test_proved_runs.py::test_a_holder_that_adds_nothing_to_a_ring_takes_the_mean[plain-1]",
     "tests/runtime/test_proved_runs.py::test_a_holder_that_adds_nothing_to_a_ring_takes_the_mean[plain-2]",
     "tests/runtime/test_proved_runs.py::test_halved_backwards_on_a_team_are_right[one and two-3]",

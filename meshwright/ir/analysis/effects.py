@@ -82,7 +82,7 @@ class _Rule:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.last = schedule.stages - 1
-        self.narrow = all(len(teams) == 1 == len(teams[0]) for replica in schedule.placement.teams for teams in replica)
+        self.narrow = schedule.placement.single
         self.halves = () if schedule.parts == 1 else tuple(range(schedule.parts))
         self.recompute = schedule.recompute or ()
         self.writes_turn: dict[Action, list[Value]] = defaultdict(list)

@@ -35,7 +35,7 @@ class Price:
         self.overlap = overlap
         self.copies = copies
         self.recompute = schedule.recompute or ()
-        self.narrow = all(len(team) == 1 for replica in schedule.placement.teams for teams in replica for team in teams)
+        self.narrow = schedule.placement.narrow
         self._seconds: dict[tuple[Op, int, int], float] = {}
         self._bytes: dict[tuple[Kind, int, int], float] = {}
 

@@ -153,7 +153,7 @@ def _refuse(schedule: Schedule) -> None:
     placement = schedule.placement
     problems: Sequence[tuple[bool, str]] = (
         (placement.replicas > 1, "several replicas"),
-        (any(len(teams) > 1 or len(teams[0]) > 1 for replica in placement.teams for teams in replica), "teams"),
+        (not placement.single, "teams"),
         (schedule.parts > 1, "half microbatches"),
         (not schedule.flush, "steps without a flush"),
         (schedule.steps > 1, "several steps"),

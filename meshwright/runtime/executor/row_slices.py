@@ -18,7 +18,7 @@ class Pieces:
 
     def __init__(self, schedule: Schedule, worker: int) -> None:
         self.schedule, self.placement, self.worker = schedule, schedule.placement, worker
-        self.narrow = all(len(team) == 1 for copy in self.placement.teams for teams in copy for team in teams)
+        self.narrow = self.placement.narrow
 
     def own(self, action: Action, rows: Rows) -> tuple[Rows, ...]:
         """Returns this worker's rows of an action's microbatch, one range per part."""
