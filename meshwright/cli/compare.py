@@ -90,16 +90,17 @@ def compare(
 
         flags = with_profile(flags, profile, mb_rows)
     cap = None if memory is None else _cap(memory, flags)
+    capacities = flags.capacities(workers) if memory is None else None
     schedules.build("gpipe", workers=workers, microbatches=microbatches)  # raises on sizes and costs that no schedule can take
     flags.refuse(workers)
-    rows = _rows(files or (), Given(flags, workers, microbatches, cap))
+    rows = _rows(files or (), Given(flags, workers, microbatches, cap, capacities))
     if as_json or format is Format.JSON:
         answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})
         outputs.give(answer, output)
     elif format is Format.CSV:
         outputs.give(_csv(rows), output)
     else:
-        _print(rows, flags, capped=cap is not None, output=output)
+        _print(rows, flags, capped=cap is not None or capacities is not None, output=output)
     if not any(r.feasible for r in rows):
         raise typer.Exit(3)
 
@@ -164,6 +165,16 @@ class Given:
     workers: int
     microbatches: int
     memory: float | None = None
+    capacities: tuple[float, ...] | None = None
+    """The bytes of each worker, if a cluster says them."""
+
+    def fits(self, timeline: Timeline) -> bool:
+        """Whether no worker holds more than it may."""
+        every = range(timeline.workers)
+        if self.capacities is not None:
+            return all(timeline.peak_bytes(worker) <= self.capacities[worker] for worker in every)
+        held = timeline.peak if self.flags.file is None else timeline.peak_bytes
+        return self.memory is None or max(map(held, every)) <= self.memory + 1e-9
 
     def load(self, name: str, steps: int | None, option: Sequence[str] | None = None) -> Schedule:
         """Loads a schedule at these sizes."""
@@ -203,7 +214,7 @@ def row_of(title: str, built: Builder, given: Given) -> ComparedSchedule:
 
     def run(schedule: Schedule) -> Timeline:
         flags.refuse_ring(schedule.ring)
-        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.cluster, overlap=flags.overlap)
+        return predict(schedule, priced(schedule, flags.spread(schedule)), flags.links(schedule), overlap=flags.overlap)
 
     try:
         schedule = built(None)
@@ -221,7 +232,7 @@ def row_of(title: str, built: Builder, given: Given) -> ComparedSchedule:
         max(timeline.parameter_copies),
         peak,
         size,
-        given.memory is None or (peak if flags.file is None else size) <= given.memory + 1e-9,
+        given.fits(timeline),
         stale=is_stale(schedule),
         recompute_priced_as_forward=priced(schedule, costs) != costs,
     )
@@ -259,7 +270,7 @@ def _print(rows: list[ComparedSchedule], flags: inputs.CostFlags, *, capped: boo
 
     written = io.StringIO()
     console = Console(highlight=False) if output is None else Console(file=written, highlight=False, width=200)
-    measured = flags.file is not None
+    measured, profiled = flags.file is not None, flags.is_profiled
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     for column in ("step s" if measured else "step", "bubble", "parameters", "activations", *(["GB"] if measured else [])):
@@ -273,7 +284,7 @@ def _print(rows: list[ComparedSchedule], flags: inputs.CostFlags, *, capped: boo
             fits = () if not capped else ("yes" if r.feasible else "[red]no[/red]",)
             table.add_row(f"{r.schedule}{' *' * r.stale}{' r' * r.recompute_priced_as_forward}", *numbers, *fits)
     console.print(table)
-    for line in _legend(rows, measured):
+    for line in _legend(rows, measured, profiled=profiled):
         console.print(f"[dim]{line}", soft_wrap=True)
     for r in rows:
         if r.refused:
@@ -282,12 +293,13 @@ def _print(rows: list[ComparedSchedule], flags: inputs.CostFlags, *, capped: boo
         outputs.write(output, written.getvalue())
 
 
-def _legend(rows: list[ComparedSchedule], measured: bool) -> list[str]:
+def _legend(rows: list[ComparedSchedule], measured: bool, *, profiled: bool) -> list[str]:
     """Explains the columns, and the marks that occur."""
     unit = "in seconds" if measured else "in the unit of --forward"
     found = [f"step: time per step {unit}; parameters: copies that a worker holds; activations: of one microbatch, at the peak"]
     if measured:
-        found.append("GB: activations, gradients and parameter copies of the fullest worker, 1e9 bytes; no optimizer state")
+        state = "with the state of the optimizer" if profiled else "no optimizer state"
+        found.append(f"GB: activations, gradients and parameter copies of the fullest worker, 1e9 bytes; {state}")
     if any(r.stale for r in rows):
         found.append("*: stale weights: gradients are computed with older weights than those they update")
     if any(r.recompute_priced_as_forward for r in rows):

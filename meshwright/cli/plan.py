@@ -50,7 +50,9 @@ def plan(
     rows: Annotated[int | None, inputs.size_option("--rows", help="Rows of a microbatch.")] = None,
     planner: Annotated[
         str | None,
-        typer.Option("--planner", show_default="spp for --microbatches alone, else search", help="even, spp or search."),
+        typer.Option(
+            "--planner", show_default="search, or spp for --microbatches without flags of a search", help="even, spp or search."
+        ),
     ] = None,
     split_rows: Annotated[
         str | None, typer.Option("--split-rows", metavar="even|uneven|ignore", help="How devices may divide rows.")
@@ -98,7 +100,7 @@ def plan(
         refuse_other_device(layers, machine, str(cluster))
     else:
         layers, refusal = _profiled_layers(model, machine, length, batch_function, precision, batch, rows)
-    free = batch is None and not any((schedule, pp, dp, no_tensor, seconds is not None, explain))
+    free = step is None and not any((schedule, pp, dp, no_tensor, seconds is not None, explain))
     planner = planner or ("spp" if free else "search")
     usual_s = EXPLAIN_S if planner == "search" and not as_json else 0.0
     try:
@@ -123,6 +125,8 @@ def plan(
             )
     except planners.NothingFitsError as error:
         raise _nothing_fits(_in_flags(error, step, microbatches, rows_given=rows_given), as_json=as_json) from None
+    except MeshwrightError as error:
+        raise _by_batch(error, step, microbatches) from None
     found = with_earlier_errors(replace(found, notes=(*found.notes, _about(cluster, machine))), layers.device)
     if layers.rows and step is None and microbatches is not None and rows is not None:
         step = microbatches * rows
@@ -132,7 +136,9 @@ def plan(
         sys.stdout.write(json.dumps(found.to_dict()) + "\n")
         return
     data = _dataset(model, refusal)
-    planned = Planned(found, machine, str(cluster), model, batch_function, length, layers.precision, step, output, data)
+    planned = Planned(
+        found, machine, str(cluster), model, batch_function, length, layers.precision, step, output, data, lambda: _draws(refusal)
+    )
     sys.stdout.write(plan_text(found, layers, machine, steps=list(next_commands(context, planned))) + "\n")
 
 
@@ -149,6 +155,14 @@ def _in_flags(error: NothingFitsError, batch: int | None, microbatches: int | No
         needed_bytes=error.needed_bytes,
         changes=tuple(smaller if "rows" in change else change for change in error.changes),
     )
+
+
+def _by_batch(error: MeshwrightError, batch: int | None, microbatches: int | None) -> MeshwrightError:
+    """Returns the error with another batch instead of other rows, if the request gives rows by --batch and --microbatches."""
+    flag, _, rows = (error.fix or "").partition(" ")
+    if batch is None or microbatches is None or flag != "--rows" or not rows.isdigit():
+        return error
+    return MeshwrightError(error.what, fix=f"--batch {int(rows) * microbatches}")
 
 
 def _nothing_fits(error: NothingFitsError, *, as_json: bool) -> typer.Exit:
@@ -223,6 +237,13 @@ def _profiled_layers(
 
 def _either() -> MeshwrightError:
     return MeshwrightError("a plan needs either MODEL or --profile", fix="meshwright plan gpt-small --cluster laptop --batch 32")
+
+
+def _draws(refusal: Refusal | None) -> bool:
+    """Whether the model that a plan was made for draws random numbers; true if only its profile is known."""
+    from meshwright.train.auto.plan_refusal import PlanRefusal
+
+    return refusal.draws if isinstance(refusal, PlanRefusal) else True
 
 
 def _dataset(model: str | None, refusal: Refusal | None) -> str | None:

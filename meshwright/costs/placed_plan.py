@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 from meshwright.costs.gradient_sums import sum_seconds, sums_beside
 from meshwright.ir.action import Transfer
@@ -19,24 +20,22 @@ from meshwright.ir.stage_cost import StageCost
 
 
 def placed_links(plan: Parallel, schedule: Schedule, cluster: Cluster) -> Cluster:
-    """Returns the links between the workers of a plan's lowered schedule."""
+    """Returns the links between the workers of a plan's lowered schedule. Messages of a step divide network cards among them."""
     ranks, workers, tp = _ranks(plan), schedule.workers, plan.tp
-    if plan.copies == tp == 1:
+    if plan.copies == tp == 1 and not cluster.has_cards:
         return cluster.placed(ranks)
-    pairs = {
-        (worker, entry.peer)
-        for worker, entries in enumerate(schedule.lists)
-        for entry in entries
-        if isinstance(entry, Transfer) and entry.sends
-    }
-    links: dict[tuple[int, int], Link] = {}
-    for a, b in sorted(pairs):
-        found = Link()
-        for copy in range(plan.copies):
-            first, second = ((worker + workers * copy) * tp for worker in (a, b))
-            for coordinate in range(tp):
-                found = found.slower(cluster.between(ranks[first + coordinate], ranks[second + coordinate]))
-        links[a, b] = found
+    ends = sorted(
+        {
+            (worker, entry.peer)
+            for worker, entries in enumerate(schedule.lists)
+            for entry in entries
+            if isinstance(entry, Transfer) and entry.sends
+        }
+    )
+    first = [workers * copy * tp + coordinate for copy in range(plan.copies) for coordinate in range(tp)]
+    pairs = [(ranks[a * tp + seat], ranks[b * tp + seat]) for a, b in ends for seat in first]
+    used = iter(cluster.shared_links(pairs) if cluster.has_cards else [cluster.between(*pair) for pair in pairs])
+    links = {pair: reduce(Link.slower, (next(used) for _ in first), Link()) for pair in ends}
     return Cluster(Link(), links, cluster.duplex)
 
 

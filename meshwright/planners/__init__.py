@@ -133,7 +133,9 @@ def _refuse_values(
         raise MeshwrightError(f"there is no planner '{planner}'{did_you_mean(planner, names())}", fix=", ".join(names()))
     for what, count in sizes.items():
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise MeshwrightError(f"{what} must be a whole number of at least 1, got {count!r}", fix=f"--{what} 16")
+            raise MeshwrightError(
+                f"{what} must be a whole number of at least 1, got {count!r}", fix=f"--{what} {1 if what in ('pp', 'dp') else 16}"
+            )
     if (sizes["microbatches"] is None) == (sizes["batch"] is None):
         raise MeshwrightError("a plan needs either a number of microbatches or a batch", fix="--microbatches 16, or --batch 64")
     if schedule is not None and schedule not in schedule_names():

@@ -143,9 +143,15 @@ def _flip(answers: Answers, *, more: bool) -> float | None:
     ends = [scale.start * far if more else scale.start / far for far in FARTHEST]
     if scale.step:
         ends = [float(floor(end) if more else max(1, ceil(end))) for end in ends]
-    end = next((end for end in ends if end != scale.start and not answers.same(end)), None)
-    if end is None:
-        return None
+    for end in dict.fromkeys(ends):
+        if end != scale.start and not answers.same(end) and (found := _nearest(answers, end, more=more)) is not None:
+            return found
+    return None
+
+
+def _nearest(answers: Answers, end: float, *, more: bool) -> float | None:
+    """Returns the nearest value from which on the answer is another one, if it is another one at `end`."""
+    scale = answers.scale
     same, other = scale.start, end
     for _ in range(ISLANDS):
         while (middle := scale.middle(same, other)) is not None:

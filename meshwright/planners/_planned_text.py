@@ -6,7 +6,7 @@ from meshwright.costs.stages import PRECISIONS
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.files.profile_json import profile_to_json
 from meshwright.ir.plan.chosen_plan import Plan
-from meshwright.ir.plan.planned_file import cluster_digest, digest_of, model_input, plan_file_json
+from meshwright.ir.plan.planned_file import cluster_input, digest_of, model_input, plan_file_json
 from meshwright.ir.plan.runnable_plan import runnable
 from meshwright.ir.profile import Profile, ProfileSource
 
@@ -16,7 +16,7 @@ def planned_text(found: Plan, profile: Profile, cluster: Cluster, *, batch: int 
     captured = profile.source is not ProfileSource.PUBLISHED  # published layers are not those that a run captures
     inputs = {
         "profile": {"digest": digest_of(profile_to_json(profile)), "device": profile.device, "source": profile.source.value},
-        "cluster": {"digest": cluster_digest(cluster), "devices": cluster.size},
+        "cluster": cluster_input(cluster),
         "precision": PRECISIONS.get(profile.precision, profile.precision),
         **({"length": profile.tokens_per_row} if captured and profile.tokens_per_row > 1 else {}),
         **({"model": model_input([layer.parameter_bytes for layer in profile.layers])} if captured else {}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from meshwright.errors import MeshwrightError
 from meshwright.planners._limits import MOST_MICROBATCHES, Asked, SplitRows
 from meshwright.planners._search.families import FAMILIES, families
@@ -40,6 +42,12 @@ def refuse_contradictions(planner: str, asked: Asked) -> None:
         raise MeshwrightError(
             f"{asked.batch} rows cannot be cut into microbatches of {limits.rows}",
             fix=f"--batch {-(-asked.batch // limits.rows) * limits.rows}",
+        )
+    copies, rows = limits.dp or 1, limits.rows or 1
+    if asked.batch is not None and asked.batch % (copies * rows):
+        raise MeshwrightError(
+            f"{asked.batch // copies} rows of each of {copies} copies cannot be cut into microbatches of {rows}",
+            fix=f"--batch {-(-asked.batch // (copies * rows)) * copies * rows}, or --rows {gcd(asked.batch // copies, rows)}",
         )
     if limits.split_rows is not SplitRows.IGNORE and asked.batch is None and limits.rows is None:
         raise MeshwrightError(
@@ -81,7 +89,8 @@ def _fewer(asked: Asked) -> str:
     """Returns a flag that fits on the devices."""
     limits, devices = asked.limits, asked.cluster.size
     if limits.dp is not None and (limits.pp or 1) <= devices:
-        return f"--dp {devices // (limits.pp or 1)}"
+        most = devices // (limits.pp or 1)
+        return f"--dp {next(n for n in range(most, 0, -1) if (asked.batch or 0) % n == 0)}"
     return f"--pp {devices}"
 
 
@@ -90,12 +99,13 @@ def nothing_runs(problem: Problem) -> MeshwrightError:
     limits = problem.limits
     if problem.batch is not None and not any(problem.splits(dp) for dp in range(1, problem.devices + 1)):
         return no_split(problem)
-    name = limits.schedule or "any schedule"
     size = f"{problem.batch} rows" if problem.batch is not None else f"{problem.microbatches} microbatches"
     given = [f"pp {limits.pp}" if limits.pp else "", f"dp {limits.dp}" if limits.dp else "", size]
+    given += [f"microbatches of {limits.rows} rows" if problem.batch is not None and limits.rows else ""]
+    does = f"{limits.schedule} does not run" if limits.schedule else "no schedule runs"
     possible = [pp for pp in range(1, problem.devices // (limits.dp or 1) + 1) if _runs(problem, pp)]
     fix = " or ".join(f"--pp {pp}" for pp in possible[-2:]) or "another --schedule, or another batch"
-    return MeshwrightError(f"{name} does not run with {', '.join(filter(None, given))} on {problem.devices} devices", fix=fix)
+    return MeshwrightError(f"{does} with {', '.join(filter(None, given))} on {problem.devices} devices", fix=fix)
 
 
 def no_split(problem: Problem) -> MeshwrightError:

@@ -29,6 +29,8 @@ class WideSearch:
         self.problem, self.pricer, self.pool, self.tally = pricer.problem, pricer, pool, tally
         self.try_plan, self._over = try_plan, over
         self.tried: set[tuple[Stages, int]] = set()
+        self.open_s = INF
+        """The least bound of the plans that were not simulated."""
         self._bounds: dict[tuple[Stages, int], float] = {}
 
     @property
@@ -42,9 +44,13 @@ class WideSearch:
     def run(self) -> None:
         """Tries plans; those that were tried before are not tried again."""
         problem, limits = self.problem, self.problem.limits
+        self.open_s = INF
         if limits.dp not in (None, 1) or problem.devices > WIDE:
             return
         for microbatches, rows in wide_plans.steps_of(problem):
+            if self._over():
+                self.open_s = min(self.open_s, wide_plans.least_s(problem, microbatches, rows))
+                continue
             starts: list[tuple[str, Stages]] = []
             if self.tries_all:
                 starts = [("every plan", stages) for stages in wide_plans.every_plan(problem.layers, problem.kinds)]
@@ -60,7 +66,7 @@ class WideSearch:
             ranked = sorted(zip(bounds, count(), starts, strict=False), key=lambda item: item[:2])
             for place, (bound, _, (source, stages)) in enumerate(ranked):
                 compared = place == 0 and problem.devices > SWAPPED and 2 * len(stages) * microbatches <= SMALL
-                self._try_stages(stages, 0.0 if compared else bound, microbatches, rows, source)
+                self._try_stages(stages, bound, microbatches, rows, source, compared=compared)
             self._improve(microbatches, rows, [stages for _, _, (_, stages) in ranked])
             self.polish(microbatches, rows)
 
@@ -79,18 +85,27 @@ class WideSearch:
             sums = problem.work_sums(rows, stage.width)
             slow = max(problem.slowness_of[device] for device in stage.devices)
             if slow * microbatches * (sums[stage.last + 1] - sums[stage.first]) > best.step_s * (1 + 1e-9):
+                self.open_s = min(self.open_s, best.step_s)
                 return True
         return False
 
-    def _try_stages(self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str) -> float:
-        """Simulates stages under each schedule; returns the best time, infinite if the bound excludes them."""
+    def _try_stages(
+        self, stages: Stages, bound: float, microbatches: int, rows: int | None, source: str, *, compared: bool
+    ) -> float:
+        """Simulates stages under each schedule; returns the best time, infinite if the bound excludes them.
+
+        Stages that are only `compared` are simulated although their bound excludes them.
+        """
         best = self.pool.best()
         spent = self.pricer.actions > ACTIONS and source != "spp"
-        excluded = best is not None and bound >= best.step_s * (1 - 1e-9)
-        if (stages, microbatches) in self.tried or spent or self._over() or excluded:
+        excluded = best is not None and bound >= best.step_s * (1 - 1e-9) and not compared
+        if (stages, microbatches) in self.tried:
+            return INF
+        if spent or excluded or self._over():
+            self.open_s = min(self.open_s, bound)
             return INF
         self.tried.add((stages, microbatches))
-        below_s = INF if best is None or not bound else best.step_s
+        below_s = INF if best is None or compared else best.step_s
         return self._try_schedules(stages, microbatches, rows, source, below_s)
 
     def _improve(self, microbatches: int, rows: int | None, plans: list[Stages]) -> None:
@@ -130,12 +145,16 @@ class WideSearch:
         if self.problem.devices > ORDERED:
             return
         for stages, _ in self.pool.best_stages(80):
-            best = self.pool.best()
-            close = best is not None and wide_plans.bound_s(self.problem, stages, microbatches, rows) < best.step_s * (1 - 1e-9)
+            best, bound = self.pool.best(), self._bound_s(stages, microbatches, rows)
+            close = best is not None and bound < best.step_s * (1 - 1e-9)
             wanted = self.problem.limits.schedule in (None, "listed")
-            if close and wanted and len(stages) * microbatches <= POLISHED and len(stages) > 1 and not self._over():
-                for each in wide_plans.polished(stages, microbatches, rows):
-                    self.try_plan(each)
+            if not close or not wanted or len(stages) * microbatches > POLISHED or len(stages) == 1:
+                continue
+            if self._over():
+                self.open_s = min(self.open_s, bound)
+                continue
+            for each in wide_plans.polished(stages, microbatches, rows):
+                self.try_plan(each)
 
     def _try_neighbour(self, stages: Stages, microbatches: int, rows: int | None, below_s: float = INF) -> float:
         if self.pricer.actions > 2 * ACTIONS:

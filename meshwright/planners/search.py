@@ -95,8 +95,7 @@ class Search:
         listed = self.pool.listed = self.enumerator.run()
         self.tally.bounded, self.tally.died = listed.bounded, len(listed.misfit)
         rest = self._best_first(listed.fit)
-        if not self._over():
-            self.wide.run()
+        self.wide.run()
         rest = self._best_first(rest)
         self._swap_devices()
         self._families(rest)
@@ -202,7 +201,8 @@ class Search:
             timeline, uses = self.pricer.engine(best)
             if best.over_bytes <= 0:
                 self._refuse_mode(best)
-                self.tally.open_s = rest[0].bound_s if rest else INF
+                self.tally.ended_early = self._over()
+                self.tally.open_s = min(rest[0].bound_s if rest else INF, self.wide.open_s)
                 self.pricer.keep_order(best)
                 return plan_of(self.pricer, self.pool, self.tally, best, timeline, uses)
             tight = filled if refused >= REFUSALS and best.actions > SMALL else INF

@@ -98,7 +98,7 @@ def _best_stages(problem: Problem, microbatches: int) -> Plan:
         name=f"listed, {_name(priced.stages)}, "
         + (f"{microbatches} x {limits.rows} rows" if limits.rows else f"{microbatches} microbatches"),
         alternatives=tuple(
-            Rejected(_name(other), step, f"{step / paper:.3f} times the chosen step, by the published costs")
+            Rejected(_name(other), step, f"{step / paper if paper else 1.0:.3f} times the chosen step, by the published costs")
             for step, other in _without_doubles(ranked, (paper, priced.stages))
         ),
     )

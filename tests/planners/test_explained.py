@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from meshwright.ir.cluster import Host, Link
 from meshwright.ir.files.cluster_writer import cluster_to_toml
 from meshwright.ir.files.profile_json import profile_to_json
 from meshwright.planners import NothingFitsError
-from meshwright.planners._flip_points import batch_scale, signature, with_links, with_memory
+from meshwright.planners._flip_points import Answers, QuantityScale, _flip, batch_scale, signature, with_links, with_memory
 from meshwright.planners._limits import Asked, PlanLimits
 from meshwright.planners._nearest_fit import with_least_memory
 from meshwright.report.plan_text import plan_text
@@ -216,6 +216,7 @@ def eight(tmp_path: Path) -> str:
         (["--length", "5"], "--length is for a MODEL", "meshwright profile MODEL --length"),
         (["--precision", "bf16"], "--precision is for a MODEL", "meshwright profile MODEL --precision"),
         (["--seconds", "nan"], "nan seconds", "--seconds"),
+        (["--pp", "0"], "pp must be a whole number of at least 1, got 0", "--pp 1"),
     ],
 )
 def test_contradictions_are_refused_with_numbers(eight: str, flags: list[str], what: str, fix: str) -> None:
@@ -397,3 +398,56 @@ def test_tensor_modes_that_cannot_run_are_never_returned() -> None:
     found = planned(profile, cluster, batch, pp=1, dp=1, refusal=refusal)
     assert found.parallel.get("tp", 1) != 4 and asked
     assert "not runnable: 3 heads do not divide by 4" in {other.reason for other in found.alternatives}
+
+
+@pytest.mark.parametrize("microbatches", [["-n", "8"], ["-n", "8", "--explain"], ["-n", "4", "--batch", "8"]])
+def test_the_default_planner_is_that_of_the_help(tmp_path: Path, microbatches: list[str]) -> None:
+    profile, cluster, _ = problem(0)
+    (tmp_path / "p.json").write_text(profile_to_json(profile))
+    (tmp_path / "c.toml").write_text(cluster_to_toml(cluster))
+    rows = [] if "--batch" in microbatches else ["--rows", "4"]
+    given = ["--profile", str(tmp_path / "p.json"), "--cluster", str(tmp_path / "c.toml"), "--json"]
+    code, text, error = run(*given, *microbatches, *rows)
+    assert code == 0, error
+    assert json.loads(text)["planner"] == ("spp" if microbatches == ["-n", "8"] else "search")
+
+
+def test_verify_is_said_to_need_a_model_without_dropout() -> None:
+    """Devices that share rows draw their own random numbers, so no single process is comparable."""
+    profile, cluster, _ = problem(0)
+    for widths, draws, said in (((2, 1), True, True), ((2, 1), False, False), ((1, 1), True, False)):
+        found = replace(planned(profile, cluster, 16), parallel={"pp": 2, "width": list(widths)})
+        asked = Planned(found, cluster, "c.toml", "gpt-tiny", None, None, "fp32", 16, Path("p.json"), None, lambda d=draws: d)
+        (line,) = [line for line in next_commands(typer.Context(typer.main.get_command(app)), asked) if "verify" in line]
+        assert ("# without dropout" in line) is said
+
+
+@dataclass
+class Islands:
+    """Answers that are another plan at some values only."""
+
+    scale: QuantityScale
+    others: set[int]
+
+    def same(self, value: float) -> bool:
+        return round(value) not in self.others
+
+
+@pytest.mark.parametrize(("others", "found"), [({20}, None), ({20, *range(31, 41)}, 31), (set(range(18, 41)), 18)])
+def test_a_single_value_with_another_answer_does_not_hide_those_beyond(others: set[int], found: float | None) -> None:
+    """The first look is at 20, which is alone: neither 19 nor 21 have another answer."""
+    scale = QuantityScale("batch", lambda _: cast(Asked, None), 10, 1)
+    assert _flip(cast(Answers, Islands(scale, others)), more=True) == found
+
+
+def test_layers_without_time_or_memory_are_planned() -> None:
+    """A plan without any time has no ratios to others, and a device without memory no share that is used."""
+    idle = Profile(tuple(LayerCost(f"{n}", (0.0,), (0.0,), (0.0,), output_bytes=0.0) for n in range(4)))
+    three = Cluster(devices=(Device("gpu", 1e9),) * 3)
+    for planner in ("even", "spp", "search"):
+        assert mw.plan(idle, three, microbatches=4, planner=planner).step_s == 0.0
+    mixed = Cluster(devices=(Device("gpu", 1e9), Device("gpu", 0.0)))
+    layers = Profile(tuple(LayerCost(f"{n}", (1.0,), (1.0,), (1.0,), output_bytes=1e3, parameter_bytes=1e3) for n in range(4)))
+    assert mw.plan(layers, mixed, microbatches=4, planner="search").parallel["ranks"] == [0]
+    none = Cluster(devices=(Device("gpu", 0.0),) * 2)
+    assert mw.plan(idle, none, microbatches=4, planner="search").step_s == 0.0

@@ -230,3 +230,20 @@ def test_stages_of_several_devices_recompute() -> None:
     found = mw.simulate(lists, costs, placed_links(parallel, lists, cluster))
     assert found.makespan_s + tight.causes["update"] == pytest.approx(tight.step_s, rel=1e-9)
     assert max(tight.peak_bytes) <= 400.0
+
+
+@pytest.mark.parametrize("asked", [{"pp": 2, "dp": 4}, {"pp": 4, "dp": 1}, {"pp": 2, "dp": 1}])
+def test_a_plan_is_priced_again_with_the_network_cards_that_it_shares(asked: dict[str, Any]) -> None:
+    host = Host(4, Link(0.0, 1e12), Link(0.0, 1e9), cards=1)
+    cluster = Cluster(devices=(Device("gpu"),) * 8, hosts=(host,) * 2)
+    profile = Profile((layer(seconds=1e-2, output_bytes=2e6, parameter_bytes=1e5),) * 8)
+    plan = searched(profile, cluster, microbatches=8, schedule="onef1b", **asked)
+    keywords = settled(mw.Parallel.of(dict(plan.parallel)))
+    schedule = lists_for(keywords, steps=1)
+    costs = placed_costs(keywords, schedule, keywords.costs, cluster)
+    again = mw.simulate(schedule, costs, placed_links(keywords, schedule, cluster)).makespan_s
+    assert again == pytest.approx(plan.step_s - plan.causes["update"], rel=1e-9)
+    alone = replace(cluster, hosts=(replace(host, cards=0),) * 2)
+    crossing = {frozenset(device // 4 for device in stage.devices) for stage in plan.stages} == {frozenset({0}), frozenset({1})}
+    if asked["dp"] > 1 and crossing:
+        assert again > 1.01 * mw.simulate(schedule, costs, placed_links(keywords, schedule, alone)).makespan_s

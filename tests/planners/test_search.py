@@ -332,3 +332,14 @@ def test_a_fixed_schedule_and_pipeline(tmp_path: Path) -> None:
     code, text = run(tmp_path, "16 GB", "--schedule", "chimera", "--pp", "4", "--json")
     found = json.loads(text)
     assert code == 0 and found["parallel"]["schedule"] == "chimera" and found["parallel"]["pp"] == 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_search_without_time_proves_nothing_about_what_it_did_not_try(seed: int) -> None:
+    """Its lower bound holds for plans with stages of any width too, and it says that it ended early."""
+    profile, cluster = random_profile(seed, 5), cluster_of(random_rates(seed, 4))
+    whole = mw.plan(profile, cluster, planner="search", microbatches=6, tensor=False)
+    ended = mw.plan(profile, cluster, planner="search", microbatches=6, tensor=False, seconds=0.0)
+    assert ended.lower_bound_s <= whole.step_s * (1 + 1e-9) <= ended.step_s * (1 + 1e-6)
+    assert any("ended before its work was done" in note for note in ended.notes)
+    assert not any("ended before" in note for note in whole.notes)

@@ -25,6 +25,7 @@ from meshwright.planners._planned_text import planned_text
 from meshwright.report.prediction_log import earlier_errors
 from meshwright.runtime.launch.torchrun import _refuse_other_members
 from meshwright.runtime.watchdog.board import Board
+from meshwright.train.auto.planned_inputs import _crowd
 from meshwright.train.models.small_models import mlp, mlp_batch
 from meshwright.train.setup.captured_layers import listed_layers
 from meshwright.train.setup.where import refuse_world
@@ -209,6 +210,30 @@ def test_simulate_shows_the_prediction_of_a_plan_beside_its_own(tmp_path: Path) 
     for flag in (["--steps", "2"], ["--workers", "3"], ["--option", "memory=3"]):
         refused = run("simulate", str(path), *flag)
         assert isinstance(refused.exception, MeshwrightError) and f"which decides {flag[0]}" in str(refused.exception)
+
+
+def test_flags_that_the_costs_of_a_plan_replace_are_refused(tmp_path: Path) -> None:
+    path, _ = planned(tmp_path, ranks=(4, 0, 2))
+    for flag, value in (("--forward", "0.5"), ("--sync-cost", "1"), ("--split", "1:3"), ("--recompute-cost", "1")):
+        refused = run("simulate", str(path), flag, value)
+        assert isinstance(refused.exception, MeshwrightError) and f"which replace {flag}" in str(refused.exception)
+
+
+def test_workers_without_cores_of_their_own_are_not_compared_with_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = mw.TrainingArguments(output_dir="o")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert _crowd(args, 2) == ()
+    assert _crowd(args, 3) == ("each worker had a core of its own, 3 workers share 2 cores",)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert _crowd(args, 3) == (), "under torchrun, some ranks are on other hosts"
+
+
+def test_simulate_says_whose_times_layers_take(tmp_path: Path) -> None:
+    plan = Parallel(pp=2, schedule="listed", microbatches=2, costs=COSTS[:2], ranks=(1, 0))
+    path = tmp_path / "plan.json"
+    path.write_text(plan_file_json(plan, made_for={"profile": {"device": "core of x86_64"}}))
+    assert "layers take the times of core of x86_64" in run("simulate", str(path), "--cluster", "dgx-a100").output
+    assert "layers take" not in run("simulate", str(path), "--cluster", "laptop").output
 
 
 def test_simulate_says_that_a_plan_was_made_for_another_cluster(tmp_path: Path) -> None:

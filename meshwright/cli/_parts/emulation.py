@@ -68,11 +68,12 @@ class Emulation:
         ranks: tuple[int, ...] = (),
     ) -> Measured:
         """Run a lowered schedule on local workers; worker w is rank `ranks[w]`."""
+        shorter = "" if ranks else "--forward 0.01 --backward 0.02, or "  # a plan has times of its own
         total, limit = self.runs * predicted.makespan_s, 60.0 if self.limit is None else self.limit
         if not total <= limit:
             raise MeshwrightError(
                 f"{self.runs} runs of {predicted.makespan_s:g} s are more than {limit:g} s (times are in seconds)",
-                fix=f"--forward 0.01 --backward 0.02, or --limit {total:g}",
+                fix=f"{shorter}--limit {total:g}",
             )
         try:
             from meshwright.runtime.emulate.emulate import EmulationJob, emulate

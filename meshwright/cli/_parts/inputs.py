@@ -98,6 +98,9 @@ FormatChoice = Annotated[
 ]
 Output = Annotated[Path | None, output_option("--output", "-o", help="Write to a file.")]
 
+STAGE_TIMES = ("forward", "backward", "split", "recompute", "sync_cost")
+"""The fields of `CostFlags` that are times of stages."""
+
 
 @dataclass(frozen=True)
 class CostFlags:
@@ -129,13 +132,16 @@ class CostFlags:
                 raise MeshwrightError("--recompute is the old name of --recompute-cost", fix="--recompute-cost alone")
             sys.stderr.write("note: --recompute is now --recompute-cost here\n")
             object.__setattr__(self, "recompute", self.old_recompute)
-        self._refuse_replaced("--costs", self.file, ("forward", "backward", "split", "recompute", "sync_cost"))
+        self._refuse_replaced("--costs", self.file, STAGE_TIMES)
         self._refuse_replaced("--cluster", self.cluster_file, ("send", "bandwidth", "duplex"))
 
     def _refuse_replaced(self, flag: str, file: Path | None, names: Sequence[str]) -> None:
-        given = [_flag(name) for name in names if getattr(self, name) != getattr(type(self), name)]
-        if file is not None and given:
+        if file is not None and (given := self.given(names)):
             raise MeshwrightError(f"{flag} {file} replaces {', '.join(given)}", fix="give only one of the two")
+
+    def given(self, names: Sequence[str]) -> list[str]:
+        """Returns the flags of these fields that have other values than their defaults."""
+        return [_flag(name) for name in names if getattr(self, name) != getattr(type(self), name)]
 
     def stages(self, schedule: Schedule) -> Sequence[StageCost]:
         """Returns one row per stage of this schedule."""
@@ -152,6 +158,19 @@ class CostFlags:
         if left:
             raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, which {len(rows)} {MISFIT}")
         return tuple(row.scaled(1 / parts) for row in rows for _ in range(parts))
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether stages have the costs of a profile."""
+        return False
+
+    def links(self, schedule: Schedule) -> Cluster | None:
+        """Returns the links between the workers of this schedule."""
+        return self.cluster
+
+    def capacities(self, workers: int) -> tuple[float, ...] | None:
+        """Returns the bytes that each worker may hold; None if they are not known."""
+        return None
 
     def refuse(self, workers: int) -> None:
         """Raises on costs that no schedule can take."""

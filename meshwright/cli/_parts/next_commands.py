@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -36,6 +36,13 @@ class Planned:
     output: Path | None
     dataset: str | None = None
     """The data set that `train` has to be told; None if the model has its own."""
+    draws: Callable[[], bool] = lambda: True  # as of an unknown model
+    """Whether the model draws random numbers."""
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether `verify` can compare the plan with one process: devices that share rows draw their own random numbers."""
+        return max(self.plan.parallel.get("width", (1,))) == 1 or not self.draws()
 
 
 def next_commands(context: typer.Context, planned: Planned) -> Iterator[str]:
@@ -44,14 +51,16 @@ def next_commands(context: typer.Context, planned: Planned) -> Iterator[str]:
     if planned.output is None:
         yield f"{again(context)} -o {name}"
     yield f"meshwright simulate {name} --cluster {shlex.quote(planned.cluster_name)}"
+    condition = "" if planned.is_comparable else "without dropout, because devices that share rows draw their own numbers"
     if planned.model is None:
-        yield f"meshwright verify MODEL --plan {name}   (MODEL: what the profile was made from)"
+        where = "; ".join(filter(None, ["MODEL: what the profile was made from", condition]))
+        yield f"meshwright verify MODEL --plan {name}   ({where})"
         return
     model, started = shlex.quote(planned.model), max(planned.plan.ranks) + 1
     length = [f"--length {planned.length}"] if planned.length is not None else []
     if started <= LOCAL_RANKS:
         own = [f"--batch-function {planned.batch_function}"] if planned.batch_function else length
-        yield " ".join(["meshwright verify", model, f"--plan {name}", *own])
+        yield " ".join(["meshwright verify", model, f"--plan {name}", *own, *([f"  # {condition}"] if condition else [])])
     train = " ".join(["meshwright train", model, f"--plan {name}", *_training(planned), *length])
     unknown = [f"DATASET: {_ROWS}"] if planned.dataset == PLACEHOLDER else []
     for launcher, notes in _launchers(planned.cluster, started):

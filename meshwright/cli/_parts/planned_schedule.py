@@ -13,7 +13,8 @@ from meshwright.costs.placed_plan import placed_costs, placed_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.input_limits import shown
-from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, cluster_digest, is_plan_file, planned_file
+from meshwright.ir.links.machines import same_kind
+from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, cluster_input, is_plan_file, planned_file
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.stage_cost import StageCost, rows_for
 from meshwright.ir.timeline import Timeline
@@ -89,6 +90,11 @@ def planned_run(name: str, *, flags: inputs.CostFlags, refused: Sequence[str]) -
         raise MeshwrightError(f"{name} is a plan, which decides {' and '.join(refused)}", fix=f"leave out {refused[0]}")
     file = planned_file(path)
     plan = settled(file.parallel)
+    if plan.costs and (times := flags.given(inputs.STAGE_TIMES)):
+        raise MeshwrightError(
+            f"{name} has the costs of its stages, which replace {' and '.join(times)}",
+            fix=f"leave out {times[0]}, or --costs FILE",
+        )
     schedule = lists_for(plan, steps=1)
     notes = []
     if plan.costs and flags.file is None:
@@ -100,9 +106,12 @@ def planned_run(name: str, *, flags: inputs.CostFlags, refused: Sequence[str]) -
         )
     cluster = flags.cluster or Cluster()
     if flags.cluster_file is not None:
-        now = {"cluster": {"digest": cluster_digest(cluster)}}
+        now = {"cluster": cluster_input(cluster)}
         notes += [f"priced again: {change}" for change in changed_inputs(file.made_for or {}, now)]
         costs = placed_costs(plan, schedule, costs, cluster) if plan.costs and flags.file is None else costs
+        named = [device.kind for device in cluster.devices if device.kind]
+        if file.device and named and not any(same_kind(file.device, kind) for kind in named):
+            notes.append(f"layers take the times of {file.device}: the plan has no others, and only links are priced again")
         cluster = placed_links(plan, schedule, cluster)
     elif cluster.free and schedule.workers > 1:
         notes.append("messages take no time here: --cluster says which links the plan was made for")

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 
 from meshwright.cli._parts import inputs
+from meshwright.costs.gradient_sums import stage_sums, ties_of
+from meshwright.costs.memory.memory_classes import reserve_bytes
 from meshwright.costs.stages import stage_costs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device
@@ -27,19 +30,55 @@ class ProfileCosts(inputs.CostFlags):
     profile: Profile | None = None
     rows: int | None = None
 
+    @property
+    def is_profiled(self) -> bool:
+        """Stages have the costs of a profile."""
+        return True
+
     def stages(self, schedule: Schedule) -> Sequence[StageCost]:
         """Returns what the stages of a schedule cost. Worker w is device w of the cluster."""
         assert self.profile is not None
         teams = schedule.placement.teams
-        starts = _starts(self.profile, self.rows, schedule.stages)
+        layers = [range(a, b) for a, b in itertools.pairwise(_starts(self.profile, self.rows, schedule.stages))]
         machine = _machine(self.cluster, schedule.workers)
-        stages = [PlanStage(a, b - 1, (teams[0][k][0][0],)) for k, (a, b) in enumerate(itertools.pairwise(starts))]
-        found = stage_costs(self.profile, stages, machine, rows=self.rows)
+        of_replicas = [
+            stage_costs(
+                self.profile,
+                [PlanStage(run.start, run.stop - 1, of_stage[0][:1]) for run, of_stage in zip(layers, replica, strict=True)],
+                machine,
+                rows=self.rows,
+            )
+            for replica in teams
+        ]
+        found = [_slowest(costs) for costs in zip(*of_replicas, strict=True)]
         holders = [sorted({w for copy in teams for team in copy[k] for w in team}) for k in range(schedule.stages)]
+        sizes = [cost.parameter_bytes for cost in found]
+        sums = stage_sums(ties_of(self.profile), machine, machine, layers, holders, sizes)
         return tuple(
-            replace(cost, sync_s=machine.all_reduce_s(ranks, cost.parameter_bytes))
-            for cost, ranks in zip(found, holders, strict=True)
+            replace(cost, sync_s=added.sync_s, tied_bytes=added.tied_bytes, tied_s=added.tied_s)
+            for cost, added in zip(found, sums, strict=True)
         )
+
+    def links(self, schedule: Schedule) -> Cluster | None:
+        """Returns the cluster, whose network cards the messages of this schedule divide among them."""
+        if self.cluster is None or not self.cluster.has_cards:
+            return self.cluster
+        ends = {
+            (a, b)
+            for replica in schedule.placement.teams
+            for here, there in itertools.pairwise(replica)
+            for one, other in itertools.product(here, there)
+            for a, b in itertools.product(one, other)
+            if a != b
+        }
+        return self.cluster.shared(sorted({*ends, *((b, a) for a, b in ends)}))
+
+    def capacities(self, workers: int) -> tuple[float, ...] | None:
+        """Returns the memory of the devices without the reserve; None if none of it is known."""
+        devices = self.cluster.devices[:workers] if self.cluster is not None else ()
+        if not any(isfinite(device.memory_bytes) for device in devices):
+            return None
+        return tuple(device.memory_bytes - reserve_bytes(device.memory_bytes) for device in devices)
 
     def refuse(self, workers: int) -> None:
         """Raises if the cluster has too few devices."""
@@ -70,6 +109,12 @@ def with_profile(flags: inputs.CostFlags, path: Path | None, rows: int | None) -
         refuse_other_device(profile, flags.cluster)
     given = {field.name: getattr(flags, field.name) for field in fields(flags)}
     return ProfileCosts(**{**given, "file": path}, profile=profile, rows=rows if profile.rows else None)
+
+
+def _slowest(costs: Sequence[StageCost]) -> StageCost:
+    """The cost of a stage that several devices hold, one in each replica: the slowest of them decides."""
+    times = {name: max(getattr(cost, name) for cost in costs) for name in ("forward_s", "input_s", "weight_s", "recompute_s")}
+    return replace(costs[0], **times)
 
 
 @lru_cache(maxsize=64)

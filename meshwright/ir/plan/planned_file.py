@@ -147,6 +147,13 @@ def cluster_digest(cluster: Cluster) -> str:
     return digest_of([cluster_to_toml(cluster)])
 
 
+def cluster_input(cluster: Cluster) -> dict[str, Any]:
+    """Returns what identifies a cluster in `made_for`."""
+    kinds = ", ".join(dict.fromkeys(device.kind for device in cluster.devices if device.kind))
+    text = f"{cluster.size} devices" + (f" ({kinds})" if kinds else "")
+    return {"digest": cluster_digest(cluster), "devices": cluster.size, "text": text}
+
+
 def model_input(parameter_bytes: Sequence[float]) -> dict[str, str]:
     """Returns what identifies a model in `made_for`, from the bytes of the parameters of its layers."""
     sizes = [int(size) for size in parameter_bytes]

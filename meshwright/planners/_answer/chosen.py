@@ -18,6 +18,8 @@ from meshwright.planners._search.tensor_costs import ASSUMED
 
 DELAYED = "pipedream, pipedream_2bw and cyclic are not searched: they train with delayed parameters"
 
+EARLY = "the search ended before its work was done: other orders and other devices for the same stages may be faster"
+
 
 def plan_of(
     pricer: Pricer,
@@ -49,7 +51,11 @@ def plan_of(
         row=row(problem, best),
         alternatives=best_of_schedules(problem, pool, best),
         rivals=rivals(pool, best),
-        notes=(*notes(problem, tensor=any(tensor_of(each.plan).tp > 1 for each in pool.plans)), DELAYED),
+        notes=(
+            *notes(problem, tensor=any(tensor_of(each.plan).tp > 1 for each in pool.plans)),
+            DELAYED,
+            *([EARLY] if tally.ended_early else []),
+        ),
         name=name(best.plan),
         error=problem.profile.error,
     )

@@ -46,8 +46,7 @@ def best_of_schedules(problem: Problem, pool: Pool, best: Priced) -> tuple[Rejec
 
 def why_slower(other: Priced, best: Priced) -> str:
     """Why a plan is slower: the share of its step in which workers wait, or more work."""
-    more = other.step_s / best.step_s - 1.0
-    if more <= 1e-9:
+    if other.step_s <= best.step_s * (1 + 1e-9):
         return "as fast; the simpler or first found plan is kept"
 
     def busy(priced: Priced) -> float:
@@ -57,7 +56,8 @@ def why_slower(other: Priced, best: Priced) -> str:
     waits = (other.step_s - busy(other)) - (best.step_s - busy(best))
     work = busy(other) - busy(best)
     reason = f"{waits:.3g} s more waiting" if waits >= work else f"{work:.3g} s more work"
-    return f"slower by {more:.2%}: {reason}"
+    more = f" by {other.step_s / best.step_s - 1:.2%}" if best.step_s else ""
+    return f"slower{more}: {reason}"
 
 
 def rivals(pool: Pool, best: Priced) -> tuple[Rejected, ...]:

@@ -18,7 +18,7 @@ def choices(priced: Priced) -> dict[str, Any]:
         "tp": tensor_of(plan).tp,
         "pp": priced.workers,
         "dp": plan.dp,
-        "width": [stage.width for stage in priced.stages] if isinstance(plan, WidePlan) else None,
+        "width": list(priced.widths) if max(priced.widths, default=1) > 1 else None,
         "zero": plan.zero,
         "rows": plan.rows if plan.share == 1 else -(-plan.rows // plan.share) if plan.rows else None,
         "microbatches": priced.microbatches,

@@ -13,11 +13,14 @@ from meshwright.planners._search.tensor_costs import TensorChoice
 
 @dataclass
 class SearchTally:
-    """What a search has done: plans with a bound, plans that do not fit, and the lowest bound that was not simulated."""
+    """What a search has done: plans with a bound, plans that do not fit, the lowest bound of a plan that was not simulated, and
+    whether its time was over before its work was done.
+    """
 
     bounded: int = 0
     died: int = 0
     open_s: float = float("inf")
+    ended_early: bool = False
 
 
 class Pool:

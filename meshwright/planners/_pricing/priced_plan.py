@@ -75,7 +75,7 @@ class Priced:
     @property
     def tightest(self) -> int:
         """The worker whose devices are the fullest; the one that holds the most if their memory is not known."""
-        return max(range(self.workers), key=lambda w: (self.peak_bytes[w] / self.capacity[w], self.peak_bytes[w]))
+        return max(range(self.workers), key=lambda w: (_share(self.peak_bytes[w], self.capacity[w]), self.peak_bytes[w]))
 
     @property
     def may_fit(self) -> bool:
@@ -86,4 +86,9 @@ class Priced:
     @property
     def filled(self) -> float:
         """The share of its memory that the tightest worker uses."""
-        return max(peak / cap for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))
+        return max(_share(peak, cap) for peak, cap in zip(self.peak_bytes, self.capacity, strict=True))
+
+
+def _share(peak: float, capacity: float) -> float:
+    """The part of a device that is used, which may have no memory at all."""
+    return peak / capacity if capacity else float("inf") if peak else 0.0

@@ -54,6 +54,14 @@ def steps_of(problem: Problem) -> list[tuple[int, int | None]]:
     return list(dict.fromkeys(way for each in found for way in each)) or ways[:1]
 
 
+def least_s(problem: Problem, microbatches: int, rows: int | None) -> float:
+    """No plan is faster, whatever its stages and its order: all devices work all the time, at the best width of each layer."""
+    most = min(problem.devices, rows) if problem.profile.rows and rows else 1  # without rows all widths take equal work
+    widths = [width for width in range(1, most + 1) if problem.limits.allows(width, rows)]
+    work = np.min([width * np.diff(problem.arrays(rows, width).work_sums) for width in widths], axis=0)
+    return microbatches * float(work.sum()) / float((1.0 / problem.slowness).sum())
+
+
 def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> float:
     """No order is faster, under any of the schedules that are tried."""
     whole, split = bounds_s(problem, stages, microbatches, rows)
@@ -198,10 +206,15 @@ def neighbours(stages: Stages, kinds: Sequence[int], layers: int) -> Iterator[St
             yield _with(stages, {n: replace(one, last=one.last + 1), n + 1: replace(other, first=other.first + 1)})
         yield (*stages[:n], PlanStage(one.first, other.last, (*one.devices, *other.devices)), *stages[n + 2 :])
     used = {device for stage in stages for device in stage.devices}
-    idle = [device for device in range(len(kinds)) if device not in used]
+    free_of = {kinds[device]: device for device in reversed(range(len(kinds))) if device not in used}  # the first of each kind
+    idle = sorted(free_of.values())
     for n, stage in enumerate(stages):
-        for device in stage.devices:
+        left: set[tuple[int, ...]] = set()  # what stays of a stage without one device, by kinds
+        for device in reversed(stage.devices):
             rest = tuple(d for d in stage.devices if d != device)
+            if (alike := tuple(kinds[d] for d in rest)) in left:
+                rest = ()
+            left.add(alike)
             for later in stage.devices[stage.devices.index(device) + 1 :] if count > 1 else ():
                 if kinds[later] != kinds[device]:
                     yield _with(stages, {n: replace(stage, devices=_swapped(stage.devices, device, later))})

@@ -36,6 +36,11 @@ class PlanRefusal:
     last_rows: int = 0
     """The rows of the last step of an epoch, if it is short."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws random numbers in training (dropout)."""
+        return self._flat.random
+
     @cached_property
     def _flat(self) -> Flat:
         return flatten(self.model, self.example)

@@ -7,6 +7,7 @@ measure its links.
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def other_inputs(args: TrainingArguments, model: nn.Module, flat: Flat | None) -
         line = line_of(model, flat)
         now["model"] = model_input(parameter_bytes(model, line, LayerChain(line).starts))
     found = changed_inputs(made_for, now)
-    return (*found, *_other_device(args, args.planned.device))
+    return (*found, *_other_device(args, args.planned.device), *_crowd(args, args.planned.parallel.processes))
 
 
 def note_other_inputs(changes: tuple[str, ...]) -> None:
@@ -57,6 +58,14 @@ def _length(flat: Flat) -> int | None:
     sizes = [node.size for node in flat.nodes if node.kind is NodeKind.COLUMN and node.size is not None]
     tokens = [size.shape[1] for size in sizes if len(size.shape) == 2 and not getattr(torch, size.dtype).is_floating_point]
     return tokens[0] if tokens else None
+
+
+def _crowd(args: TrainingArguments, processes: int) -> tuple[str, ...]:
+    """The ranks of this host and its cores, if there are more ranks: then each is slower than its device in a plan."""
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", processes)), len(os.sched_getaffinity(0))
+    if args.n_gpu or ranks <= cores:
+        return ()
+    return (f"each worker had a core of its own, {ranks} workers share {cores} cores",)
 
 
 def _other_device(args: TrainingArguments, said: str) -> tuple[str, ...]:
