@@ -26,6 +26,8 @@ from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import prove
 from meshwright.simulate import simulate as predict
 
+_WIDTH = 200  # of the table at most: a narrow terminal wraps its lines, and rich would leave out columns
+
 
 @dataclass(frozen=True)
 class ComparedSchedule:
@@ -269,7 +271,7 @@ def _print(rows: list[ComparedSchedule], flags: inputs.CostFlags, *, capped: boo
     from rich.table import Table
 
     written = io.StringIO()
-    console = Console(highlight=False) if output is None else Console(file=written, highlight=False, width=200)
+    console = Console(file=None if output is None else written, highlight=False, width=_WIDTH)
     measured, profiled = flags.file is not None, flags.is_profiled
     table = Table(box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)

@@ -93,7 +93,7 @@ def _best_stages(problem: Problem, microbatches: int) -> Plan:
         parallel=priced.keywords,
         memory=uses,
         causes=causes(priced, timeline),
-        notes=notes(problem, tensor=False),
+        notes=notes(problem, priced.stages, tensor=False),
         error=problem.profile.error,
         name=f"listed, {_name(priced.stages)}, "
         + (f"{microbatches} x {limits.rows} rows" if limits.rows else f"{microbatches} microbatches"),

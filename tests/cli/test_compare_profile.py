@@ -115,6 +115,13 @@ def test_messages_divide_a_network_card() -> None:
     assert together["interleaved"] > alone["interleaved"] * 1.05
 
 
+def test_a_narrow_terminal_leaves_out_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run("--profile", "profile.json", "--rows", "1", "--cluster", "laptop").stdout.splitlines()
+    assert lines[0].split() == ["schedule", "step", "s", "bubble", "parameters", "activations", "GB", "fits"]
+    assert [line.split()[-1] for line in lines if line.startswith("onef1b")] == ["no"]
+
+
 def test_the_memory_of_the_cluster_decides_what_fits() -> None:
     def asked(memory: float, *words: str) -> Result:
         rates = [[0 if a == b else 1e9 for b in range(4)] for a in range(4)]

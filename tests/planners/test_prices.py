@@ -199,6 +199,19 @@ def test_the_slowest_and_the_smallest_device_of_a_stage_decide() -> None:
     assert Search(problem).pricer.price(plan).capacity == (50.0,)
 
 
+@pytest.mark.parametrize("planner", ["search", "spp"])
+def test_a_stage_of_devices_that_differ_is_said(planner: str) -> None:
+    kinds = [Device(name, 1e9, {"fp32": flops}) for name, flops in (("a", 4.0), ("b", 3.0))]
+    profile = Profile((layer(parameter_bytes=4.0),), device="a")
+
+    def said(*devices: Device) -> bool:
+        plan = mw.plan(profile, Cluster(Link(0.0, 1e9), devices=devices), microbatches=4, planner=planner)
+        assert plan.widths == (2,)
+        return any("devices of one stage differ" in note and "10% more memory" in note for note in plan.notes)
+
+    assert said(*kinds) and not said(kinds[0], kinds[0])
+
+
 def test_zero_3_has_no_tensor_ranks() -> None:
     """A run refuses both together, so no such plan is enumerated."""
     block = layer("block", saved_bytes=1e6, parameter_bytes=4e6, flops=1e9, output_bytes=1e6)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,10 @@ from meshwright.ir.action import actions
 from meshwright.ir.timeline import Lane
 from meshwright.planners._planned_text import planned_text
 from meshwright.report.prediction_log import earlier_errors
-from meshwright.runtime.launch.torchrun import _refuse_other_members
+from meshwright.runtime.launch import torchrun as torchrun_job
+from meshwright.runtime.launch.torchrun import _Exit, _refuse_other_members, _wait_idle
 from meshwright.runtime.watchdog.board import Board
+from meshwright.runtime.watchdog.failure import Failure, FailureKind
 from meshwright.train.auto.planned_inputs import _crowd
 from meshwright.train.models.small_models import mlp, mlp_batch
 from meshwright.train.setup.captured_layers import listed_layers
@@ -326,6 +331,43 @@ def test_an_idle_rank_ends_with_a_job_that_fails() -> None:
     assert "rank 1 (worker 1) failed in 1F2 (stage 1): ValueError: bad weights" in done.stderr
     assert "rank 2, which is idle, stops: rank 1 (worker 1) failed in 1F2" in done.stderr
     assert "rank 3 (worker 0): " in done.stderr, "what the others did, by their ranks"
+
+
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_idle_rank_that_is_told_to_stop_reads_the_failure_first(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher stops the ranks of its host when one fails, maybe before this one has looked."""
+    monkeypatch.setattr(torchrun_job, "_LINGER_S", 1.0)
+    board = Board(dist.HashStore(), (0, 1))
+    with _Exit(board, 2) as exit_:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if fails:
+            threading.Timer(0.3, board.post, [Failure(1, FailureKind.RAISED, "ValueError: bad weights")]).start()
+        with pytest.raises(SystemExit) as ended:
+            _wait_idle(board, exit_, idle=1)
+    told = capfd.readouterr().err
+    if fails:
+        assert ended.value.code == 1 and "rank 2, which is idle, stops: " in told and "bad weights" in told
+    else:
+        assert ended.value.code == 143 and "rank 2, which is idle, stopped by SIGTERM" in told
+
+
+def test_a_script_that_handles_sigterm_itself_does_not_block_the_watchdog() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with _Exit(Board(dist.HashStore(), (0, 1)), 0) as exit_:
+            assert exit_.told_to_stop() is None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("idle_first", [False, True])

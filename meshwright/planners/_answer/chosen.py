@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshwright.costs.memory.memory_classes import RESERVE
-from meshwright.ir.plan.chosen_plan import MemoryUse, Plan
+from meshwright.ir.plan.chosen_plan import MemoryUse, Plan, PlanStage
 from meshwright.ir.profile import Profile, ProfileSource
 from meshwright.ir.timeline import Timeline
 from meshwright.planners._answer.compared import best_of_schedules, rivals
@@ -52,7 +54,7 @@ def plan_of(
         alternatives=best_of_schedules(problem, pool, best),
         rivals=rivals(pool, best),
         notes=(
-            *notes(problem, tensor=any(tensor_of(each.plan).tp > 1 for each in pool.plans)),
+            *notes(problem, best.stages, tensor=any(tensor_of(each.plan).tp > 1 for each in pool.plans)),
             DELAYED,
             *([EARLY] if tally.ended_early else []),
         ),
@@ -76,9 +78,12 @@ def causes(best: Priced, timeline: Timeline) -> dict[str, float]:
     }
 
 
-def notes(problem: Problem, *, tensor: bool) -> tuple[str, ...]:
-    """Returns what was assumed, and what was measured; `tensor` says whether plans have tensor ranks."""
+def notes(problem: Problem, stages: Sequence[PlanStage], *, tensor: bool) -> tuple[str, ...]:
+    """Returns what was assumed for a plan with these stages, and what was measured; `tensor`: plans have tensor ranks."""
     found = [_times(problem.profile), _memory(problem)]
+    if any(_differ(problem, stage.devices) for stage in stages):
+        ahead = ", and messages of a faster one may wait: up to 10% more memory than stated" if problem.is_limited else ""
+        found.append(f"devices of one stage differ: they are priced as the slowest of them{ahead}")
     if not problem.profile.rows:
         found.append("the profile does not know its rows: devices that share a microbatch take an equal part of its time")
     if tensor:
@@ -86,6 +91,11 @@ def notes(problem: Problem, *, tensor: bool) -> tuple[str, ...]:
     if not np.isfinite(problem.memory_rate).all():
         found.append("updates take no time: the bandwidth of device memory is not known")
     return tuple(found)
+
+
+def _differ(problem: Problem, devices: Sequence[int]) -> bool:
+    """Whether these devices run at different speeds."""
+    return len({(problem.slowness_of[device], float(problem.launch[device])) for device in devices}) > 1
 
 
 def _times(profile: Profile) -> str:

@@ -71,9 +71,9 @@ def attach(
     name = f"{name}/{store.add(f'{name}/attached/{rank}', 1)}"  # a script may attach several times, the same number on each rank
     board = Board(PrefixStore(f"{name}/watch", watching), members)
     _refuse_other_members(board, rank)
-    if rank not in members:
-        _wait_idle(board, rank, world - len(members))
     with _Exit(board, rank) as exit_:
+        if rank not in members:
+            _wait_idle(board, exit_, world - len(members))
         here = Attached(rank, world, devices.choose(local_rank, device=device))
         timeouts, alarms = Timeouts(timeout_s, silence_s), {exit_.wakeup.fileno(): exit_.on_sigterm}
         watch = Watch(board, rank, timeouts, ends=exit_.leave, alarms=alarms, supervised=False)
@@ -97,6 +97,7 @@ class _Exit:
     def __init__(self, board: Board, rank: int) -> None:
         self.board, self.rank = board, rank
         self.wakeup, self._wakeup_sender = socket.socketpair()
+        self.wakeup.setblocking(False)  # also if no signal ever writes to it: `told_to_stop` looks and never waits
         self._stopped_at: float | None = None
         self._before: tuple[int, object] | None = None
 
@@ -105,7 +106,6 @@ class _Exit:
         if ours:
             # A stuck main thread runs no Python handler, but the C handler still writes to this socket, which the watchdog polls.
             self._wakeup_sender.setblocking(False)
-            self.wakeup.setblocking(False)
             self._before = signal.set_wakeup_fd(self._wakeup_sender.fileno(), warn_on_full_buffer=False), signal.SIG_DFL
             signal.signal(signal.SIGTERM, lambda *_: None)
             os.register_at_fork(after_in_child=self._restore_signals)
@@ -121,14 +121,16 @@ class _Exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._before = None
 
+    def told_to_stop(self) -> float | None:
+        """Returns how many seconds ago SIGTERM arrived, or None."""
+        with contextlib.suppress(BlockingIOError):
+            if signal.SIGTERM in self.wakeup.recv(64) and self._stopped_at is None:
+                self._stopped_at = time.monotonic()
+        return None if self._stopped_at is None else time.monotonic() - self._stopped_at
+
     def on_sigterm(self) -> None:
         """Handles SIGTERM. The launcher often sends it because another rank exited: wait for that rank's failure, then exit."""
-        with contextlib.suppress(BlockingIOError):
-            if signal.SIGTERM not in self.wakeup.recv(64):
-                return
-        now = time.monotonic()
-        if self._stopped_at is None:
-            self._stopped_at = now
+        if self._stopped_at is None and self.told_to_stop() is not None:
             threading.Timer(_LINGER_S, self._stopped).start()
 
     def _stopped(self) -> None:
@@ -144,11 +146,8 @@ class _Exit:
         else:
             _print(f"rank {self.rank} stops: {failure}")
         deadline = time.monotonic() + _LINGER_S
-        while failure.rank != self.rank and self._stopped_at is None and time.monotonic() < deadline:
+        while failure.rank != self.rank and self.told_to_stop() is None and time.monotonic() < deadline:
             time.sleep(TICK_S / 5)
-            with contextlib.suppress(BlockingIOError):
-                if signal.SIGTERM in self.wakeup.recv(64):
-                    break
         self._quit("", 2 if failure.clean else 1)
 
     def after_error(self, first: Failure, error: BaseException) -> None:
@@ -239,11 +238,13 @@ def _all_over(board: Board) -> bool:
     return all(doing is not None and doing.over for doing in board.everyone())
 
 
-def _wait_idle(board: Board, rank: int, idle: int) -> NoReturn:
+def _wait_idle(board: Board, exit_: _Exit, idle: int) -> NoReturn:
     """Waits until the ranks of the plan have finished, and ends this process: its model and its results would be old ones.
 
-    It ends with an error if a rank of the plan fails. A launcher may stop it at any time.
+    It ends with an error if a rank of the plan fails, or a while after its launcher has told it to stop: launchers often do that
+    because another rank failed, whose failure is read first.
     """
+    rank = exit_.rank
     _log.info("rank %d is not in the plan and waits for ranks %s", rank, ", ".join(map(str, board.members)))
     try:
         while not _all_over(board):
@@ -251,6 +252,9 @@ def _wait_idle(board: Board, rank: int, idle: int) -> NoReturn:
                 _print(f"rank {rank}, which is idle, stops: {failure}")
                 time.sleep(_LINGER_S)  # the rank that failed exits first
                 raise SystemExit(2 if failure.clean else 1)
+            if (exit_.told_to_stop() or 0.0) > _LINGER_S:
+                _print(f"rank {rank}, which is idle, stopped by SIGTERM")
+                raise SystemExit(128 + signal.SIGTERM)
             time.sleep(TICK_S / 5)
         board.store.add(_IDLE_DONE, 1)
         _stay_for_others(board, rank, Timeouts.timeout_s, idle)
