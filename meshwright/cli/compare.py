@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshwright import schedules
-from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts import cost_flags, inputs, outputs
+from meshwright.cli._parts.comparison_table import ComparedSchedule, csv_of, print_table
 from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.outputs import Format
 from meshwright.cli._parts.tensor_comparison import TensorFlags, compare_tensor
@@ -26,25 +25,6 @@ from meshwright.ir.timeline import Timeline
 from meshwright.passes.check import prove
 from meshwright.simulate import simulate as predict
 
-_WIDTH = 200  # of the table at most: a narrow terminal wraps its lines, and rich would leave out columns
-
-
-@dataclass(frozen=True)
-class ComparedSchedule:
-    """One schedule at the given sizes and costs, or why it cannot run with them."""
-
-    schedule: str
-    step_s: float | None = None
-    makespan_s: float | None = None
-    bubble_ratio: float | None = None
-    parameter_copies: float | None = None
-    peak_activations: float | None = None
-    peak_bytes: float | None = None
-    feasible: bool = False
-    stale: bool = False
-    recompute_priced_as_forward: bool = False
-    refused: str | None = None
-
 
 @with_groups
 def compare(
@@ -55,11 +35,11 @@ def compare(
     *,
     workers: inputs.Workers = 4,
     microbatches: inputs.Microbatches = 8,
-    flags: inputs.CostFlags,
+    flags: cost_flags.CostFlags,
     shape: TensorFlags,
     profile: Annotated[
         Path | None,
-        inputs.cost_option("--profile", help="What layers cost, cut evenly by time; replaces --costs."),
+        cost_flags.cost_option("--profile", help="What layers cost, cut evenly by time; replaces --costs."),
     ] = None,
     mb_rows: Annotated[int | None, inputs.size_option("--rows", help="Rows of a microbatch, for --profile.")] = None,
     memory: Annotated[
@@ -79,7 +59,7 @@ def compare(
     """
     if shape.tensor:
         sizes = (workers, microbatches, profile, mb_rows)
-        if flags != inputs.CostFlags() or sizes != (4, 8, None, None) or format not in (Format.TEXT, Format.JSON):
+        if flags != cost_flags.CostFlags() or sizes != (4, 8, None, None) or format not in (Format.TEXT, Format.JSON):
             raise MeshwrightError("--tensor compares tensor modes, not schedules", fix="--tensor with its own sizes only")
         compare_tensor(shape, files or (), memory, output, as_json=as_json or format is Format.JSON)
         return
@@ -100,9 +80,9 @@ def compare(
         answer = json.dumps({"workers": workers, "microbatches": microbatches, "rows": [asdict(r) for r in rows]})
         outputs.give(answer, output)
     elif format is Format.CSV:
-        outputs.give(_csv(rows), output)
+        outputs.give(csv_of(rows), output)
     else:
-        _print(rows, flags, capped=cap is not None or capacities is not None, output=output)
+        print_table(rows, flags, capped=cap is not None or capacities is not None, output=output)
     if not any(r.feasible for r in rows):
         raise typer.Exit(3)
 
@@ -118,7 +98,7 @@ def _rows(files: Sequence[str], given: Given) -> list[ComparedSchedule]:
     return sorted(rows, key=lambda r: (r.step_s is None, not r.feasible, r.step_s or 0.0, r.peak_activations or 0.0))
 
 
-def _cap(text: str, flags: inputs.CostFlags) -> float:
+def _cap(text: str, flags: cost_flags.CostFlags) -> float:
     """Returns what --memory allows: a number, or a size if costs have bytes."""
     size = bytes_in(text)
     if size is not None and flags.file is None:
@@ -135,11 +115,11 @@ def _cap(text: str, flags: inputs.CostFlags) -> float:
     return found
 
 
-def _refuse_misfit(rows: list[ComparedSchedule], flags: inputs.CostFlags, workers: int) -> None:
+def _refuse_misfit(rows: list[ComparedSchedule], flags: cost_flags.CostFlags, workers: int) -> None:
     """Raises once if a cost file fits no schedule, instead of one refusal per schedule."""
-    if flags.file is None or any(not r.refused for r in rows) or all(inputs.MISFIT not in str(r.refused) for r in rows):
+    if flags.file is None or any(not r.refused for r in rows) or all(cost_flags.MISFIT not in str(r.refused) for r in rows):
         return
-    given = f"{len(costs_from_json(outputs.read(flags.file)))} {inputs.MISFIT}"
+    given = f"{len(costs_from_json(outputs.read(flags.file)))} {cost_flags.MISFIT}"
     raise MeshwrightError(
         f"--costs {flags.file} fits no schedule: {workers} workers have {workers} stages or a multiple, which {given}",
         fix=f"one row per stage: {workers}",
@@ -163,7 +143,7 @@ Builder = Callable[[int | None], Schedule]
 class Given:
     """The conditions of a comparison."""
 
-    flags: inputs.CostFlags
+    flags: cost_flags.CostFlags
     workers: int
     microbatches: int
     memory: float | None = None
@@ -255,57 +235,3 @@ def is_stale(schedule: Schedule) -> bool:
     """True if any action reads older weights than those that its gradient will update."""
     computed = (action for entries in schedule.lists for action in walk(entries) if action.op in COMPUTE)
     return any(action.version < action.mb // schedule.microbatches for action in computed)
-
-
-def _csv(rows: list[ComparedSchedule]) -> str:
-    """Returns the rows as CSV."""
-    found = io.StringIO()
-    table = csv.writer(found, lineterminator="\n")
-    table.writerow([each.name for each in fields(ComparedSchedule)])
-    table.writerows(astuple(r) for r in rows)
-    return found.getvalue()
-
-
-def _print(rows: list[ComparedSchedule], flags: inputs.CostFlags, *, capped: bool, output: Path | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    written = io.StringIO()
-    console = Console(file=None if output is None else written, highlight=False, width=_WIDTH)
-    measured, profiled = flags.file is not None, flags.is_profiled
-    table = Table(box=None, pad_edge=False)
-    table.add_column("schedule", no_wrap=True)
-    for column in ("step s" if measured else "step", "bubble", "parameters", "activations", *(["GB"] if measured else [])):
-        table.add_column(column, justify="right", no_wrap=True)
-    if capped:
-        table.add_column("fits")
-    for r in rows:
-        if r.step_s is not None and r.peak_bytes is not None:
-            numbers = [f"{r.step_s:.6g}", f"{r.bubble_ratio:.2%}", f"{r.parameter_copies:.4g}", f"{r.peak_activations:.4g}"]
-            numbers += [f"{r.peak_bytes / 1e9:.4g}"] if measured else []
-            fits = () if not capped else ("yes" if r.feasible else "[red]no[/red]",)
-            table.add_row(f"{r.schedule}{' *' * r.stale}{' r' * r.recompute_priced_as_forward}", *numbers, *fits)
-    console.print(table)
-    for line in _legend(rows, measured, profiled=profiled):
-        console.print(f"[dim]{line}", soft_wrap=True)
-    for r in rows:
-        if r.refused:
-            console.print(f"[dim]{r.schedule}: {r.refused}", soft_wrap=True)
-    if output is not None:
-        outputs.write(output, written.getvalue())
-
-
-def _legend(rows: list[ComparedSchedule], measured: bool, *, profiled: bool) -> list[str]:
-    """Explains the columns, and the marks that occur."""
-    unit = "in seconds" if measured else "in the unit of --forward"
-    found = [f"step: time per step {unit}; parameters: copies that a worker holds; activations: of one microbatch, at the peak"]
-    if measured:
-        state = "with the state of the optimizer" if profiled else "no optimizer state"
-        found.append(f"GB: activations, gradients and parameter copies of the fullest worker, 1e9 bytes; {state}")
-    if any(r.stale for r in rows):
-        found.append("*: stale weights: gradients are computed with older weights than those they update")
-    if any(r.recompute_priced_as_forward for r in rows):
-        found.append(
-            "r: it recomputes, but no cost is given; one forward is assumed (--recompute-cost, or recompute_s in --costs)"
-        )
-    return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts import cost_flags, inputs, outputs
 from meshwright.errors import MeshwrightError
 from meshwright.ir.input_limits import file_text
 
@@ -40,7 +40,7 @@ def plan(
     precision: Annotated[
         str | None, typer.Option("--precision", show_default="fp32", help="fp32, bf16 or fp16, for MODEL.")
     ] = None,
-    cluster: inputs.ClusterFile = None,
+    cluster: cost_flags.ClusterFile = None,
     microbatches: Annotated[
         int | None, inputs.size_option("--microbatches", "-n", show_default="16", help="Microbatches per step.")
     ] = None,
@@ -93,15 +93,14 @@ def plan(
         microbatches = DEFAULT_MICROBATCHES
     step, rows_given = batch, rows is not None
     if microbatches is not None and batch is not None:
-        rows = _rows(batch, microbatches, rows)
-        batch = None
+        rows, batch = _rows(batch, microbatches, rows), None
     if profile is not None:
         layers, refusal = _given_layers(profile, model, length, batch_function, precision), None
         refuse_other_device(layers, machine, str(cluster))
     else:
         layers, refusal = _profiled_layers(model, machine, length, batch_function, precision, batch, rows)
-    free = step is None and not any((schedule, pp, dp, no_tensor, seconds is not None, explain))
-    planner = planner or ("spp" if free else "search")
+    searched = step is not None or any((schedule, pp, dp, no_tensor, seconds is not None, explain))
+    planner = planner or ("search" if searched else "spp")
     usual_s = EXPLAIN_S if planner == "search" and not as_json else 0.0
     try:
         with SearchBar(quiet=as_json) as bar:
@@ -123,10 +122,8 @@ def plan(
                 refusal=refusal,
                 progress=bar.at,
             )
-    except planners.NothingFitsError as error:
-        raise _nothing_fits(_in_flags(error, step, microbatches, rows_given=rows_given), as_json=as_json) from None
     except MeshwrightError as error:
-        raise _by_batch(error, step, microbatches) from None
+        raise _in_flags(error, step, microbatches, rows_given=rows_given, as_json=as_json) from None
     found = with_earlier_errors(replace(found, notes=(*found.notes, _about(cluster, machine))), layers.device)
     if layers.rows and step is None and microbatches is not None and rows is not None:
         step = microbatches * rows
@@ -136,13 +133,25 @@ def plan(
         sys.stdout.write(json.dumps(found.to_dict()) + "\n")
         return
     data = _dataset(model, refusal)
-    planned = Planned(
-        found, machine, str(cluster), model, batch_function, length, layers.precision, step, output, data, lambda: _draws(refusal)
-    )
+    made_for = (length, layers.precision, step)
+    planned = Planned(found, machine, str(cluster), model, batch_function, *made_for, output, data, lambda: _draws(refusal))
     sys.stdout.write(plan_text(found, layers, machine, steps=list(next_commands(context, planned))) + "\n")
 
 
-def _in_flags(error: NothingFitsError, batch: int | None, microbatches: int | None, *, rows_given: bool) -> NothingFitsError:
+def _in_flags(
+    error: MeshwrightError, batch: int | None, microbatches: int | None, *, rows_given: bool, as_json: bool
+) -> Exception:
+    """Returns what to raise: the error in the flags of the request, or the exit after what would fit is printed."""
+    from meshwright.planners import NothingFitsError
+
+    if isinstance(error, NothingFitsError):
+        return _nothing_fits(_by_smaller_batch(error, batch, microbatches, rows_given=rows_given), as_json=as_json)
+    return _by_batch(error, batch, microbatches)
+
+
+def _by_smaller_batch(
+    error: NothingFitsError, batch: int | None, microbatches: int | None, *, rows_given: bool
+) -> NothingFitsError:
     """Returns the error with a smaller batch instead of fewer rows, if the request gives rows by --batch and --microbatches."""
     rows = next((change["rows"] for change in error.changes if "rows" in change), None)
     if batch is None or microbatches is None or rows is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts import cost_flags, inputs, outputs
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{inputs.MODEL_FORMS}.")],
-    cluster: inputs.ClusterFile = None,
+    cluster: cost_flags.ClusterFile = None,
     rows: Annotated[
         str, inputs.size_option(parser=_row_counts, metavar="N,N,...", help="Rows of the microbatches to time.")
     ] = "1,2,4",

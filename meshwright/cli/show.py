@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts import cost_flags, inputs, outputs
 from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.outputs import Format
 from meshwright.cli.simulate import predicted, summary
@@ -24,7 +24,7 @@ def show(
     microbatches: inputs.Microbatches = 4,
     steps: inputs.Steps = None,
     option: inputs.Option = None,
-    flags: inputs.CostFlags,
+    flags: cost_flags.CostFlags,
     format: inputs.FormatChoice = Format.TEXT,
     lowered: Annotated[bool, inputs.output_option("--lowered", help="Include syncs, updates, sends and receives.")] = False,
     as_json: inputs.Json = False,
@@ -50,7 +50,7 @@ def show(
     outputs.give(_form(schedule, flags, format, colour=output is None and outputs.coloured()), output)
 
 
-def _form(schedule: Schedule, flags: inputs.CostFlags, form: Format, *, colour: bool) -> str | bytes:
+def _form(schedule: Schedule, flags: cost_flags.CostFlags, form: Format, *, colour: bool) -> str | bytes:
     """Returns a schedule in one of the formats; simulates it for formats that show times."""
     if form is Format.JSON:
         return schedule_to_json(schedule)

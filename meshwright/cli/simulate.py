@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from meshwright.cli._parts import emulation, inputs, outputs
+from meshwright.cli._parts import cost_flags, emulation, inputs, outputs
 from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.outputs import Format
 from meshwright.errors import MeshwrightError
@@ -32,7 +32,7 @@ def simulate(
     steps: inputs.Steps = None,
     option: inputs.Option = None,
     sync: Annotated[Sync, inputs.size_option(help="When gradients are summed.")] = Sync.EAGER,
-    flags: inputs.CostFlags,
+    flags: cost_flags.CostFlags,
     wish: emulation.Emulation,
     format: inputs.FormatChoice = Format.TEXT,
     as_json: inputs.Json = False,
@@ -67,7 +67,7 @@ def simulate(
     outputs.give(found, output)
 
 
-def _plan(name: str, flags: inputs.CostFlags, refused: list[str]) -> PlannedRun | None:
+def _plan(name: str, flags: cost_flags.CostFlags, refused: list[str]) -> PlannedRun | None:
     """Returns the run of a plan file; None if the name is not one."""
     if not name.endswith(".json"):
         return None
@@ -78,7 +78,7 @@ def _plan(name: str, flags: inputs.CostFlags, refused: list[str]) -> PlannedRun 
 
 def _simulate_plan(
     plan: PlannedRun,
-    flags: inputs.CostFlags,
+    flags: cost_flags.CostFlags,
     wish: emulation.Emulation,
     format: Format,
     output: Path | None,

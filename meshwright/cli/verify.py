@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright import schedules
-from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts import cost_flags, inputs, outputs
 from meshwright.cli._parts.flag_groups import with_groups
 from meshwright.cli._parts.mode_flags import ModeFlags, flag_of
 from meshwright.costs.planned_grid import row_unit
@@ -40,7 +40,7 @@ def verify(
     dp: Annotated[int | None, inputs.size_option(show_default="1", help="Data-parallel copies.")] = None,
     dp_mode: inputs.DataMode = None,
     option: inputs.Option = None,
-    costs: inputs.Costs = None,
+    costs: cost_flags.Costs = None,
     steps: Annotated[int, inputs.size_option(help="Steps to train.")] = 5,
     *,
     tensor: ModeFlags,
@@ -76,7 +76,7 @@ def verify(
         "options": inputs.pairs(option) or None,
     }
     flags |= {"sync": sync and sync.value, "recompute": _recompute(recompute), "transport": transport}
-    flags |= {"costs": inputs.read_costs(costs), "width": tuple(_numbers("--width", width, int)) if width else None}
+    flags |= {"costs": cost_flags.read_costs(costs), "width": tuple(_numbers("--width", width, int)) if width else None}
     flags |= {"ranks": inputs.rank_list(ranks), **tensor.plan_fields()}
     parallel = _plan(plan, {name: value for name, value in flags.items() if value is not None})
     path = output or (None if as_json else Path("certificate.json"))

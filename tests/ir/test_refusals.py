@@ -22,7 +22,7 @@ from meshwright import (
     schedule_to_json,
     schedules,
 )
-from meshwright.cli._parts.inputs import CostFlags
+from meshwright.cli._parts.cost_flags import CostFlags
 from meshwright.cli.compare import compare
 from meshwright.ir.action import Cell, Transfer, parse
 from meshwright.ir.files.schedule_csv import to_csv

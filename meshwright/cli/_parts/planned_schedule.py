@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli._parts import inputs, outputs
+from meshwright.cli._parts import cost_flags, outputs
 from meshwright.costs.placed_plan import placed_costs, placed_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
@@ -78,7 +78,7 @@ def workers_of(file: PlannedFile) -> tuple[int, ...]:
     return plan.ranks[: plan.workers * plan.tp : plan.tp]
 
 
-def planned_run(name: str, *, flags: inputs.CostFlags, refused: Sequence[str]) -> PlannedRun | None:
+def planned_run(name: str, *, flags: cost_flags.CostFlags, refused: Sequence[str]) -> PlannedRun | None:
     """Returns what a plan file asks to simulate; None if the name is something else, for example a schedule.
 
     `refused` are flags that were given, but are decided by the plan.
@@ -90,7 +90,7 @@ def planned_run(name: str, *, flags: inputs.CostFlags, refused: Sequence[str]) -
         raise MeshwrightError(f"{name} is a plan, which decides {' and '.join(refused)}", fix=f"leave out {refused[0]}")
     file = planned_file(path)
     plan = settled(file.parallel)
-    if plan.costs and (times := flags.given(inputs.STAGE_TIMES)):
+    if plan.costs and (times := flags.given(cost_flags.STAGE_TIMES)):
         raise MeshwrightError(
             f"{name} has the costs of its stages, which replace {' and '.join(times)}",
             fix=f"leave out {times[0]}, or --costs FILE",

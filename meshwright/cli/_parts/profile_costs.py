@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 
-from meshwright.cli._parts import inputs
+from meshwright.cli._parts import cost_flags
 from meshwright.costs.gradient_sums import stage_sums, ties_of
 from meshwright.costs.memory.memory_classes import reserve_bytes
 from meshwright.costs.stages import stage_costs
@@ -24,7 +24,7 @@ from meshwright.ir.stage_cost import StageCost
 
 
 @dataclass(frozen=True)
-class ProfileCosts(inputs.CostFlags):
+class ProfileCosts(cost_flags.CostFlags):
     """Flags of costs whose stages come from a profile. `file` is the profile."""
 
     profile: Profile | None = None
@@ -89,7 +89,7 @@ class ProfileCosts(inputs.CostFlags):
         return self.stages(schedule)
 
 
-def with_profile(flags: inputs.CostFlags, path: Path | None, rows: int | None) -> inputs.CostFlags:
+def with_profile(flags: cost_flags.CostFlags, path: Path | None, rows: int | None) -> cost_flags.CostFlags:
     """Returns flags whose costs come from a profile, or these flags if there is none."""
     from meshwright.ir.files.profile_json import profile_from_json
     from meshwright.ir.files.profile_text import profile_from_text
