@@ -71,17 +71,19 @@ def proved_with_peaks(
     copies: int = 1,
     bounded: bool = False,
     widths: Sequence[int] = (),
+    paces: Sequence[float] = (),
 ) -> tuple[Timeline, tuple[dict[str, float], ...]]:
     """Proves a schedule as `check` does, and simulates it: its timeline, and what the peak of each worker consists of.
 
     The second is in bytes by kind of value. What is proved is what is simulated. The timeline has spans, and a
     lower bound if `bounded`; a search has bounds of its own. With `widths`, worker s stands for the `widths[s]` devices of
-    stage s, and its bytes are those of one of them. Raises if a law is broken.
+    stage s, and its bytes are those of one of them. `paces` is how long each worker computes relative to the costs. Raises if a
+    law is broken.
     """
     cluster = cluster or Cluster()
     flow = lowered_flow(schedule, costs=costs, checked=True)  # a run places messages by costs: it does not know the links
     program = EventGraph(flow, cluster.duplex, proved_run(schedule, flow))
-    price = Price(flow.schedule, costs, cluster, copies=copies)
+    price = Price(flow.schedule, costs, cluster, copies=copies, paces=paces)
     spans, times = _spans(program, *sweep(program, program.table(price)))
     least = lower_bound(program, price) if bounded else 0.0
     found = Timeline(schedule.name, schedule.workers, tuple(spans), lower_bound_s=least, flush=schedule.flush)

@@ -10,8 +10,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
-from meshwright import Cluster, Duplex, Link, Op, StageCost, Transfer, check, lower, simulate
+from meshwright import Cluster, Duplex, Link, Op, StageCost, Transfer, check, lower, schedules, simulate
 from meshwright.ir.action import actions
+from meshwright.simulate.simulator import proved_with_peaks
 from tests.support.random_schedules import (
     Case,
     build,
@@ -205,6 +206,19 @@ def test_all_times_scale_together() -> None:
             assert late[place] == pytest.approx((start * factor, end * factor), rel=1e-9, abs=1e-9)
         assert after.lower_bound_s == pytest.approx(before.lower_bound_s * factor, rel=1e-9, abs=1e-9)
         assert after.bubble_ratio == pytest.approx(before.bubble_ratio, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["onef1b", "gpipe", "zero_bubble"])
+def test_the_pace_of_a_worker_is_that_of_its_stage(name: str) -> None:
+    """With one stage on each worker, a slower worker is a stage with larger compute times: messages and sums keep theirs."""
+    paces, compute = (1.0, 0.5, 3.0, 1.75), ("forward_s", "input_s", "weight_s", "recompute_s")
+    costs = [StageCost(1.0 + k, 1.0, 0.5 * k, sync_s=2.0, output_bytes=1.0, gradient_bytes=1.0) for k in range(4)]
+    cluster = Cluster(Link(0.125, 2.0))
+    lowered = lower(schedules.build(name, workers=4, microbatches=6), costs=costs, cluster=cluster)
+    slower = [replace(c, **{field: getattr(c, field) * pace for field in compute}) for c, pace in zip(costs, paces, strict=True)]
+    paced, kinds = proved_with_peaks(lowered, costs, cluster, paces=paces)
+    assert (paced.spans, kinds) == ((same := proved_with_peaks(lowered, slower, cluster))[0].spans, same[1])
+    assert paced.spans != proved_with_peaks(lowered, costs, cluster)[0].spans
 
 
 def scaled(link: Link, factor: float) -> Link:

@@ -15,7 +15,8 @@ class Price:
     """Seconds of entries and bytes of values.
 
     A cell takes `F + B - overlap * min(F, B)`: with 0 overlapping saves nothing, with 1 it hides the shorter action. `copies` is
-    the number of data-parallel copies, which may divide optimizer state and gradients among them.
+    the number of data-parallel copies, which may divide optimizer state and gradients among them. `paces` says how long each
+    worker computes relative to the costs of its stages, if workers that share a stage differ.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class Price:
         *,
         overlap: float = 0.0,
         copies: int = 1,
+        paces: Sequence[float] = (),
     ) -> None:
         if not 0.0 <= overlap <= 1.0:
             raise MeshwrightError(f"overlap is the share of the shorter action that a cell hides, 0 to 1, got {overlap}")
@@ -34,6 +36,7 @@ class Price:
         self.cluster = cluster or Cluster()
         self.overlap = overlap
         self.copies = copies
+        self.paces = tuple(paces)
         self.recompute = schedule.recompute or ()
         self.narrow = schedule.placement.narrow
         self._seconds: dict[tuple[Op, int, int], float] = {}
@@ -54,9 +57,11 @@ class Price:
         time = self._seconds.get(key)
         if time is None:
             time = self._seconds[key] = self.whole_s(action.op, action.stage) / self._parts(action.part)
-        if self.narrow or action.op not in COMPUTE:
+        if action.op not in COMPUTE:
             return time
-        return time * self.row_share(worker, action.replica, action.stage, action.mb)
+        if self.paces:
+            time *= self.paces[worker]
+        return time if self.narrow else time * self.row_share(worker, action.replica, action.stage, action.mb)
 
     def whole_s(self, op: Op, stage: int) -> float:
         """Returns the time of an op on all rows of a microbatch, or of a sync. Inline recompute counts into the backward."""

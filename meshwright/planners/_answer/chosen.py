@@ -81,9 +81,8 @@ def causes(best: Priced, timeline: Timeline) -> dict[str, float]:
 def notes(problem: Problem, stages: Sequence[PlanStage], *, tensor: bool) -> tuple[str, ...]:
     """Returns what was assumed for a plan with these stages, and what was measured; `tensor`: plans have tensor ranks."""
     found = [_times(problem.profile), _memory(problem)]
-    if any(_differ(problem, stage.devices) for stage in stages):
-        ahead = ", and messages of a faster one may wait: up to 10% more memory than stated" if problem.is_limited else ""
-        found.append(f"devices of one stage differ: they are priced as the slowest of them{ahead}")
+    if any(problem.differ(stage.devices) for stage in stages):
+        found.append("devices of one stage differ: the time of the stage is that of the slowest of them")
     if not problem.profile.rows:
         found.append("the profile does not know its rows: devices that share a microbatch take an equal part of its time")
     if tensor:
@@ -91,11 +90,6 @@ def notes(problem: Problem, stages: Sequence[PlanStage], *, tensor: bool) -> tup
     if not np.isfinite(problem.memory_rate).all():
         found.append("updates take no time: the bandwidth of device memory is not known")
     return tuple(found)
-
-
-def _differ(problem: Problem, devices: Sequence[int]) -> bool:
-    """Whether these devices run at different speeds."""
-    return len({(problem.slowness_of[device], float(problem.launch[device])) for device in devices}) > 1
 
 
 def _times(profile: Profile) -> str:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from meshwright.costs.gradient_sums import SumCost, stage_sums
 from meshwright.costs.memory.memory_classes import gradient_bytes, memory_use, optimizer_state, reserve_bytes, static_bytes
-from meshwright.costs.stages import of_microbatch, stage_links
+from meshwright.costs.stages import stage_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.files.schedule_json import schedule_to_json
 from meshwright.ir.plan.chosen_plan import MemoryUse, PlanStage
 from meshwright.ir.schedule import Schedule, Sharding
 from meshwright.ir.stage_cost import StageCost
 from meshwright.ir.timeline import Timeline
-from meshwright.passes.widen import widen
+from meshwright.planners._pricing.devices_apart import kinds_apart, looks_apart
 from meshwright.planners._pricing.priced_bound import priced_bound_s
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.programs import Programs
@@ -47,8 +46,6 @@ from meshwright.simulate.simulator import proved_with_peaks
 
 MESSAGES = 4
 """About how many messages of each kind a worker may hold at once."""
-APART = 1024
-"""With at most this number of actions, every device of a stage is simulated by itself when the memory of a plan is proved."""
 
 
 class Pricer:
@@ -126,8 +123,9 @@ class Pricer:
             bounded=bounded,
             widths=priced.widths,
         )
-        if sum(priced.widths) > priced.workers and 2 * sum(priced.widths) * priced.microbatches <= APART:
-            kinds = tuple(max(pair, key=lambda kind: sum(kind.values())) for pair in zip(kinds, self._apart(priced), strict=True))
+        if looks_apart(self.problem, priced):
+            apart = kinds_apart(self.problem, priced, self.schedule(priced))
+            kinds = tuple(max(pair, key=lambda kind: sum(kind.values())) for pair in zip(kinds, apart, strict=True))
         self.proved += 1
         uses = tuple(
             memory_use(of_worker, more=more, capacity=cap)
@@ -136,17 +134,6 @@ class Pricer:
         priced.step_s = timeline.makespan_s + priced.update_s
         priced.peak_bytes = tuple(use.total for use in uses)
         return timeline, uses
-
-    def _apart(self, priced: Priced) -> list[dict[str, float]]:
-        """Returns the memory of the stages of a plan by kind, each on its fullest device, if all devices run their own lists.
-
-        Their messages take different times, so a device may hold more of them than one that stands for all.
-        """
-        widths, costs = priced.widths, of_microbatch(priced.costs, priced.widths)
-        devices = [device for stage in priced.stages for device in stage.devices]
-        _, kinds = proved_with_peaks(widen(self.schedule(priced), widths), costs, self.problem.cluster.placed(devices))
-        ends = [0, *accumulate(widths)]
-        return [max(kinds[a:b], key=lambda kind: sum(kind.values())) for a, b in pairwise(ends)]
 
     def keep_order(self, priced: Priced) -> None:
         """Stores the order itself in a plan whose order was made for its links: a run does not know them."""

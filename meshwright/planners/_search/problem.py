@@ -160,6 +160,20 @@ class Problem:
             ties=self.ties,
         )
 
+    def differ(self, devices: Sequence[int]) -> bool:
+        """Whether these devices run at different speeds."""
+        return len({(self.slowness_of[device], float(self.launch[device])) for device in devices}) > 1
+
+    def paces(self, stages: Sequence[PlanStage], costs: Sequence[StageCost]) -> list[float]:
+        """Returns the time of a forward on each device of these stages, relative to the slowest device of its stage."""
+        found: list[float] = []
+        for stage, cost in zip(stages, costs, strict=True):
+            slowest = max(self.slowness_of[device] for device in stage.devices)
+            work = (cost.forward_s - float(self.launch[list(stage.devices)].max())) / slowest
+            times = [work * self.slowness_of[device] + float(self.launch[device]) for device in stage.devices]
+            found += [time / cost.forward_s if cost.forward_s else 1.0 for time in times]
+        return found
+
     def stage_parameters(self, first: Ints, end: Ints) -> Floats:
         """Returns the bytes of the parameters of stages; tied ones inside a stage count once."""
         if not self.tied:
