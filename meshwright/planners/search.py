@@ -21,6 +21,7 @@ from meshwright.ir.plan.chosen_plan import Plan
 from meshwright.ir.profile import Profile
 from meshwright.ir.schedule import Sharding
 from meshwright.planners._answer.chosen import plan_of
+from meshwright.planners._cut_search import CutSearch
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._nearest_fit import nothing_fits
 from meshwright.planners._pricing.mapping import Mapper
@@ -83,6 +84,8 @@ class Search:
         self.tally = SearchTally()
         self.end = perf_counter() + problem.limits.seconds
         self.wide = WideSearch(self.pricer, self.pool, self.tally, self.try_plan, self._over)
+        self.cuts = CutSearch(self.enumerator, self.pool, self.try_plan, self._over)
+        self.squeezed = False
         self.tight: dict[Sharding, float] = {}
 
     def run(self) -> Iterator[Plan]:
@@ -97,6 +100,10 @@ class Search:
         rest = self._best_first(listed.fit)
         self.wide.run()
         rest = self._best_first(rest)
+        if self.pool.best() is None:
+            self._squeeze()
+        if self.problem.devices <= SWAPPED:
+            self.cuts.improve()
         self._swap_devices()
         self._families(rest)
         yield self._proved(rest)
@@ -175,6 +182,17 @@ class Search:
                     if (priced := self.try_plan(candidate)) is not None:
                         steps[name] = min(steps.get(name, INF), priced.step_s)
 
+    def _squeeze(self) -> bool:
+        """Looks for cuts with which a plan fits that does not fit otherwise. Returns whether there are some."""
+        if not self.squeezed:
+            self.squeezed = True
+            found = self.cuts.squeeze(self.pool.listed.misfit)
+            self.pool.listed.misfit += [plan for plan in found if plan.over_bytes > 0]
+            for plan in found:
+                if plan.over_bytes <= 0 and not self._over():
+                    self.try_plan(plan)
+        return self.pool.best() is not None
+
     def _swap_devices(self) -> None:
         """Maps the best plans of different shapes to other devices."""
         if self.problem.devices <= SWAPPED:
@@ -195,6 +213,8 @@ class Search:
         for refused in count(1):
             rest = self._best_first(rest)
             best = self.pool.best()
+            if best is None and self._squeeze():
+                best = self.pool.best()
             if best is None:
                 break
             filled = best.filled

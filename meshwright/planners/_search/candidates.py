@@ -1,20 +1,19 @@
 """Every plan of one width that a search considers, with a bound on its step and on its memory, before anything is built.
 
-The bound of worker w is (forwards before its first stage) + (all its work) + (backwards after its last), plus what its
-sums take; no order is faster. A worker that holds few activations at once also waits until microbatches come back to it. The
-bound on memory counts parameters, gradients, optimizer state, the activations that every order of the family holds, the scratch
-of the largest layer, and the reserve.
+Cuts are even by work; if they miss the memory of a worker, cuts that fit follow. The bounds are those of `group_bounds.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from itertools import islice, product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planners._search.candidate_plans import Candidate, Enumeration
+from meshwright.planners._search.capped_cuts import capped_cuts
 from meshwright.planners._search.effort import FEW
 from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import ZERO_3, Family, families
@@ -103,7 +102,7 @@ class Enumerator:
             single = [family for family in families(wanted) if family.has_line][:1]
             yield from single
             enough = self.problem.layers >= ZERO_3.chunks
-            if dp > 1 and tp == 1 and self.limited and wanted in (None, "interleaved") and enough:
+            if dp > 1 and tp == 1 and wanted in (None, "interleaved") and enough:
                 yield ZERO_3
             return
         for family in families(wanted):
@@ -179,27 +178,59 @@ class Enumerator:
     ) -> Iterator[Candidate]:
         """Yields what differs in layout and in how copies divide their state."""
         rows, share, count = split
-        problem, tp = self.problem, tensor.tp
         layouts = ("stages", "copies") if pp > 1 and dp > 1 else ("stages",)
         shares = dp * family.replicas
         zeros = ("zero-3",) if family is ZERO_3 else ZEROS if self.limited and shares > 1 else ZEROS[:1]
-        first = 0.0
+        roomy = False
         for layout in layouts:
-            for reverse in (False,) if problem.uniform else (False, True):
-                found = self.grid(pp, dp, tp, layout, reverse)
+            for reverse in (False,) if self.problem.uniform else (False, True):
+                found = self.grid(pp, dp, tensor.tp, layout, reverse)
                 group = self._group(family, pp, (rows, share), tensor, recompute, found)
-                alive, most = self.alive(family, pp, count)
-                bound = group.bound_s(count, self._sync_s(family, pp, dp, tensor, layout, reverse, group), most)
-                capacity = problem.memory[:1] if problem.uniform else problem.memory[found.devices].min(axis=(1, 2))
+                plan = Candidate(family, pp, dp, tensor, rows, share, count, "", recompute, layout, (), 0.0, reverse=reverse)
+                least_s = self._least_s(plan, group)
                 for zero in zeros:
-                    none = -np.inf, -np.inf
-                    over, about = group.over_bytes(problem, zero, shares, alive, capacity, count) if self.limited else none
-                    if zero != zeros[0] and first <= -ROOMY * self.least_memory:
+                    if zero != zeros[0] and roomy:
                         break  # what fits with whole state is as fast and simpler
-                    first = about if zero == zeros[0] else first
-                    step = bound + group.update_s(problem, zero, shares, found.devices)
-                    degrees = family, pp, dp, tensor, rows, share, count
-                    yield Candidate(*degrees, zero, recompute, layout, group.ends, step, over, reverse, about_bytes=about)
+                    each = self._bounded(plan, zero, group, least_s, found)
+                    roomy = each.about_bytes <= -ROOMY * self.least_memory if zero == zeros[0] else roomy
+                    yield each
+                    if each.over_bytes > 0 and family.has_line and pp > 1:
+                        yield from self._capped(each, group, found)
+
+    def _least_s(self, plan: Candidate, group: GroupBounds) -> float:
+        """A bound on the step without the update."""
+        most = self.alive(plan.family, plan.pp, plan.microbatches)[1]
+        return group.bound_s(plan.microbatches, self._sync_s(plan, group), most)
+
+    def _bounded(self, plan: Candidate, zero: str, group: GroupBounds, least_s: float, found: DeviceGrid) -> Candidate:
+        """Returns a plan with the cuts of a group and with its bounds, if copies divide their state as `zero` says."""
+        problem, shares = self.problem, plan.dp * plan.family.replicas
+        over = about = -np.inf
+        if self.limited:
+            least = self.alive(plan.family, plan.pp, plan.microbatches)[0]
+            over, about = group.over_bytes(problem, zero, shares, least, self._capacity(found), plan.microbatches)
+        step = least_s + group.update_s(problem, zero, shares, found.devices)
+        return replace(plan, zero=zero, ends=group.ends, bound_s=step, over_bytes=over, about_bytes=about, sharp=False)
+
+    def _capacity(self, found: DeviceGrid) -> Floats:
+        """The memory of the smallest device of each worker."""
+        least: Floats = self.problem.memory[found.devices].min(axis=(1, 2))
+        return self.problem.memory[:1] if self.problem.uniform else least
+
+    def _capped(self, plan: Candidate, group: GroupBounds, found: DeviceGrid) -> Iterator[Candidate]:
+        """Yields a plan whose stages have a worker each with cuts that fit its memory, if there are any."""
+        alive = self.alive(plan.family, plan.pp, plan.microbatches)[0]
+        room = group.room(self.problem, plan.zero, plan.dp, alive, self._capacity(found))
+        timed = self.timed(plan.rows, plan.share, plan.tensor)
+        ends = capped_cuts(timed.sums["again" if plan.recompute else "work"], group.slowness, room)
+        if ends is not None and ends != group.ends:
+            yield self.recut(plan, ends)
+
+    def recut(self, plan: Candidate, ends: tuple[int, ...]) -> Candidate:
+        """Returns a plan with other cuts, and its bounds."""
+        found = self.grid_of(plan)
+        group = self._group(plan.family, plan.pp, (plan.rows, plan.share), plan.tensor, plan.recompute, found, ends)
+        return self._bounded(plan, plan.zero, group, self._least_s(plan, group), found)
 
     def alive(self, family: Family, pp: int, count: int) -> tuple[Floats, Floats]:
         """Returns the least and the most activations of each worker."""
@@ -213,43 +244,49 @@ class Enumerator:
         return self._lives[key]
 
     def _group(
-        self, family: Family, pp: int, rows: tuple[int | None, int], tensor: TensorChoice, recompute: bool, found: DeviceGrid
+        self,
+        family: Family,
+        pp: int,
+        rows: tuple[int | None, int],
+        tensor: TensorChoice,
+        recompute: bool,
+        found: DeviceGrid,
+        ends: tuple[int, ...] = (),
     ) -> GroupBounds:
+        """Returns the bounds of plans with these cuts, or with even ones."""
         problem = self.problem
         workers = problem.slowness[:1] if problem.uniform else worker_slowness(problem, found)
         slow = tuple(workers.tolist())
-        key = (family, pp, rows, tensor, recompute, slow)
+        key = (family, pp, rows, tensor, recompute, slow, ends)
         if key not in self._groups:
             placement = placement_of(family, pp)
             stages = slow * placement.stages if problem.uniform else tuple(stage_slowness(placement, workers).tolist())
             timed = self.timed(*rows, tensor)
             cut_key = (rows, tensor, recompute, stages)
-            if cut_key not in self._cuts:
+            if not ends and cut_key not in self._cuts:
                 self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
-            self._groups[key] = GroupBounds(
-                problem, family, placement, timed, self._cuts[cut_key], stages, recompute, tensor, rows
-            )
+            cuts = ends or self._cuts[cut_key]
+            self._groups[key] = GroupBounds(problem, family, placement, timed, cuts, stages, recompute, tensor, rows)
         return self._groups[key]
 
-    def _sync_s(
-        self, family: Family, pp: int, dp: int, tensor: TensorChoice, layout: str, reverse: bool, group: GroupBounds
-    ) -> Floats:
+    def _sync_s(self, plan: Candidate, group: GroupBounds) -> Floats:
         """The least time of the sums of each stage: two gathers at the best rate of its group.
 
         Copies that divide their state gather parameters after the sum of gradients, which takes as long as the second half of a
         plain sum. With zero-3 nothing is gathered at the end of a step.
         """
-        replicas = family.replicas
-        key = (family if replicas > 1 else None, pp, dp, tensor.tp, layout, reverse)
+        family, tp, replicas = plan.family, plan.tensor.tp, plan.family.replicas
+        key = (family if replicas > 1 else None, plan.pp, plan.dp, tp, plan.layout, plan.reverse, plan.ranks)
         if key not in self._rates:
-            found = self.grid(pp, dp, tensor.tp, layout, reverse)
-            groups = list(found.devices[:, :, 0]) if replicas == 1 else sync_groups(found, placement_of(family, pp))
+            found = self.grid_of(plan)
+            placement = placement_of(family, plan.pp)
+            groups = list(found.devices[:, :, 0]) if replicas == 1 else sync_groups(found, placement)
             self._rates[key] = (self.problem.links.gather_rates(groups), min(map(len, groups)))
         rates, count = self._rates[key]
         if replicas == 1:
-            rates = rates[worker_table(placement_of(family, pp))[0]]
+            rates = rates[worker_table(placement_of(family, plan.pp))[0]]
         gathers = 1 if family is ZERO_3 else 2
-        sizes = np.maximum(group.parameters - self.problem.tied / tensor.tp, 0.0)  # tied ones are added up once
+        sizes = np.maximum(group.parameters - self.problem.tied / tp, 0.0)  # tied ones are added up once
         least: Floats = gathers * (count - 1) / count * sizes / rates
         return least
 

@@ -72,7 +72,7 @@ class DeviceLinks:
 
     def rates(self) -> Floats:
         """Returns the bandwidths of all pairs; infinite from a device to itself."""
-        found: Floats = self.rate[np.ix_(self.seat, self.seat)]
+        found: Floats = self.rate[np.ix_(self.seat, self.seat)].astype(np.float64)
         np.fill_diagonal(found, np.inf)
         return found
 

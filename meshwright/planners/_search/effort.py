@@ -30,6 +30,10 @@ STARTED = 4 * SHAPES
 """How many of them are tried on regular orders of devices first, on at most ten devices."""
 SWAPPED = 32
 """On more devices no two of them are swapped, and plans whose links make them slow are not simulated."""
+RECUT, CUTS = 12, 40
+"""How many plans of one width get other cuts, and how many of these are simulated for each."""
+SQUEEZED = 40
+"""How many plans that do not fit get cuts that need less memory, if nothing else fits."""
 REFUSALS = 4
 """How many plans the engine may find too large, one by one."""
 RETRIED = 8

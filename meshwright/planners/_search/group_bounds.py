@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from meshwright.costs.memory.memory_classes import RESERVE, gradient_bytes, static_bytes
 from meshwright.ir.placement import Placement
+from meshwright.planners._search.capped_cuts import Room
 from meshwright.planners._search.families import Family
 from meshwright.planners._search.problem import Floats, Problem
 from meshwright.planners._search.stage_seats import seats_of
@@ -45,11 +46,11 @@ class GroupBounds:
         tensor: TensorChoice,
         rows: tuple[int | None, int],
     ) -> None:
-        self.ends, self.family = ends, family
+        self.ends, self.family, self.slowness = ends, family, np.array(slowness)
         self.swaps = 1 if recompute and family.split else 0  # what is recomputed takes the place of what was kept
         self.seats = seats = seats_of(placement)
         at, before = np.array(ends), np.array((0, *ends[:-1]))
-        slow = np.array(slowness)
+        slow = self.slowness
 
         def stage_sums(name: str) -> Floats:
             found: Floats = timed.sums[name][at] - timed.sums[name][before]
@@ -68,6 +69,7 @@ class GroupBounds:
         stay = np.cumsum((forward + chain)[::-1])[::-1]  # from the forward of a stage to its backward
         self.stay = seats.total(stay)
         self.trip = float(stay[0])
+        self._tp, self._saved, self._recompute = tensor.tp, timed.sums["saved"], recompute
         self._memory(problem, timed, (before, at), recompute, tensor, rows)
 
     def _memory(
@@ -83,10 +85,12 @@ class GroupBounds:
         kept = timed.sums["saved"][at] - timed.sums["saved"][before]
         arrays = problem.arrays(*rows)
         scratch = np.maximum.reduceat(arrays.transient, before) / tensor.tp
+        self._scratch, self._crossing = float(arrays.transient.max()) / tensor.tp, 0.0
         if recompute:
             scratch = scratch + kept
             crossing = arrays.output / (1 if tensor.copies_residual else tensor.tp)
             kept = np.where(before > 0, crossing[np.maximum(before - 1, 0)], 0.0)
+            self._crossing = float(crossing.max())
         self.held = np.maximum(self.seats.total_once(self.parameters) - problem.tied / tensor.tp, 0.0)
         self.largest = self.seats.most(self.parameters)
         self.kept = self.seats.least(kept)
@@ -122,6 +126,13 @@ class GroupBounds:
         alternates = (alive < count) & (self.family.has_line and not self.family.split)
         least = np.where(alternates, need, np.maximum(need - late, static + reserve))
         return float((least - capacity).max()), float((need - capacity).max())
+
+    def room(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> Room:
+        """Returns what stages with a worker each may hold, whatever their cuts: temporary memory is that of the largest layer."""
+        each = static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares) / self._tp
+        left = (1.0 - RESERVE) * capacity - self._scratch - (alive - self.swaps) * self._crossing
+        held = np.ones_like(alive) if self._recompute else alive
+        return Room(problem.parameter_sums, self._saved, each, held, left)
 
     def update_s(self, problem: Problem, zero: str, shares: int, devices: Ints) -> float:
         """The longest update of a worker, whose devices are given by [worker, copy, tensor rank]."""
