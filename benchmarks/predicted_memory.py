@@ -30,10 +30,10 @@ from meshwright.ir.plan.planned_file import plan_file_json
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._pricing.pricing import Pricer
 from meshwright.planners._search.candidate_plans import Candidate
-from meshwright.planners._search.candidates import Enumerator
-from meshwright.planners._search.even_cuts import even_cuts
+from meshwright.planners._search.cuts.even_cuts import even_cuts
 from meshwright.planners._search.families import families
 from meshwright.planners._search.group_bounds import placement_of
+from meshwright.planners._search.plan_bounds import PlanBounds
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import tensor_choices
 from meshwright.runtime.launch.workers import Workers
@@ -128,13 +128,13 @@ def profiled(model: ModelFile, cluster: mw.Cluster) -> mw.Profile:
 def predicted(held: Held, profile: mw.Profile, cluster: mw.Cluster) -> tuple[tuple[MemoryUse, ...], str]:
     """The memory of each worker, and the text of a plan file."""
     problem = Problem(profile, cluster, PlanLimits(), microbatches=None, batch=BATCH)
-    enumerator = Enumerator(problem)
+    bounds = PlanBounds(problem)
     family = next(f for f in families(held.schedule) if dict(f.options) == held.options)
     tensor = next(choice for choice in tensor_choices(profile, held.tp) if choice.name == "line")
     stages = placement_of(family, held.pp).stages
-    ends = even_cuts(enumerator.timed(1, 1, tensor).sums["work"], (1.0,) * stages)
+    ends = even_cuts(bounds.timed(1, 1, tensor).sums["work"], (1.0,) * stages)
     plan = Candidate(family, held.pp, held.dp, tensor, 1, 1, BATCH // held.dp, held.zero, held.recompute, "copies", ends, 0.0)
-    pricer = Pricer(problem, enumerator)
+    pricer = Pricer(problem, bounds)
     priced = pricer.price(plan)
     _, uses = pricer.engine(priced)
     return uses, plan_file_json(mw.Parallel.of({**priced.parallel, "ranks": ()}))

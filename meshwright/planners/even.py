@@ -25,7 +25,7 @@ def plan(
     fixed = replace(limits, schedule=limits.schedule or "onef1b", tensor=False)
     problem = Problem(profile, cluster, fixed, microbatches=microbatches, batch=batch)
     enumerator = Enumerator(problem)
-    pricer, pool = Pricer(problem, enumerator), Pool()
+    pricer, pool = Pricer(problem, enumerator.bounds), Pool()
     listed = pool.listed = enumerator.run()
     plain = [each for each in listed.fit if each.zero == "replicated" and not each.recompute]
     if not listed.fit and not listed.misfit:

@@ -78,14 +78,13 @@ class Search:
 
     def __init__(self, problem: Problem, refused: dict[TensorChoice, str] | None = None) -> None:
         self.problem, self.enumerator = problem, Enumerator(problem, refused or {})
-        self.pricer = Pricer(problem, self.enumerator)
+        self.pricer = Pricer(problem, self.enumerator.bounds)
         self.pool = Pool()
         self.pool.refused = refused or {}
         self.tally = SearchTally()
         self.end = perf_counter() + problem.limits.seconds
         self.wide = WideSearch(self.pricer, self.pool, self.tally, self.try_plan, self._over)
-        self.cuts = CutSearch(self.enumerator, self.pool, self.try_plan, self._over)
-        self.squeezed = False
+        self.cuts = CutSearch(self.enumerator.bounds, self.pool, self.simulate, self._over)
         self.tight: dict[Sharding, float] = {}
 
     def run(self) -> Iterator[Plan]:
@@ -100,9 +99,10 @@ class Search:
         rest = self._best_first(listed.fit)
         self.wide.run()
         rest = self._best_first(rest)
-        if self.pool.best() is None:
-            self._squeeze()
-        if self.problem.devices <= SWAPPED:
+        few = self.problem.devices <= SWAPPED
+        if few or self.pool.best() is None:
+            self.pool.listed.misfit += self.cuts.squeeze()
+        if few:
             self.cuts.improve()
         self._swap_devices()
         self._families(rest)
@@ -113,16 +113,22 @@ class Search:
 
     def try_plan(self, found: Candidate | WidePlan) -> Priced | None:
         """Simulates a plan and keeps it; None if it cannot be built or does not fit."""
+        priced = self.simulate(found)
+        return None if priced is None or priced.over_bytes > 0 else priced
+
+    def simulate(self, found: Candidate | WidePlan) -> Priced | None:
+        """Simulates a plan and keeps it, also if it does not fit; None if it cannot be built or is taken for too large."""
         priced = self.pricer.quick(found)
         self._say()
         if priced is None:
             return None
         best = self.pool.best()
         self.pricer.look_again(priced, INF if best is None else best.step_s)
-        if priced.over_bytes > 0 or priced.filled >= self.tight.get(priced.sharding, INF):
+        too_large = priced.filled >= self.tight.get(priced.sharding, INF)
+        if priced.over_bytes > 0 or too_large:
             self.tally.died += 1
             self.pool.reject(priced)
-            return None
+            return None if too_large else priced
         self.pool.add(priced)
         return priced
 
@@ -182,23 +188,12 @@ class Search:
                     if (priced := self.try_plan(candidate)) is not None:
                         steps[name] = min(steps.get(name, INF), priced.step_s)
 
-    def _squeeze(self) -> bool:
-        """Looks for cuts with which a plan fits that does not fit otherwise. Returns whether there are some."""
-        if not self.squeezed:
-            self.squeezed = True
-            found = self.cuts.squeeze(self.pool.listed.misfit)
-            self.pool.listed.misfit += [plan for plan in found if plan.over_bytes > 0]
-            for plan in found:
-                if plan.over_bytes <= 0 and not self._over():
-                    self.try_plan(plan)
-        return self.pool.best() is not None
-
     def _swap_devices(self) -> None:
         """Maps the best plans of different shapes to other devices."""
         if self.problem.devices <= SWAPPED:
             trials = TRIALS if self.problem.devices <= FEW else TRIALS // SHAPES
             started = STARTED if self.problem.devices <= FEW else SHAPES
-            mapper = Mapper(self.problem, self.enumerator, self.pricer)
+            mapper = Mapper(self.problem, self.enumerator.bounds, self.pricer)
             for priced in mapper.mapped(list(self.pool.plans), started, SHAPES, trials, self._over):
                 self.pool.add(priced)
             for microbatches, rows in wide_plans.steps_of(self.problem):
@@ -213,7 +208,8 @@ class Search:
         for refused in count(1):
             rest = self._best_first(rest)
             best = self.pool.best()
-            if best is None and self._squeeze():
+            if best is None:
+                self.pool.listed.misfit += self.cuts.squeeze()
                 best = self.pool.best()
             if best is None:
                 break

@@ -28,8 +28,8 @@ from meshwright.planners._pricing.pricing import Pricer
 from meshwright.planners._refused_requests import no_split
 from meshwright.planners._replicated_partition import cuttings
 from meshwright.planners._search.candidate_plans import WidePlan
-from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import families
+from meshwright.planners._search.plan_bounds import PlanBounds
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.wide_plans import table_plans
 from meshwright.schedules import build
@@ -126,7 +126,7 @@ def _first_that_fits(
     problem: Problem, ranked: list[tuple[float, Stages]], microbatches: int
 ) -> tuple[float, Priced, Timeline, tuple[MemoryUse, ...]]:
     """Returns the best plan whose workers fit into the memory of their devices at every event, priced as the search does it."""
-    pricer, (listed,) = Pricer(problem, Enumerator(problem)), families("listed")
+    pricer, (listed,) = Pricer(problem, PlanBounds(problem)), families("listed")
     least = float("inf")
     for paper, stages in ranked:
         priced = pricer.price(WidePlan(stages, listed, microbatches, problem.limits.rows))
@@ -143,7 +143,7 @@ def _first_that_fits(
 
 
 def small_enough(layers: int, devices: int) -> bool:
-    """Whether the exact tables of partitions are used; larger problems use those of `_search/threshold_partition.py`."""
+    """Whether the exact tables of partitions are used; larger problems use those of `_search/cuts/threshold_partition.py`."""
     return min(layers, devices) * devices**2 * layers * (layers + devices) <= WORK
 
 

@@ -19,7 +19,7 @@ from meshwright import Cluster, Device, Host, LayerCost, Link, Profile
 from meshwright.planners import NothingFitsError
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._search.candidate_plans import Candidate
-from meshwright.planners._search.even_cuts import even_cuts
+from meshwright.planners._search.cuts.even_cuts import even_cuts
 from meshwright.planners._search.families import ZERO_3, families
 from meshwright.planners._search.group_bounds import placement_of
 from meshwright.planners._search.problem import Problem
@@ -72,7 +72,7 @@ def _variants(search: Search, plain: Candidate) -> Iterator[Candidate]:
             continue
         modes = ("replicated", "zero-1", "zero-2") if dp * family.replicas > 1 else ("replicated",)
         for recompute in (False, True):
-            sums = search.enumerator.timed(plain.rows, plain.share, plain.tensor).sums["again" if recompute else "work"]
+            sums = search.pricer.bounds.timed(plain.rows, plain.share, plain.tensor).sums["again" if recompute else "work"]
             ends = even_cuts(sums, [1.0] * stages)
             for zero in ("zero-3",) if family is ZERO_3 else modes:
                 for layout in ("stages", "copies") if pp > 1 and dp > 1 else ("stages",):

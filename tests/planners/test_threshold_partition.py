@@ -10,7 +10,7 @@ pytest.importorskip("numpy")
 
 import numpy as np
 
-from meshwright.planners._search.threshold_partition import ThresholdTable, _windows
+from meshwright.planners._search.cuts.threshold_partition import ThresholdTable, _windows
 from tests.support.plans import all_plans, random_profile, random_rates
 
 M = 4

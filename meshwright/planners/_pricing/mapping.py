@@ -15,10 +15,10 @@ from random import Random
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.pricing import Pricer, tensor_of
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
-from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import shaped_by_costs, shaped_by_links
 from meshwright.planners._search.grid_layout import grid
 from meshwright.planners._search.interchangeable import arrangements
+from meshwright.planners._search.plan_bounds import PlanBounds
 from meshwright.planners._search.problem import Problem
 
 Found = Candidate | WidePlan
@@ -51,8 +51,8 @@ def on_devices(plan: Found, devices: Devices) -> Found:
 class Mapper:
     """Maps plans to devices, by simulation."""
 
-    def __init__(self, problem: Problem, enumerator: Enumerator, pricer: Pricer) -> None:
-        self.problem, self.enumerator, self.pricer = problem, enumerator, pricer
+    def __init__(self, problem: Problem, bounds: PlanBounds, pricer: Pricer) -> None:
+        self.problem, self.bounds, self.pricer = problem, bounds, pricer
 
     @property
     def matters(self) -> bool:
@@ -87,7 +87,7 @@ class Mapper:
         """Returns the device of each rank of a plan."""
         if isinstance(plan, WidePlan):
             return tuple(device for stage in plan.stages for device in stage.devices)
-        return self.enumerator.grid_of(plan).ranks
+        return self.bounds.grid_of(plan).ranks
 
     def improved(self, found: list[Priced], trials: int, others: Sequence[Devices], over: Callable[[], bool]) -> Priced:
         """Returns the best of some mappings of a plan, or of `others`, or one that swaps of devices lead to.

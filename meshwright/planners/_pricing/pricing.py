@@ -28,7 +28,6 @@ from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._pricing.programs import Programs
 from meshwright.planners._pricing.uncounted_memory import added_bytes, added_to_wide
 from meshwright.planners._search.candidate_plans import Candidate, WidePlan
-from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.effort import LOOKED, SMALL
 from meshwright.planners._search.families import shaped_by_links
 from meshwright.planners._search.grid_layout import (
@@ -39,6 +38,7 @@ from meshwright.planners._search.grid_layout import (
     worker_slowness,
 )
 from meshwright.planners._search.group_bounds import placement_of
+from meshwright.planners._search.plan_bounds import PlanBounds
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import TensorChoice
 from meshwright.simulate.quick_memory import activation_peaks
@@ -51,8 +51,8 @@ MESSAGES = 4
 class Pricer:
     """Prices and simulates candidates, and keeps schedules that several of them use."""
 
-    def __init__(self, problem: Problem, enumerator: Enumerator) -> None:
-        self.problem, self.enumerator = problem, enumerator
+    def __init__(self, problem: Problem, bounds: PlanBounds) -> None:
+        self.problem, self.bounds = problem, bounds
         self._programs = Programs()
         self._raised: dict[Candidate | WidePlan, Priced] = {}
         self.simulated = self.proved = self.actions = self.looked = 0
@@ -60,7 +60,7 @@ class Pricer:
     def raised(self, plan: Candidate) -> Candidate:
         """Returns a plan with a bound on its step that knows its links: higher than the one that it was enumerated with."""
         priced = self.price(plan)
-        most = self.enumerator.alive(plan.family, plan.pp, plan.microbatches)[1]
+        most = self.bounds.alive(plan.family, plan.pp, plan.microbatches)[1]
         placement = placement_of(plan.family, plan.pp)
         bound = priced_bound_s(
             placement, priced.costs, priced.links, plan.microbatches, split=plan.family.split, most=most.tolist()
@@ -148,8 +148,8 @@ class Pricer:
     def _price_grid(self, plan: Candidate) -> Priced:
         problem, tp = self.problem, plan.tensor.tp
         placement = placement_of(plan.family, plan.pp)
-        found = self.enumerator.grid_of(plan)
-        sums = self.enumerator.timed(plan.rows, plan.share, plan.tensor).sums
+        found = self.bounds.grid_of(plan)
+        sums = self.bounds.timed(plan.rows, plan.share, plan.tensor).sums
         arrays = problem.arrays(plan.rows, plan.share)
         first, end = np.array((0, *plan.ends[:-1])), np.array(plan.ends)
         slow = stage_slowness(placement, worker_slowness(problem, found))

@@ -32,8 +32,12 @@ SWAPPED = 32
 """On more devices no two of them are swapped, and plans whose links make them slow are not simulated."""
 RECUT, CUTS = 12, 40
 """How many plans of one width get other cuts, and how many of these are simulated for each."""
-SQUEEZED = 40
-"""How many plans that do not fit get cuts that need less memory, if nothing else fits."""
+SQUEEZED = 200
+"""How many plans that do not fit otherwise are simulated with cuts that need less memory."""
+RUN = 4
+"""How many ends of stages move together."""
+LOOKS = 4000
+"""The most plans that are bounded by each of the two."""
 REFUSALS = 4
 """How many plans the engine may find too large, one by one."""
 RETRIED = 8

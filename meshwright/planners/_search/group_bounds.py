@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meshwright.costs.memory.memory_classes import RESERVE, gradient_bytes, static_bytes
 from meshwright.ir.placement import Placement
-from meshwright.planners._search.capped_cuts import Room
+from meshwright.planners._search.cuts.capped_cuts import Room
 from meshwright.planners._search.families import Family
 from meshwright.planners._search.problem import Floats, Problem
 from meshwright.planners._search.stage_seats import seats_of
@@ -126,6 +126,11 @@ class GroupBounds:
         alternates = (alive < count) & (self.family.has_line and not self.family.split)
         least = np.where(alternates, need, np.maximum(need - late, static + reserve))
         return float((least - capacity).max()), float((need - capacity).max())
+
+    def over_all_bytes(self, problem: Problem, zero: str, shares: int, capacity: Floats) -> float:
+        """Returns how many bytes state exceeds the memory of all workers by, per worker. If it does, no cut fits."""
+        state = self.held.mean() * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)
+        return float(state - (1.0 - RESERVE) * capacity.mean())
 
     def room(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> Room:
         """Returns what stages with a worker each may hold, whatever their cuts: temporary memory is that of the largest layer."""

@@ -19,12 +19,12 @@ from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
 from meshwright.planners._limits import MOST_MICROBATCHES
 from meshwright.planners._search.candidate_plans import WidePlan
+from meshwright.planners._search.cuts.even_cuts import even_cuts
+from meshwright.planners._search.cuts.threshold_partition import ThresholdTable
 from meshwright.planners._search.effort import FEW
-from meshwright.planners._search.even_cuts import even_cuts
 from meshwright.planners._search.families import Family, families
 from meshwright.planners._search.interchangeable import arrangements, count_of_arrangements
 from meshwright.planners._search.problem import Problem
-from meshwright.planners._search.threshold_partition import ThresholdTable
 
 INF = float("inf")
 Stages = tuple[PlanStage, ...]

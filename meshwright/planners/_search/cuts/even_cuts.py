@@ -1,7 +1,8 @@
 """Layers cut into stages so that the busiest stage has the least work, and the others are as even as that allows.
 
-Bisection over the work of the busiest stage, with stages filled from the left. It is exact. A stage can be
-slower than others: then its share of the layers is smaller.
+Bisection over the work of the busiest stage, with stages filled from the left. It is exact for stages of equal speed. A stage can
+be slower than others: then its share of the layers is smaller, and `capped_cuts.py` finds the least work exactly, unless there
+are very many layers and stages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planners._search.cuts.capped_cuts import capped_cuts, endless
 from meshwright.simulate.quick_kernels import njit
 
 Floats = NDArray[np.float64]
@@ -27,8 +29,16 @@ def even_cuts(sums: Floats, slowness: Sequence[float]) -> tuple[int, ...]:
     if stages == 1:
         return (layers,)
     slow, ends = np.array(slowness), np.empty(stages, np.int64)
+    unequal = slow.max() > slow.min()
+    if unequal and (found := capped_cuts(sums, slow, endless(layers, stages))) is not None:
+        return _spread(sums.tolist(), slowness, busiest(sums, slowness, found), found)
     limit = float(_least_limit(sums, slow, float(np.diff(sums).max()), ends))
     return _spread(sums.tolist(), slowness, limit, ends.tolist())
+
+
+def busiest(sums: Floats | list[float], slowness: Sequence[float], ends: Sequence[int]) -> float:
+    """Returns the work of the busiest stage."""
+    return float(max(s * (sums[b] - sums[a]) for s, a, b in zip(slowness, (0, *ends[:-1]), ends, strict=True)))
 
 
 @njit(cache=True)
@@ -64,7 +74,7 @@ def _reach(sums: Any, slowness: Any, limit: float, ends: Any) -> bool:
     return bool(at == layers)
 
 
-def _spread(sums: Sequence[float], slowness: Sequence[float], limit: float, left: Sequence[int]) -> tuple[int, ...]:
+def _spread(sums: list[float], slowness: Sequence[float], limit: float, left: Sequence[int]) -> tuple[int, ...]:
     """Moves ends towards equal work, without exceeding the limit."""
     layers, stages = len(sums) - 1, len(slowness)
     first = [layers] * stages  # where stages end at the earliest
@@ -86,5 +96,4 @@ def _spread(sums: Sequence[float], slowness: Sequence[float], limit: float, left
         end = min(max(goal, first[k], before + 1), left[k], reach) if k < stages - 1 else layers
         ends.append(max(end, before + 1))
         before = ends[-1]
-    worst = max(s * (sums[b] - sums[a]) for s, a, b in zip(slowness, (0, *ends[:-1]), ends, strict=True))
-    return tuple(ends) if worst <= limit * (1 + 1e-9) else tuple(left)
+    return tuple(ends) if busiest(sums, slowness, ends) <= limit * (1 + 1e-9) else tuple(left)
