@@ -42,6 +42,7 @@ def placed_links(plan: Parallel, schedule: Schedule, cluster: Cluster) -> Cluste
 def placed_costs(plan: Parallel, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageCost, ...]:
     """Returns the costs of a plan's stages, with the time of sums between the devices that its ranks name."""
     ranks = _ranks(plan)
+    cluster.refuse_missing(ranks)
     groups = [sorted(ranks[seat * plan.tp] for seat in holders(schedule, plan.copies, stage)) for stage in range(len(costs))]
     found: list[StageCost] = []
     for cost, devices, beside in zip(costs, groups, sums_beside(cluster, groups, plan.tp), strict=True):
