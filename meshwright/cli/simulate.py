@@ -40,7 +40,13 @@ def simulate(
 ) -> None:
     """Predict makespan, bubble, memory and a lower bound of a schedule, by name or from a file, or of a plan file."""
     outputs.refuse_binary(format, output)
-    given = {"--steps": steps is not None, "--option": bool(option), "--workers": workers != 4, "--sync": sync is not Sync.EAGER}
+    given = {
+        "--steps": steps is not None,
+        "--option": bool(option),
+        "--workers": workers != 4,
+        "--microbatches": microbatches != 4,
+        "--sync": sync is not Sync.EAGER,
+    }
     plan = _plan(name, flags, [flag for flag, is_given in given.items() if is_given])
     if plan is not None:
         _simulate_plan(plan, flags, wish, format, output, as_json=as_json)

@@ -42,13 +42,23 @@ def placed_links(plan: Parallel, schedule: Schedule, cluster: Cluster) -> Cluste
 def placed_costs(plan: Parallel, schedule: Schedule, costs: Sequence[StageCost], cluster: Cluster) -> tuple[StageCost, ...]:
     """Returns the costs of a plan's stages, with the time of sums between the devices that its ranks name."""
     ranks = _ranks(plan)
+    cluster.refuse_missing(ranks)
     groups = [sorted(ranks[seat * plan.tp] for seat in holders(schedule, plan.copies, stage)) for stage in range(len(costs))]
     found: list[StageCost] = []
-    for cost, devices, beside in zip(costs, groups, sums_beside(cluster, groups, plan.tp), strict=True):
+    for number, (cost, beside) in enumerate(zip(costs, sums_beside(cluster, groups, plan.tp), strict=True)):
         size = cost.parameter_bytes - cost.tied_bytes
-        sync_s, gather_s = sum_seconds(cluster, devices, size, divided=plan.mode.is_zero, beside=beside)
-        found.append(replace(cost, sync_s=sync_s + cost.tied_s, gather_s=gather_s))
+        sync_s, gather_s = sum_seconds(cluster, groups[number], size, divided=plan.mode.is_zero, beside=beside)
+        tied_s = _tied_s(costs, groups, number, cluster, plan.tp) if cost.tied_s else 0.0
+        found.append(replace(cost, sync_s=sync_s + tied_s, gather_s=gather_s, tied_s=tied_s))
     return tuple(found)
+
+
+def _tied_s(costs: Sequence[StageCost], groups: Sequence[Sequence[int]], first: int, cluster: Cluster, tp: int) -> float:
+    """Returns the time to add up the parameters that a stage shares with later ones, as one sum over all of their devices."""
+    holders = sorted(
+        {rank for cost, group in zip(costs[first:], groups[first:], strict=True) if cost.tied_bytes for rank in group}
+    )
+    return cluster.all_reduce_s(holders, costs[first].tied_bytes, beside=tp)
 
 
 def _ranks(plan: Parallel) -> tuple[int, ...]:

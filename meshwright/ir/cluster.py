@@ -116,6 +116,11 @@ class Cluster:
             return here.inside if same else crossing(here, there, self.spine)
         return self.link
 
+    def refuse_missing(self, devices: Iterable[int]) -> None:
+        """Raises if the cluster has fewer devices than these. If their number is not known, all of them exist."""
+        if (last := max(devices, default=0)) >= self.size > 0:
+            self._refuse_devices(last)
+
     def _refuse_devices(self, device: int) -> None:
         raise MeshwrightError(
             f"there is no device {device} in a cluster of {self.size} devices", fix="fewer workers, or a larger cluster"
@@ -156,9 +161,7 @@ class Cluster:
         """Returns the largest latency and the lowest bandwidth among some devices, or from them to others."""
         if self.links:
             return self._slowest_of_all(ranks, others)
-        last = max((*ranks, *(others or ())), default=0)
-        if last >= self.size > 0:
-            self._refuse_devices(last)
+        self.refuse_missing((*ranks, *(others or ())))
         if self.bandwidths:
             return self._slowest_rows(ranks, others)
         if self.hosts:
@@ -262,8 +265,7 @@ class Cluster:
 
     def placed(self, ranks: Sequence[int]) -> Cluster:
         """Returns the cluster whose device w is device `ranks[w]` of this one."""
-        if (last := max(ranks, default=0)) >= self.size > 0:
-            self._refuse_devices(last)
+        self.refuse_missing(ranks)
         worker = {rank: place for place, rank in enumerate(ranks)}
         links = {(worker[a], worker[b]): link for (a, b), link in self.links.items() if a in worker and b in worker}
         devices = tuple(self.devices[rank] for rank in ranks) if self.devices else ()

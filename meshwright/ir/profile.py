@@ -227,7 +227,11 @@ class Profile:
         )
 
     def _time(self, times: tuple[float, ...], rows: int | None) -> float:
-        """Interpolates between known numbers of rows; outside of them, continues the nearest line through two of them."""
+        """Interpolates between known numbers of rows; outside of them, continues the nearest line through two of them.
+
+        Measured times may fall with the rows, or grow faster than them. Such a line would give no time at all, so more rows never
+        take less time than the most known ones, and fewer rows not less than their share of the fewest known ones.
+        """
         if rows is None:
             return times[0]
         if len(times) == 1:
@@ -235,4 +239,5 @@ class Profile:
         at = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
         low, high = self.rows[at - 1], self.rows[at]
         slope = (times[at] - times[at - 1]) / (high - low)
-        return max(0.0, times[at - 1] + slope * (rows - low))
+        least = min(times[at - 1], times[at]) * min(1.0, rows / self.rows[0])
+        return max(least, times[at - 1] + slope * (rows - low))

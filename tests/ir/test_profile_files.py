@@ -109,3 +109,19 @@ def test_fixed_bytes_do_not_grow_with_rows() -> None:
     assert [Profile((layer,), rows=(1,)).at(rows).saved_bytes for rows in (1, 3)] == [(17.0,), (37.0,)]
     layer = LayerCost("a", (1.0,), (1.0,), (1.0,), transient_bytes=10.0, fixed_transient_bytes=7.0)
     assert [Profile((layer,), rows=(1,)).at(rows).transient_bytes for rows in (1, 3)] == [(17.0,), (37.0,)]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ((1.0, 2.0), {2: 0.5, 6: 1.5, 16: 4.0}),
+        ((3.0, 4.0), {1: 2.25, 6: 3.5, 16: 6.0}),
+        ((1.0, 0.9), {1: 1.075, 6: 0.95, 64: 0.9, 1024: 0.9}),
+        ((1.0, 4.0), {1: 0.25, 2: 0.5, 3: 0.75, 16: 10.0}),
+    ],
+    ids=["in proportion", "with a constant part", "times that fall", "times that grow faster than the rows"],
+)
+def test_no_number_of_rows_is_free(times: tuple[float, float], expected: dict[int, float]) -> None:
+    """More rows take at least the time of the most known ones, fewer at least their share of the fewest known ones."""
+    profile = Profile((LayerCost("block", times, times, times),), rows=(4, 8))
+    assert {rows: profile.at(rows).forward_s[0] for rows in expected} == pytest.approx(expected)

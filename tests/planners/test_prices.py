@@ -279,3 +279,20 @@ def test_a_plan_is_priced_again_with_the_network_cards_that_it_shares(asked: dic
     crossing = {frozenset(device // 4 for device in stage.devices) for stage in plan.stages} == {frozenset({0}), frozenset({1})}
     if asked["dp"] > 1 and crossing:
         assert again > 1.01 * mw.simulate(schedule, costs, placed_links(keywords, schedule, alone)).makespan_s
+
+
+@pytest.mark.parametrize("asked", [{"pp": 4, "dp": 1}, {"pp": 2, "dp": 2}, {"pp": 4, "schedule": "chimera"}])
+def test_a_plan_with_tied_parameters_is_priced_again_on_other_links(asked: dict[str, Any]) -> None:
+    """Also the sum of parameters that the first and the last stage share takes the time of the other links."""
+    fast, slow = (
+        Cluster(devices=(Device("gpu"),) * 4, hosts=(Host(4, Link(1e-5, rate), Link(1e-5, rate)),)) for rate in (1e9, 1e8)
+    )
+    ends = layer("wte", seconds=1e-2, parameter_bytes=1e6, ties=("wte.weight",))
+    profile = Profile((ends, *(layer(seconds=1e-2, output_bytes=1e4, parameter_bytes=1e5),) * 6, ends))
+    plan = searched(profile, fast, microbatches=8, **{"schedule": "onef1b", **asked})
+    keywords = settled(mw.Parallel.of(dict(plan.parallel)))
+    schedule = lists_for(keywords, steps=1)
+    same, again = (placed_costs(keywords, schedule, keywords.costs, cluster) for cluster in (fast, slow))
+    assert [cost.sync_s for cost in same] == pytest.approx([cost.sync_s for cost in keywords.costs], rel=1e-9)
+    assert keywords.costs[0].tied_s > 1e-3 and again[0].tied_s > 9 * keywords.costs[0].tied_s
+    assert again[0].sync_s >= again[0].tied_s

@@ -212,7 +212,7 @@ def test_simulate_shows_the_prediction_of_a_plan_beside_its_own(tmp_path: Path) 
     assert found["plan"]["ratio_to_predicted"] == pytest.approx(wanted / 0.4)
     shown = run("simulate", str(path)).output
     assert "ranks 4, 0, 2 (idle: 1, 3)" in shown and "predicted 0.4 s" in shown
-    for flag in (["--steps", "2"], ["--workers", "3"], ["--option", "memory=3"]):
+    for flag in (["--steps", "2"], ["--workers", "3"], ["--microbatches", "8"], ["--option", "memory=3"]):
         refused = run("simulate", str(path), *flag)
         assert isinstance(refused.exception, MeshwrightError) and f"which decides {flag[0]}" in str(refused.exception)
 
@@ -249,6 +249,15 @@ def test_simulate_says_that_a_plan_was_made_for_another_cluster(tmp_path: Path) 
     done = run("simulate", str(path), "--cluster", str(cluster))
     assert done.exit_code == 0 and "note: priced again: cluster was '0123', is '" in done.output
     assert run("simulate", str(path)).output.count("priced again") == 0
+
+
+def test_a_plan_for_more_devices_than_the_cluster_has_is_refused(tmp_path: Path) -> None:
+    """Copies sum gradients, with and without network cards that devices share."""
+    path = tmp_path / "plan.json"
+    path.write_text(plan_file_json(Parallel(pp=2, dp=8, schedule="onef1b", microbatches=2, costs=COSTS[:2])))
+    for name in ("dgx-a100", "laptop"):
+        refused = run("simulate", str(path), "--cluster", name)
+        assert isinstance(refused.exception, MeshwrightError) and "there is no device 15" in str(refused.exception), refused
 
 
 @pytest.mark.slow
