@@ -108,7 +108,8 @@ class TrainingArguments(transformers.TrainingArguments):
         self.planned = cast(PlannedFile | None, None)  # of `auto` once it is chosen, or the plan file that was given
         if self.auto is not None:
             auto_cluster(str(self.auto))  # raises if it names none
-        self.parallel = {} if self.auto is not None else self._asked()
+        if self.auto is None:
+            self.parallel = self._asked()
         self.loss_kind = LossKind.of(self.loss_kind).value
         if not torch.cuda.is_available():
             self.use_cpu = True
@@ -127,7 +128,7 @@ class TrainingArguments(transformers.TrainingArguments):
     @property
     def plan(self) -> Parallel:
         """The plan, with its number of microbatches."""
-        wanted: dict[str, Any] = dict(self.parallel or {})  # type: ignore[arg-type]
+        wanted = self._fields
         if self.gradient_checkpointing and wanted.get("recompute") is None:
             wanted["recompute"] = "inline"
         return plan_for(wanted, device=self.per_device_train_batch_size, accumulation=self.gradient_accumulation_steps)
@@ -185,8 +186,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if torch.distributed.is_initialized():
             return torch.distributed.get_rank()
         rank = int(os.environ.get("RANK", 0))
-        wanted: dict[str, Any] = dict(self.parallel or {})  # type: ignore[arg-type]
-        members = sorted(wanted.get("ranks") or ())
+        members = sorted(self._fields.get("ranks") or ())
         if not members or "RANK" not in os.environ:
             return rank
         return members.index(rank) if rank in members else len(members) + rank
@@ -198,7 +198,13 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all arguments as values that JSON has, for trackers and logs."""
-        return {**super().to_dict(), "parallel": plan_table(self.parallel or {})}  # type: ignore[arg-type]
+        table = self.parallel if isinstance(self.parallel, str) else plan_table(self._fields)
+        return {**super().to_dict(), "parallel": table}
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        """The fields of the plan as given. `auto` has none until its plan is chosen."""
+        return {} if isinstance(self.parallel, str) else dict(self.parallel or {})
 
     def _asked(self) -> dict[str, Any]:
         """Returns the fields of `parallel`. A user's schedule is read, or built for the number of microbatches of a step."""

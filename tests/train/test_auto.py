@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -85,6 +86,15 @@ def test_the_chosen_plan_trains_as_if_it_were_given(tmp_path: Path, cluster: Pat
     same.train()
     assert series(same.state.log_history, "loss") == series(trainer.state.log_history, "loss")
     assert distance(model, again) == 0.0
+
+
+def test_copied_arguments_still_choose_a_plan(tmp_path: Path, cluster: Path) -> None:
+    """Else a copy would train in one process and say nothing."""
+    wish = f"auto:{cluster}"
+    args = TrainingArguments(output_dir=str(tmp_path), parallel=wish, report_to="none", use_cpu=True)
+    assert args.to_dict()["parallel"] == wish and args.plan.processes == 1
+    for copy in (replace(args, learning_rate=0.5), TrainingArguments(**args.to_dict())):
+        assert copy.auto == wish and copy.planned is None
 
 
 @pytest.mark.slow

@@ -170,6 +170,19 @@ def test_a_run_of_a_plan_file_is_compared_with_its_prediction(
     assert len(earlier_errors("core")) == 1 and not earlier_errors("a100"), "only what fits is kept"
 
 
+def test_a_run_with_gradient_checkpointing_is_not_compared_with_a_plan_without_recompute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = made(tmp_path, profile={"device": "core"})
+    more = {"per_device_train_batch_size": 8, "max_steps": 2, "gradient_checkpointing": True}
+    trainer = ours(gpt2(), tmp_path / "run", text(), None, parallel=path, **more)
+    metrics = trainer.train().metrics
+    said = "recompute was none, is inline by gradient_checkpointing"
+    assert trainer.other_inputs == (said,) and said in caplog.text
+    assert "predicted_step_time" not in metrics and not earlier_errors("core")
+
+
 def test_train_prints_predicted_against_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "plan.json"

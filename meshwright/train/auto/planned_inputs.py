@@ -43,7 +43,8 @@ def other_inputs(args: TrainingArguments, model: nn.Module, flat: Flat | None) -
         line = line_of(model, flat)
         now["model"] = model_input(parameter_bytes(model, line, LayerChain(line).starts))
     found = changed_inputs(made_for, now)
-    return (*found, *_other_device(args, args.planned.device), *_crowd(args, args.planned.parallel.processes))
+    crowd = _crowd(args, args.planned.parallel.processes)
+    return (*found, *_other_recompute(args), *_other_device(args, args.planned.device), *crowd)
 
 
 def note_other_inputs(changes: tuple[str, ...]) -> None:
@@ -58,6 +59,13 @@ def _length(flat: Flat) -> int | None:
     sizes = [node.size for node in flat.nodes if node.kind is NodeKind.COLUMN and node.size is not None]
     tokens = [size.shape[1] for size in sizes if len(size.shape) == 2 and not getattr(torch, size.dtype).is_floating_point]
     return tokens[0] if tokens else None
+
+
+def _other_recompute(args: TrainingArguments) -> tuple[str, ...]:
+    """The recompute of a run, if gradient_checkpointing adds it to a plan that has none."""
+    assert args.planned is not None
+    said, now = args.planned.parallel.recompute, args.plan.recompute
+    return () if now == said else (f"recompute was {said or 'none'}, is {now} by gradient_checkpointing",)
 
 
 def _crowd(args: TrainingArguments, processes: int) -> tuple[str, ...]:
