@@ -37,6 +37,8 @@ class Cluster:
         latencies: Seconds from each device to each other one, with `bandwidths`; empty if all have the latency of `link`.
         spine: The link between hosts of different racks, if it is slower than their cards.
         order: Device w of this cluster is number `order[w]` in its hosts and matrices; empty if the numbers are the same.
+        collective: What a step of a collective achieves at most, if that is less than the links of its devices: its software may
+            be slower than that of a message.
 
     Raises:
         MeshwrightError: The parts have different numbers of devices, or a matrix is not square.
@@ -57,6 +59,7 @@ class Cluster:
     latencies: Matrix = ()
     spine: Link | None = None
     order: tuple[int, ...] = ()
+    collective: Link = FREE
 
     def __post_init__(self) -> None:
         _refuse_shapes(self)
@@ -207,7 +210,7 @@ class Cluster:
         count = len(ranks)
         if count < 2 or size <= 0:
             return 0.0
-        slowest = busiest = self.slowest(ranks)
+        slowest = busiest = self.slowest(ranks).slower(self.collective)
         if not self.hosts:
             return collectives.flat_s(count, size, slowest)
         groups: dict[int, list[int]] = {}
@@ -226,6 +229,7 @@ class Cluster:
         inside, between = self._levels(list(groups.values()))
         for host in groups:
             between = between.slower(self.hosts[host].flow(each * beside))
+        inside, between = inside.slower(self.collective), between.slower(self.collective)
         return min(flat, collectives.hierarchical_s(len(groups), each, size, inside=inside, between=between))
 
     def _levels(self, groups: Sequence[Sequence[int]]) -> tuple[Link, Link]:

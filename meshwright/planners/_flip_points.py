@@ -198,6 +198,7 @@ def with_links(cluster: Cluster, factor: float) -> Cluster:
         hosts=tuple(replace(host, inside=faster(host.inside), card=faster(host.card)) for host in cluster.hosts),
         bandwidths=tuple(tuple(rate * factor for rate in row) for row in cluster.bandwidths),
         spine=None if cluster.spine is None else faster(cluster.spine),
+        collective=faster(cluster.collective),
     )
 
 

@@ -62,7 +62,8 @@ def _about(device: Device) -> list[str]:
 def _links(cluster: Cluster) -> list[str]:
     if cluster.bandwidths:
         rates = sorted(rate for a, row in enumerate(cluster.bandwidths) for b, rate in enumerate(row) if a != b)
-        return [f"matrix of links: {_scaled(rates[0])}B/s to {_scaled(rates[-1])}B/s"] if rates else []
+        found = [f"matrix of links: {_scaled(rates[0])}B/s to {_scaled(rates[-1])}B/s"] if rates else []
+        return found + _collectives(cluster)
     found = [f"every pair: {link_text(cluster.link)}"] if not cluster.hosts else []
     kinds = dict(zip(cluster.host_of, (device.kind for device in cluster.devices), strict=False))
     for host, kind in dict.fromkeys((host, kinds.get(number, "devices")) for number, host in enumerate(cluster.hosts)):
@@ -74,7 +75,12 @@ def _links(cluster: Cluster) -> list[str]:
             found.append(f"between hosts{where}: {link_text(host.card)}{shared}")
     if cluster.spine is not None:
         found.append(f"between racks: {link_text(cluster.spine)}")
-    return [*dict.fromkeys(found), *([f"{len(cluster.links)} pairs have other links"] if cluster.links else [])]
+    others = [f"{len(cluster.links)} pairs have other links"] if cluster.links else []
+    return [*dict.fromkeys(found), *_collectives(cluster), *others]
+
+
+def _collectives(cluster: Cluster) -> list[str]:
+    return [f"collectives, at most: {link_text(cluster.collective)}"] if cluster.collective != Link() else []
 
 
 def link_text(link: Link) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from meshwright import Cluster, Device, Duplex, Host, Link, MeshwrightError, cluster_from_toml, cluster_to_toml, read_cluster
 from meshwright.ir.cluster import Cluster as Base
 from meshwright.ir.files.cluster_file import preset_names, preset_text
+from meshwright.ir.files.cluster_json import cluster_to_json
 from tests.support.paths import ROOT
 
 LINKS = st.builds(Link, st.sampled_from([0.0, 1.0, 2.0]), st.sampled_from([1.0, 3.0, 7.0, float("inf")]))
@@ -43,6 +45,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         tuple(tuple(0.0 if a == b else x for b, x in enumerate(r)) for a, r in enumerate(rates)),
         finite,
         draw(LINKS | st.none()),
+        collective=draw(LINKS | st.just(Link())),
     )
 
 
@@ -107,6 +110,19 @@ def test_the_slowest_link_decides() -> None:
     cluster = Cluster(INSIDE, {(0, 2): Link(3.0, 2.0)}, devices=(Device(),) * 3)
     assert cluster.gather_s((0, 1, 2), 24.0) == 2 * 3.0 + 2 / 3 * 24 / 2
     assert cluster.gather_s((0, 1), 24.0) == 1.0 + 1 / 2 * 24 / 8
+
+
+def test_collectives_may_be_slower_than_links() -> None:
+    """Their own latency and bandwidth hold where they are worse; messages do not change."""
+    fast = Cluster(hosts=(Host(2, INSIDE, CARD),) * 2, devices=(Device(),) * 4)
+    slow = replace(fast, collective=Link(1.5, 5.0))
+    assert slow.gather_s((0, 1), 24.0) == 1.5 + 1 / 2 * 24 / 5 and slow.between(0, 1) == INSIDE
+    assert slow.gather_s((0, 2), 24.0) == fast.gather_s((0, 2), 24.0) == 2.0 + 1 / 2 * 24 / 4
+    assert slow.gather_s(range(4), 24.0) == min(2 * 2.0 + 3 / 4 * 24 / 4, (2.0 + 1 / 2 * 12 / 4) + (1.5 + 1 / 2 * 24 / 5))
+    assert slow.placed((3, 0)).gather_s((0, 1), 24.0) == slow.gather_s((3, 0), 24.0)
+    assert cluster_from_toml(cluster_to_toml(slow)) == slow
+    with pytest.raises(MeshwrightError, match="JSON holds links, not devices, hosts, matrices or collectives"):
+        cluster_to_json(Cluster(collective=Link(1.0)))
 
 
 @pytest.mark.parametrize(("cards", "flows"), [(0, 1), (1, 4), (2, 2), (3, 2), (4, 1)])

@@ -37,6 +37,10 @@ CLUSTERS["moved matrix"] = CLUSTERS["matrix"].placed((5, 0, 7, 2, 1, 6, 3, 4))
 CLUSTERS["other links"] = replace(CLUSTERS["cards"], links={(0, 5): Link(1e-3, 1e8), (2, 1): Link(0.0, 3e9)})
 
 
+CLUSTERS["slow collectives"] = replace(CLUSTERS["hosts"], collective=Link(2e-5, 5e9))
+CLUSTERS["slow collectives of one link"] = replace(CLUSTERS["one link"], collective=Link(2e-5, 5e8))
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_links_are_those_of_the_cluster(name: str) -> None:
     cluster, dice = CLUSTERS[name], random.Random(name)

@@ -77,6 +77,7 @@ def test_shaped_links_are_recovered(rates: list[list[float]]) -> None:
     assert_recovered(found, rates)
     assert len(found.hosts) == len(rates), "each namespace is a host"
     assert bool(found.bandwidths) == (rates != namespaces.flat(8)), "hosts explain the flat one, others need matrices"
+    assert found.collective.bytes_per_s > 0.8 * max(max(row) for row in rates), "links decide, not collectives"
     assert found.devices[0].memory_bytes > 1e8 and found.devices[0].flops_per_s["fp32"] > 0
 
 
@@ -88,6 +89,7 @@ def test_this_machine(workers: Workers) -> None:
     [device] = set(map(repr, found.devices))
     core = found.devices[0]
     assert "core" in device and core.flops_per_s["fp32"] > 1e6 and core.bytes_per_s > 1e6 and core.launch_s > 0
+    assert found.collective.latency_s > found.between(0, 1).latency_s, "messages go through shared memory, collectives do not"
     assert found.between(0, 1).bytes_per_s > 1e6 and text.startswith(
         "# Measured by `meshwright cluster discover`: 2 ranks on 1 host"
     )

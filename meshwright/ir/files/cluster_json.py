@@ -23,7 +23,7 @@ def cluster_to_json(cluster: Cluster) -> str:
         JSON text. An infinite bandwidth is left out.
 
     Raises:
-        MeshwrightError: The cluster has devices, hosts or matrices, which only TOML can hold.
+        MeshwrightError: The cluster has devices, hosts, matrices or a link of collectives, which only TOML can hold.
 
     Examples:
         >>> from meshwright import Cluster, Link, cluster_from_json, cluster_to_json
@@ -32,8 +32,8 @@ def cluster_to_json(cluster: Cluster) -> str:
         True
     """
 
-    if cluster.devices or cluster.hosts or cluster.bandwidths:
-        raise MeshwrightError("JSON holds links, not devices, hosts or matrices", fix="cluster_to_toml(cluster)")
+    if cluster.devices or cluster.hosts or cluster.bandwidths or cluster.collective != Link():
+        raise MeshwrightError("JSON holds links, not devices, hosts, matrices or collectives", fix="cluster_to_toml(cluster)")
 
     def shown(link: Link) -> dict[str, float]:
         finite = {"bytes_per_s": link.bytes_per_s} if link.bytes_per_s != float("inf") else {}

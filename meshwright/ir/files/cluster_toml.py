@@ -34,7 +34,9 @@ DEVICES = 100_000
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 """The precisions that a device may have a speed for."""
 
-_KEYS = frozenset({"schema", "device", "nodes", "devices", "link", "links", "duplex", "racks", "bytes_per_s", "latency_s"})
+_KEYS = frozenset(
+    {"schema", "device", "nodes", "devices", "link", "links", "duplex", "racks", "bytes_per_s", "latency_s", "collectives"}
+)
 _LINK = frozenset({"latency", "latency_s", "bandwidth", "bytes_per_s"})
 
 
@@ -94,6 +96,7 @@ def cluster_from_toml(text: str) -> Cluster:
         bandwidths,
         read("latency_s", matrix, ()) if every_s is None else (),
         read("racks", link_from, None),
+        collective=read("collectives", link_from, Link()),
     )
 
 

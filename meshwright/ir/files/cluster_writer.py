@@ -42,6 +42,8 @@ def cluster_to_toml(cluster: Cluster) -> str:
         lines.append(f"link = {_link(cluster.link)}")
     if cluster.spine is not None:
         lines.append(f"racks = {_link(cluster.spine)}")
+    if cluster.collective != Link():
+        lines.append(f"collectives = {_link(cluster.collective)}")
     if cluster.devices and not cluster.hosts:
         lines.append(f"devices = [{', '.join(_text(names[_key(device)]) for device in cluster.devices)}]")
     for key, matrix in (("bytes_per_s", cluster.bandwidths), ("latency_s", cluster.latencies)):

@@ -110,6 +110,11 @@ class DeviceLinks:
 
     def gather_rates(self, groups: Sequence[Ints]) -> Floats:
         """Returns for each group a rate at which no gather of it is faster: of its slowest link, or of hosts and then devices."""
+        found: Floats = np.minimum(self._link_rates(groups), self.cluster.collective.bytes_per_s)
+        return found
+
+    def _link_rates(self, groups: Sequence[Ints]) -> Floats:
+        """The same by links alone."""
         if max(map(len, groups)) < 2:
             return np.full(len(groups), np.inf)
         if self.by_host and len(set(map(len, groups))) == 1:
@@ -142,7 +147,7 @@ class DeviceLinks:
         if count < 2 or size <= 0:
             return 0.0
         if not self.cluster.hosts:
-            return flat_s(count, size, self.slowest(ranks))
+            return flat_s(count, size, self.slowest(ranks).slower(self.cluster.collective))
         key = (size, beside, *self._signature(ranks))
         if key not in self._gathers:
             self._gathers[key] = self.cluster.gather_s([int(device) for device in ranks], size, beside=beside)

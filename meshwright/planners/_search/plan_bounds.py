@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.ir.links.link import Link
 from meshwright.planners._search.candidate_plans import Candidate
 from meshwright.planners._search.cuts.capped_cuts import capped_cuts
 from meshwright.planners._search.cuts.even_cuts import even_cuts
@@ -40,10 +41,11 @@ class PlanBounds:
         self._lives: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
 
     def tensor_link(self, tp: int) -> tuple[float, float]:
-        """Returns the slowest link inside any run of `tp` neighbours."""
+        """Returns latency and bandwidth of collectives on the slowest links inside any run of `tp` neighbours."""
         order = np.array(self.problem.order[: self.problem.devices // tp * tp]).reshape(-1, tp)
         latency, rate = self.problem.links.between(order[:, :-1], order[:, 1:])
-        return float(latency.max()), float(rate.min())
+        found = Link(float(latency.max()), float(rate.min())).slower(self.problem.cluster.collective)
+        return found.latency_s, found.bytes_per_s
 
     def timed(self, rows: int | None, share: int, tensor: TensorChoice) -> Timed:
         """Returns the seconds of layers for these rows and tensor ranks."""

@@ -3,14 +3,15 @@
 1. Every rank measures its device, all at the same time.
 2. Pairs of ranks measure their link, one pair after another. With more than ALL_PAIRS ranks, only one pair inside each host and
    one per pair of hosts is measured and used for the others.
-3. Rank 0 describes the result: as hosts, with one link inside and one card each, if that explains all pairs; else as matrices.
+3. The fastest pair measures a collective, which may be slower than messages.
+4. Rank 0 describes the result: as hosts, with one link inside and one card each, if that explains all pairs; else as matrices.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from statistics import median
 from typing import Any
@@ -22,6 +23,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device, Host, Link
 from meshwright.ir.files.cluster_writer import cluster_to_toml
 from meshwright.runtime import device as devices
+from meshwright.runtime.discover.collective_speed import fastest_pair, measure_collective
 from meshwright.runtime.discover.device_speed import measure_device
 from meshwright.runtime.discover.link_speed import MeasuredPair, channels, measure_pairs
 from meshwright.runtime.json_exchange import all_gather_json, broadcast_json
@@ -90,14 +92,17 @@ def measure_ranks(device: torch.device) -> Discovery | None:
     found: list[dict[str, Any]] = all_gather_json(measure_device(device, sharers))
     pairs = chosen_pairs(homes)
     measured: list[MeasuredPair] = []
+    collective = Link()
     if pairs:
         transport = open_transport("auto", channels(pairs), dist.get_rank(), device=device)
         rows: list[list[list[float]]] = all_gather_json([list(pair) for pair in measure_pairs(transport, pairs, device)])
         measured = [MeasuredPair(int(source), int(target), *rest) for row in rows for source, target, *rest in row]
         transport.close()
+        collective = measure_collective(fastest_pair(homes, measured), device)
     if dist.get_rank():
         return None
-    cluster = described(homes, [Device(**one) for one in alike(found)], measured)
+    collective = Link(rounded(collective.latency_s), rounded(collective.bytes_per_s))
+    cluster = replace(described(homes, [Device(**one) for one in alike(found)], measured), collective=collective)
     return Discovery(cluster, _notes(measured, homes) + cluster_to_toml(cluster))
 
 
@@ -185,6 +190,7 @@ def _notes(measured: Sequence[MeasuredPair], homes: Sequence[str]) -> str:
     lines = [
         f"Measured by `meshwright cluster discover`: {len(homes)} ranks on {hosts}, {len(measured)} pairs, one",
         "after the other. fp32 and others: a large matmul on every rank at once. reads: a copy. launch: a small layer.",
+        "collectives: an all-reduce of the fastest pair, where it is slower than messages.",
     ]
     if len(set(homes)) > 1 and len(set(homes)) < len(homes):
         lines.append("Devices that share a network card were not looked for: write per_node = CARDS into card = {...}.")
