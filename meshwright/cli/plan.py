@@ -63,6 +63,7 @@ def plan(
     pp: Annotated[int | None, inputs.size_option("--pp", help="Only pipelines with this number of workers.")] = None,
     dp: Annotated[int | None, inputs.size_option("--dp", help="Only this number of data-parallel copies.")] = None,
     no_tensor: Annotated[bool, typer.Option("--no-tensor", help="No tensor ranks.")] = False,
+    no_zero: Annotated[bool, typer.Option("--no-zero", help="Copies do not divide optimizer state or parameters.")] = False,
     explain: Annotated[
         bool | None,
         typer.Option(
@@ -99,9 +100,8 @@ def plan(
         refuse_other_device(layers, machine, str(cluster))
     else:
         layers, refusal = _profiled_layers(model, machine, length, batch_function, precision, batch, rows)
-    searched = step is not None or any((schedule, pp, dp, no_tensor, seconds is not None, explain))
-    planner = planner or ("search" if searched else "spp")
-    usual_s = EXPLAIN_S if planner == "search" and not as_json else 0.0
+    searched = step is not None or any((schedule, pp, dp, no_tensor, no_zero, seconds is not None, explain))
+    planner, usual_s = _usual_answer(planner, searched, as_json=as_json)
     try:
         with SearchBar(quiet=as_json) as bar:
             found = planners.plan(
@@ -117,6 +117,7 @@ def plan(
                 pp=pp,
                 dp=dp,
                 tensor=not no_tensor,
+                zero=not no_zero,
                 seconds=float("inf") if seconds is None else seconds,
                 explain=usual_s if explain is None else explain,
                 refusal=refusal,
@@ -136,6 +137,12 @@ def plan(
     made_for = (length, layers.precision, step)
     planned = Planned(found, machine, str(cluster), model, batch_function, *made_for, output, data, lambda: _draws(refusal))
     sys.stdout.write(plan_text(found, layers, machine, steps=list(next_commands(context, planned))) + "\n")
+
+
+def _usual_answer(planner: str | None, searched: bool, *, as_json: bool) -> tuple[str, float]:
+    """Returns the planner, and for how many seconds it looks when another plan would be better, if that is not said."""
+    planner = planner or ("search" if searched else "spp")
+    return planner, EXPLAIN_S if planner == "search" and not as_json else 0.0
 
 
 def _in_flags(

@@ -34,7 +34,10 @@ def recompute(schedule: Schedule, choice: Mode | Sequence[Recompute] | None) -> 
             f"recompute cannot be {choice!r}", fix=f"{', '.join(Mode)}, or one Recompute(share, early) per stage"
         )
     if len(chosen) != schedule.stages:
-        raise MeshwrightError(f"{schedule.name} has {schedule.stages} stages, but recompute has {len(chosen)}")
+        raise MeshwrightError(
+            f"{schedule.name} has {schedule.stages} stages, but recompute has {len(chosen)}",
+            fix=f"one share for each of the {schedule.stages} stages",
+        )
     for fault in recompute_faults(chosen):
         raise MeshwrightError(f"{schedule.name}: {fault}", fix="Recompute(1.0) for all of a stage, Recompute(0.0) for nothing")
     early = {stage for stage, how in enumerate(chosen) if how.early and how.share > 0}

@@ -51,6 +51,7 @@ def plan(
     pp: int | None = None,
     dp: int | None = None,
     tensor: bool = True,
+    zero: bool = True,
     seconds: float = float("inf"),
     explain: bool | float = False,
     refusal: Refusal | None = None,
@@ -71,6 +72,7 @@ def plan(
         pp: Only pipelines with this number of workers.
         dp: Only plans with this number of data-parallel copies.
         tensor: Whether ranks may share the tensors of a layer.
+        zero: Whether copies may divide optimizer state, gradients or parameters among them.
         seconds: End the search after this time, with the best plan so far.
         explain: Also find out when another plan would be better (`Plan.flips`). A number limits this to that many seconds.
         refusal: Called with the keywords of a chosen plan and the rows of its microbatches; returns why the model cannot run it.
@@ -101,7 +103,7 @@ def plan(
             "this profile knows its rows, so a plan needs the rows of a microbatch", fix="--rows 8, or --batch 64"
         )
     chosen = SplitRows(split_rows or (SplitRows.UNEVEN if profile.rows else SplitRows.IGNORE))
-    limits = PlanLimits(rows, chosen, memory_free, schedule, pp, dp, tensor, seconds, refusal, progress)
+    limits = PlanLimits(rows, chosen, memory_free, schedule, pp, dp, tensor, zero, seconds, refusal, progress)
     try:
         module = importlib.import_module(f"{__name__}.{planner}")
     except ModuleNotFoundError as error:

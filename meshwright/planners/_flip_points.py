@@ -121,7 +121,7 @@ class Answers:
         return f" (somewhere before {nearest / self.scale.start:.3g} times as much: {self.words[nearest]})"
 
     def same(self, value: float) -> bool:
-        """Returns whether the answer is the present plan."""
+        """Returns whether the answer is the present plan, or one that is not better although the present one fits, too."""
         if value not in self._same:
             if perf_counter() + self.plan.planning_s > self.end:
                 raise OutOfTimeError
@@ -133,7 +133,9 @@ class Answers:
                 self.words[value] = signature(None)
             except MeshwrightError as error:
                 self.words[value] = error.what
-            self._same[value] = found is not None and signature(found) == signature(self.plan)
+            fits_there = self.scale.what == "memory" and value >= self.scale.start
+            as_good = found is not None and fits_there and found.step_s >= self.plan.step_s * (1 - 1e-9)
+            self._same[value] = found is not None and (as_good or signature(found) == signature(self.plan))
         return self._same[value]
 
 

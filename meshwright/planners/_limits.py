@@ -32,7 +32,8 @@ class SplitRows(StrEnum):
 class PlanLimits:
     """The rows of a microbatch, None if they are not known, how they may be split, and what a plan has to be.
 
-    `schedule`, `pp` and `dp` fix a choice; `seconds` ends a search early. `refusal` says why a plan cannot run the model.
+    `schedule`, `pp` and `dp` fix a choice; `tensor` and `zero` allow ranks with parts of tensors; `seconds` ends a search early.
+    `refusal` says why a plan cannot run the model.
     A search calls `progress` with the share of its work that is done, and with what it has found in words.
     """
 
@@ -43,6 +44,7 @@ class PlanLimits:
     pp: int | None = None
     dp: int | None = None
     tensor: bool = True
+    zero: bool = True
     seconds: float = float("inf")
     refusal: Refusal | None = None
     progress: Callable[[float, str], None] | None = None

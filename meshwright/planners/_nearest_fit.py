@@ -2,7 +2,7 @@
 
 memory      raise the memory of smaller devices to a common size
 batch       halve the batch, the rows of a microbatch, or the number of microbatches if rows are not known, until a plan fits
-requests    leave out one thing that was asked for: a schedule, a degree, --no-tensor, --rows of a batch
+requests    leave out one thing that was asked for: a schedule, a degree, --no-tensor, --no-zero, --rows of a batch
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def _dropped(asked: Asked) -> Iterator[tuple[str, Asked]]:
         (limits.pp is not None, f"--pp {limits.pp}", replace(limits, pp=None)),
         (limits.dp is not None, f"--dp {limits.dp}", replace(limits, dp=None)),
         (not limits.tensor, "--no-tensor", replace(limits, tensor=True)),
+        (not limits.zero, "--no-zero", replace(limits, zero=True)),
         (asked.batch is not None and limits.rows is not None, f"--rows {limits.rows}", replace(limits, rows=None)),
     )
     for is_given, flag, other in without:

@@ -119,7 +119,10 @@ class TrainerJobs:
     def _planned_job(self, dataset: Any, *, trains: bool) -> tuple[RankJob, Given]:
         """Chooses the plan of `parallel="auto"`, and returns its job."""
         source = self.reader.source(dataset)
-        request = auto_request(self.args, self.model, source.example(self.args.example_rows), source.size if trains else None)
+        own = None if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
+        own = own if self.optimizers[0] is None else type(self.optimizers[0])
+        example = source.example(self.args.example_rows)
+        request = auto_request(self.args, self.model, example, source.size if trains else None, own)
         with phase(self._phase_listeners, "plan"):
             planned = chosen_plan(request)
         self.args.take_plan(planned, batch_of(planned))

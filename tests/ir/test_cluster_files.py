@@ -127,6 +127,7 @@ def test_operations_are_put_in_order() -> None:
         ("a -- b -- forward_compute_time=1", "needs a number of at least 0 for backward_compute_time"),
         (f"a -- b -- {NUMBERS}\na -- c", "names 'c', which is no operation"),
         (f"a -- b -- {NUMBERS}\na -- c -- {NUMBERS}", "a second time"),
+        (f"a -- x -- {NUMBERS}\nb -- y -- {NUMBERS}", "2 operations and no edges"),
         (f"a -- x -- {NUMBERS}\nb -- y -- {NUMBERS}\na -- b\nb -- a", "form a cycle"),
         ("", "at least one layer"),
     ],

@@ -113,9 +113,37 @@ def test_no_plan_exceeds_the_memory_at_any_event(memory: float) -> None:
     assert plan.step_s == pytest.approx(timeline.makespan_s + best.update_s)
 
 
-def test_tighter_memory_never_gives_a_faster_plan() -> None:
-    steps = [mw.plan(blocks(14), machine(memory), batch=16, planner="search").step_s for memory in (1e12, 2e8, 1.4e8)]
+@pytest.mark.parametrize(("devices", "reads"), [(8, 1e12), (4, 2e9)], ids=["short updates", "long updates"])
+def test_tighter_memory_never_gives_a_faster_plan(devices: int, reads: float) -> None:
+    """With long updates, divided state is faster than whole state, also where whole state fits."""
+
+    def step(memory: float) -> float:
+        cluster = machine(memory, devices)
+        kinds = tuple(replace(device, bytes_per_s=reads) for device in cluster.devices)
+        return mw.plan(blocks(14), replace(cluster, devices=kinds), batch=16, planner="search").step_s
+
+    steps = [step(memory) for memory in (float("inf"), 1e12, 4e8, 2e8)]
     assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_among_equals_no_devices_share_rows(last: int) -> None:
+    """Two copies take as long as one stage of two devices. Copies can be compared with one process, with dropout, too."""
+    layer = LayerCost("one", (1.0,), (1.0,), (1.0,), saved_bytes=1.0, parameter_bytes=8.0)
+    cluster = cluster_of(((0.0, 1e9), (1e9, 0.0)))
+    problem = Problem(Profile((layer,) * 2), cluster, PlanLimits(pp=1, dp=2), microbatches=4, batch=None)
+    search = searching.Search(problem)
+    wide = next(wide_plans.as_plans(problem, (mw.PlanStage(0, 1, (0, 1)),), 4, None, "test"))
+    copies = search.enumerator.run().fit[0]
+    found = [search.try_plan(plan) for plan in ((copies, wide) if last else (wide, copies))]
+    assert found[0] is not None and found[1] is not None and found[0].step_s == pytest.approx(found[1].step_s, rel=1e-14)
+    assert search.pool.best() is found[1 - last]
+
+
+def test_no_state_is_divided_without_zero() -> None:
+    for memory, dp_mode in ((4e8, True), (4e8, False)):
+        plan = mw.plan(blocks(14), machine(memory), batch=16, planner="search", dp=2, tensor=False, zero=dp_mode)
+        assert ("dp_mode" in plan.parallel) == dp_mode
 
 
 def test_nothing_fits_says_what_would() -> None:

@@ -192,6 +192,30 @@ def test_a_plan_that_cannot_run_the_short_last_step_is_not_chosen() -> None:
     assert auto_request(args, model, example, 37).epoch_rows == 0
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "divisible"),
+    [
+        ("adamw_torch_fused", True), ("sgd", True), ("adafactor", False), ("adamw_torch_8bit", False),
+        (torch.optim.AdamW, True), (torch.optim.LBFGS, False), (torch.nn.Linear, False), (lambda params: None, False),
+    ],
+)  # fmt: skip
+def test_which_optimizers_step_on_parts(optimizer: object, divisible: bool) -> None:
+    named = {"optim": optimizer} if isinstance(optimizer, str) else {}
+    args = TrainingArguments(output_dir="out", parallel="auto", **named)
+    assert auto_request(args, gpt2(n_layer=1), {}, own_optimizer=None if named else optimizer).divisible == divisible
+
+
+def test_plans_do_not_divide_the_state_of_other_optimizers(tmp_path: Path) -> None:
+    """Such plans would be refused when training starts. Here updates take most of a step, and memory is slow."""
+    path = tmp_path / "slow.toml"
+    path.write_text(CLUSTER.replace("8 GB/s", "20 MB/s").replace("4 GB/s", "400 GB/s").replace("20 GF", "20 TF"))
+    example = {name: torch.tensor([row[name] for row in text()[:2]]) for name in text()[0]}
+    request = AutoRequest(gpt2(n_layer=1), example, 2, cluster=str(path))
+    divided, whole = (chosen_plan(replace(request, divisible=divisible)).parallel for divisible in (True, False))
+    assert divided.mode.is_zero or divided.tp > 1
+    assert not whole.mode.is_zero and whole.tp == 1
+
+
 def test_a_batch_that_copies_cannot_share_is_refused(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), parallel="auto")
     with pytest.raises(MeshwrightError, match="7 rows of a step cannot be shared equally by 2"):

@@ -77,6 +77,11 @@ def _numbers(text: str, number: int) -> list[float]:
 
 
 def _chain(nodes: dict[str, tuple[str, list[float]]], edges: list[tuple[str, str]]) -> Profile:
+    if len(nodes) > 1 and not edges:
+        raise MeshwrightError(
+            f"the profile has {len(nodes)} operations and no edges: which of them read what others compute is not known",
+            fix="lines such as 'node1 -- node2' after the operations",
+        )
     if unknown := [end for edge in edges for end in edge if end not in nodes]:
         raise MeshwrightError(f"an edge of the profile names {shown(unknown[0])}, which is no operation of it")
     before: dict[str, list[str]] = {name: [] for name in nodes}

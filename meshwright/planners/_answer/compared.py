@@ -71,6 +71,7 @@ def rivals(pool: Pool, best: Priced) -> tuple[Rejected, ...]:
         rival = min(others, key=lambda priced: priced.step_s)
         size = max(rival.peak_bytes, default=0.0) - max(best.peak_bytes, default=0.0)
         seconds, theirs = rival.step_s - best.step_s, choices(rival)[choice]
+        seconds = 0.0 if abs(seconds) <= 1e-9 * best.step_s else seconds
         reason = f"{choice} {_shown(mine[choice])} instead of {_shown(theirs)}: {seconds:+.4g} s, {size / 1e9:+.3g} GB"
         found.append(Rejected(name(rival.plan), rival.step_s, reason, {"choice": choice, "seconds": seconds, "bytes": size}))
     return tuple(found)

@@ -10,6 +10,9 @@ from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._search.candidate_plans import Candidate, Enumeration, WidePlan
 from meshwright.planners._search.tensor_costs import TensorChoice
 
+EQUAL = 1e-12
+"""Steps that differ by less than this share are equal."""
+
 
 @dataclass
 class SearchTally:
@@ -37,7 +40,13 @@ class Pool:
     def add(self, priced: Priced) -> None:
         """Keeps a plan."""
         self.plans.append(priced)
-        if self._best is None or priced.step_s < self._best.step_s * (1 - 1e-12):
+        self._keep_best(priced)
+
+    def _keep_best(self, priced: Priced) -> None:
+        """Remembers the best plan. Among equals it is one whose devices share no rows: `verify` can compare it with dropout."""
+        best = self._best
+        faster = best is None or priced.step_s < best.step_s * (1 - EQUAL)
+        if faster or (best and priced.step_s <= best.step_s * (1 + EQUAL) and _shares_rows(best) and not _shares_rows(priced)):
             self._best = priced
 
     def reject(self, priced: Priced) -> None:
@@ -54,10 +63,12 @@ class Pool:
         gone = {id(each) for each in misfits}
         self.plans = [each for each in self.plans if id(each) not in gone]
         self.misfits += misfits
-        self._best = min(self.plans, key=lambda each: each.step_s, default=None)
+        self._best = None
+        for each in self.plans:
+            self._keep_best(each)
 
     def best(self) -> Priced | None:
-        """The plan with the shortest step; the one found first among equals."""
+        """The plan with the shortest step."""
         return self._best
 
     def families(self) -> set[str]:
@@ -73,6 +84,11 @@ class Pool:
             if len(found) == count:
                 break
         return list(found.items())
+
+
+def _shares_rows(priced: Priced) -> bool:
+    """Whether devices share the rows of a microbatch."""
+    return any(width > 1 for width in priced.widths)
 
 
 def _sizes(plan: Candidate | WidePlan) -> tuple[object, ...]:

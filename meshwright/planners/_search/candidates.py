@@ -23,6 +23,8 @@ ZEROS = ("replicated", "zero-1", "zero-2")
 TENSOR_SIZES = (1, 2, 4, 8, 16)
 ROOMY = 0.5
 """If less than this share of a device is used by what is known before a simulation, modes that save memory are not tried."""
+SIMPLER = 0.999
+"""Nor are modes that make the bound of a step shorter by less."""
 
 
 class Enumerator:
@@ -85,7 +87,7 @@ class Enumerator:
             single = [family for family in families(wanted) if family.has_line][:1]
             yield from single
             enough = self.problem.layers >= ZERO_3.chunks
-            if dp > 1 and tp == 1 and wanted in (None, "interleaved") and enough:
+            if dp > 1 and tp == 1 and wanted in (None, "interleaved") and enough and self.problem.limits.zero:
                 yield ZERO_3
             return
         for family in families(wanted):
@@ -120,8 +122,8 @@ class Enumerator:
         bounds = self.bounds
         layouts = ("stages", "copies") if pp > 1 and dp > 1 else ("stages",)
         shares = dp * family.replicas
-        zeros = ("zero-3",) if family is ZERO_3 else ZEROS if self.limited and shares > 1 else ZEROS[:1]
-        roomy = False
+        zeros = ("zero-3",) if family is ZERO_3 else ZEROS if self.problem.limits.zero and shares > 1 else ZEROS[:1]
+        roomy, whole_s = False, 0.0
         for layout in layouts:
             for reverse in (False,) if self.problem.uniform else (False, True):
                 found = bounds.grid(pp, dp, tensor.tp, layout, reverse)
@@ -129,10 +131,11 @@ class Enumerator:
                 plan = Candidate(family, pp, dp, tensor, rows, share, count, "", recompute, layout, (), 0.0, reverse=reverse)
                 least_s = bounds.least_s(plan, group)
                 for zero in zeros:
-                    if zero != zeros[0] and roomy:
-                        break  # what fits with whole state is as fast and simpler
                     each = bounds.bounded(plan, zero, group, least_s, found)
-                    roomy = each.about_bytes <= -ROOMY * self.least_memory if zero == zeros[0] else roomy
+                    if zero == zeros[0]:
+                        roomy, whole_s = each.about_bytes <= -ROOMY * self.least_memory, each.bound_s
+                    elif roomy and (zero != "zero-1" or each.bound_s > SIMPLER * whole_s):
+                        break  # whole state fits, is as fast and simpler; with divided state, updates are shorter
                     yield each
                     line = family.has_line and pp > 1
                     if each.over_bytes > 0 and line and (capped := bounds.capped(each, group, found)) is not None:

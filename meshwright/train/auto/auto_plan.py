@@ -36,6 +36,7 @@ from meshwright.runtime.transport.choose import host_identity
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.auto.found_devices import differences
 from meshwright.train.auto.plan_refusal import PlanRefusal
+from meshwright.train.optimizer.elementwise import is_elementwise
 from meshwright.train.profiling.profile_model import profile_model
 from meshwright.train.profiling.profile_rows import rows_to_profile
 from meshwright.train.setup.where import launched
@@ -61,10 +62,17 @@ class AutoRequest:
     """A cluster file or preset; None measures the machine or the job."""
     epoch_rows: int = 0
     """The rows of an epoch, if its last step may be short."""
+    divisible: bool = True
+    """Whether the optimizer may step on parts of parameters: plans with ZeRO or tensor ranks need that."""
 
 
-def auto_request(args: TrainingArguments, model: Any, example: Given, epoch_rows: int | None = None) -> AutoRequest:
-    """Returns what a Trainer with these arguments asks for. `epoch_rows` is the size of the data set, if that is known."""
+def auto_request(
+    args: TrainingArguments, model: Any, example: Given, epoch_rows: int | None = None, own_optimizer: object = None
+) -> AutoRequest:
+    """Returns what a Trainer with these arguments asks for.
+
+    `epoch_rows` is the size of the data set, if that is known; `own_optimizer` the class that is used instead of `args.optim`.
+    """
     if not isinstance(model, nn.Module):
         raise MeshwrightError(
             f'parallel="auto" needs one module, got {type(model).__name__}: the cost of a list of layers is not known',
@@ -74,7 +82,8 @@ def auto_request(args: TrainingArguments, model: Any, example: Given, epoch_rows
     state = "sgd-momentum" if str(args.optim).startswith("sgd") else "adamw"
     cluster = auto_cluster(str(args.auto))
     last = 0 if args.dataloader_drop_last else epoch_rows or 0
-    return AutoRequest(model, example, rows, args.precision.compute, state, cluster, last)
+    divisible = is_elementwise(str(args.optim) if own_optimizer is None else own_optimizer)
+    return AutoRequest(model, example, rows, args.precision.compute, state, cluster, last, divisible)
 
 
 def batch_of(planned: PlannedFile) -> int:
@@ -110,7 +119,16 @@ def plan_text(request: AutoRequest, cluster: Cluster) -> str:
         optimizer=request.optimizer,
     )
     refusal = PlanRefusal(request.model, request.example, request.epoch_rows % batch)
-    found = planners.plan(profile, cluster, batch=batch, planner="search", seconds=SECONDS, refusal=refusal)
+    found = planners.plan(
+        profile,
+        cluster,
+        batch=batch,
+        planner="search",
+        tensor=request.divisible,
+        zero=request.divisible,
+        seconds=SECONDS,
+        refusal=refusal,
+    )
     return planned_text(with_earlier_errors(found, profile.device), profile, cluster, batch=batch)
 
 
