@@ -37,8 +37,7 @@ class Cluster:
         latencies: Seconds from each device to each other one, with `bandwidths`; empty if all have the latency of `link`.
         spine: The link between hosts of different racks, if it is slower than their cards.
         order: Device w of this cluster is number `order[w]` in its hosts and matrices; empty if the numbers are the same.
-        collective: What a step of a collective achieves at most, if that is less than the links of its devices: its software may
-            be slower than that of a message.
+        collective: What a step of a collective achieves at most, if its software is slower than that of messages.
 
     Raises:
         MeshwrightError: The parts have different numbers of devices, or a matrix is not square.
@@ -163,7 +162,7 @@ class Cluster:
     def slowest(self, ranks: Sequence[int], others: Sequence[int] | None = None) -> Link:
         """Returns the largest latency and the lowest bandwidth among some devices, or from them to others."""
         if self.links:
-            return self._slowest_of_all(ranks, others)
+            return self.slowest_pair((a, b) for a, b in product(ranks, ranks if others is None else others) if a != b)
         self.refuse_missing((*ranks, *(others or ())))
         if self.bandwidths:
             return self._slowest_rows(ranks, others)
@@ -178,9 +177,6 @@ class Cluster:
         for a, b in pairs:
             found = found.slower(self.between(a, b))
         return found
-
-    def _slowest_of_all(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
-        return self.slowest_pair((a, b) for a, b in product(ranks, ranks if others is None else others) if a != b)
 
     def _slowest_rows(self, ranks: Sequence[int], others: Sequence[int] | None) -> Link:
         """Returns the slowest link from the matrices, with one pass over the columns of each row."""
@@ -198,19 +194,23 @@ class Cluster:
         return Link(latency, rate)
 
     def all_reduce_s(self, ranks: Sequence[int], size: float, *, beside: int = 1) -> float:
-        """Returns the seconds of an all-reduce of a buffer on these devices: a reduce-scatter and a gather."""
-        return self.scatter_s(ranks, size, beside=beside) + self.gather_s(ranks, size, beside=beside)
+        """Returns the seconds of an all-reduce of a buffer on these devices: a reduce-scatter and a gather.
 
-    def gather_s(self, ranks: Sequence[int], size: float, *, beside: int = 1) -> float:
+        Two devices of one host exchange their sums by messages, which `collective` does not limit.
+        """
+        pair = len(ranks) == 2 and bool(self.hosts) and self.host_of[ranks[0]] == self.host_of[ranks[1]]
+        return 2 * self.gather_s(ranks, size, beside=beside, step=FREE if pair else self.collective)
+
+    def gather_s(self, ranks: Sequence[int], size: float, *, beside: int = 1, step: Link | None = None) -> float:
         """Returns the seconds that these devices need to gather a buffer of `size` bytes, of which each has an equal part.
 
         It is the time of the fastest algorithm in `ir/links/collectives.py`. The slowest link decides. `beside` groups, this one
-        included, share the network cards of their hosts.
+        included, share the network cards of their hosts. `step` is what a step achieves at most, if not `collective`.
         """
-        count = len(ranks)
+        count, step = len(ranks), self.collective if step is None else step
         if count < 2 or size <= 0:
             return 0.0
-        slowest = busiest = self.slowest(ranks).slower(self.collective)
+        slowest = busiest = self.slowest(ranks).slower(step)
         if not self.hosts:
             return collectives.flat_s(count, size, slowest)
         groups: dict[int, list[int]] = {}
@@ -229,7 +229,7 @@ class Cluster:
         inside, between = self._levels(list(groups.values()))
         for host in groups:
             between = between.slower(self.hosts[host].flow(each * beside))
-        inside, between = inside.slower(self.collective), between.slower(self.collective)
+        inside, between = inside.slower(step), between.slower(step)
         return min(flat, collectives.hierarchical_s(len(groups), each, size, inside=inside, between=between))
 
     def _levels(self, groups: Sequence[Sequence[int]]) -> tuple[Link, Link]:

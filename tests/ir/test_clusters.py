@@ -119,6 +119,8 @@ def test_collectives_may_be_slower_than_links() -> None:
     assert slow.gather_s((0, 1), 24.0) == 1.5 + 1 / 2 * 24 / 5 and slow.between(0, 1) == INSIDE
     assert slow.gather_s((0, 2), 24.0) == fast.gather_s((0, 2), 24.0) == 2.0 + 1 / 2 * 24 / 4
     assert slow.gather_s(range(4), 24.0) == min(2 * 2.0 + 3 / 4 * 24 / 4, (2.0 + 1 / 2 * 12 / 4) + (1.5 + 1 / 2 * 24 / 5))
+    assert slow.all_reduce_s((0, 1), 24.0) == fast.all_reduce_s((0, 1), 24.0), "a pair of one host uses messages"
+    assert slow.all_reduce_s((0, 1, 2), 24.0) == 2 * slow.gather_s((0, 1, 2), 24.0) > 0
     assert slow.placed((3, 0)).gather_s((0, 1), 24.0) == slow.gather_s((3, 0), 24.0)
     assert cluster_from_toml(cluster_to_toml(slow)) == slow
     with pytest.raises(MeshwrightError, match="JSON holds links, not devices, hosts, matrices or collectives"):

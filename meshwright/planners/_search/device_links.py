@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.ir.cluster import Cluster, Duplex, Link
 from meshwright.ir.links.collectives import flat_s
+from meshwright.ir.links.host_links import FREE
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -110,11 +111,6 @@ class DeviceLinks:
 
     def gather_rates(self, groups: Sequence[Ints]) -> Floats:
         """Returns for each group a rate at which no gather of it is faster: of its slowest link, or of hosts and then devices."""
-        found: Floats = np.minimum(self._link_rates(groups), self.cluster.collective.bytes_per_s)
-        return found
-
-    def _link_rates(self, groups: Sequence[Ints]) -> Floats:
-        """The same by links alone."""
         if max(map(len, groups)) < 2:
             return np.full(len(groups), np.inf)
         if self.by_host and len(set(map(len, groups))) == 1:
@@ -155,6 +151,8 @@ class DeviceLinks:
 
     def all_reduce_s(self, ranks: Ranks, size: float, *, beside: int = 1) -> float:
         """Returns how long a group needs to add up a buffer: as long as a scatter of sums and a gather."""
+        if len(ranks) == 2 and self.cluster.collective != FREE:
+            return self.cluster.all_reduce_s([int(device) for device in ranks], size, beside=beside)
         return 2 * self.gather_s(ranks, size, beside=beside)
 
     def _signature(self, ranks: Ranks) -> tuple[object, ...]:
