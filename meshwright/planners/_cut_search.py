@@ -16,7 +16,7 @@ from meshwright.planners._pricing.mapping import shape_of
 from meshwright.planners._pricing.pool import Pool
 from meshwright.planners._pricing.priced_plan import Priced
 from meshwright.planners._search.candidate_plans import Candidate
-from meshwright.planners._search.effort import CUTS, LOOKS, RECUT, RUN, SQUEEZED
+from meshwright.planners._search.effort import CUTS, LOOKS, RECUT, RUN, SQUEEZED, STAGES
 from meshwright.planners._search.plan_bounds import PlanBounds
 
 LESS = 1 - 1e-9
@@ -128,10 +128,10 @@ def _ends_near(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _one_each(plans: Iterable[Candidate]) -> list[Candidate]:
-    """The first plan of each shape with several stages."""
+    """The first plan of each shape with several stages, but not with very many."""
     found: dict[tuple[object, ...], Candidate] = {}
     for plan in plans:
-        if len(plan.ends) > 1:
+        if 1 < len(plan.ends) <= STAGES:
             found.setdefault(_all_but_cuts(plan), plan)
     return list(found.values())
 

@@ -34,6 +34,8 @@ RECUT, CUTS = 12, 40
 """How many plans of one width get other cuts, and how many of these are simulated for each."""
 SQUEEZED = 200
 """How many plans that do not fit otherwise are simulated with cuts that need less memory."""
+STAGES = 128
+"""Cuts of plans with more stages are not moved."""
 RUN = 4
 """How many ends of stages move together."""
 LOOKS = 4000

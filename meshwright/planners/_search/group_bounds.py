@@ -127,11 +127,6 @@ class GroupBounds:
         least = np.where(alternates, need, np.maximum(need - late, static + reserve))
         return float((least - capacity).max()), float((need - capacity).max())
 
-    def over_all_bytes(self, problem: Problem, zero: str, shares: int, capacity: Floats) -> float:
-        """Returns how many bytes state exceeds the memory of all workers by, per worker. If it does, no cut fits."""
-        state = self.held.mean() * static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares)
-        return float(state - (1.0 - RESERVE) * capacity.mean())
-
     def room(self, problem: Problem, zero: str, shares: int, alive: Floats, capacity: Floats) -> Room:
         """Returns what stages with a worker each may hold, whatever their cuts: temporary memory is that of the largest layer."""
         each = static_bytes(1.0, problem.optimizer(1.0), zero=zero, shares=shares) / self._tp

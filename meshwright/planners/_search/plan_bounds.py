@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costs.memory.memory_classes import RESERVE, static_bytes
 from meshwright.ir.links.link import Link
 from meshwright.planners._search.candidate_plans import Candidate
 from meshwright.planners._search.cuts.capped_cuts import capped_cuts
@@ -22,6 +23,7 @@ from meshwright.planners._search.grid_layout import (
 )
 from meshwright.planners._search.group_bounds import GroupBounds, Timed, placement_of
 from meshwright.planners._search.problem import Floats, Problem
+from meshwright.planners._search.stage_seats import seats_of
 from meshwright.planners._search.tensor_costs import TensorChoice, tensor_saved, tensor_seconds
 
 Ints = NDArray[np.int64]
@@ -121,9 +123,13 @@ class PlanBounds:
         return self.bounded(plan, plan.zero, group, self.least_s(plan, group), found)
 
     def may_fit(self, plan: Candidate) -> bool:
-        """Whether a plan could fit with other cuts."""
-        group, found = self._group_of(plan, plan.ends)
-        return group.over_all_bytes(self.problem, plan.zero, plan.dp * plan.family.replicas, self._capacity(found)) <= 0
+        """Whether a plan could fit with other cuts: if the state of all workers is more than their memory, no cut fits."""
+        problem, placement = self.problem, placement_of(plan.family, plan.pp)
+        seats = seats_of(placement)
+        holders = (len(seats.stages) - (0 if seats.again is None else int(seats.again.sum()))) // placement.stages
+        held = (holders * problem.parameter_sums[-1] / placement.workers - problem.tied) / plan.tensor.tp
+        state = static_bytes(1.0, problem.optimizer(1.0), zero=plan.zero, shares=plan.dp * plan.family.replicas)
+        return bool(held * state <= (1.0 - RESERVE) * self._capacity(self.grid_of(plan)).mean())
 
     def _group_of(self, plan: Candidate, ends: tuple[int, ...]) -> tuple[GroupBounds, DeviceGrid]:
         found = self.grid_of(plan)
@@ -154,17 +160,19 @@ class PlanBounds:
         problem = self.problem
         workers = problem.slowness[:1] if problem.uniform else worker_slowness(problem, found)
         slow = tuple(workers.tolist())
-        key = (family, pp, rows, tensor, recompute, slow, ends)
-        if key not in self._groups:
-            placement = placement_of(family, pp)
-            stages = slow * placement.stages if problem.uniform else tuple(stage_slowness(placement, workers).tolist())
-            timed = self.timed(*rows, tensor)
-            cut_key = (rows, tensor, recompute, stages)
-            if not ends and cut_key not in self._cuts:
-                self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
-            cuts = ends or self._cuts[cut_key]
-            self._groups[key] = GroupBounds(problem, family, placement, timed, cuts, stages, recompute, tensor, rows)
-        return self._groups[key]
+        key = (family, pp, rows, tensor, recompute, slow)
+        if not ends and key in self._groups:
+            return self._groups[key]
+        placement = placement_of(family, pp)
+        stages = slow * placement.stages if problem.uniform else tuple(stage_slowness(placement, workers).tolist())
+        timed = self.timed(*rows, tensor)
+        cut_key = (rows, tensor, recompute, stages)
+        if not ends and cut_key not in self._cuts:
+            self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
+        group = GroupBounds(problem, family, placement, timed, ends or self._cuts[cut_key], stages, recompute, tensor, rows)
+        if not ends:  # others are used once
+            self._groups[key] = group
+        return group
 
     def _sync_s(self, plan: Candidate, group: GroupBounds) -> Floats:
         """The least time of the sums of each stage: two gathers at the best rate of its group.
