@@ -21,8 +21,8 @@ from meshwright.ir.stage_cost import StageCost
 from meshwright.planners._limits import PlanLimits
 from meshwright.planners._pricing.pricing import Pricer
 from meshwright.planners._search.candidate_plans import Candidate
-from meshwright.planners._search.candidates import Enumerator
 from meshwright.planners._search.families import families
+from meshwright.planners._search.plan_bounds import PlanBounds
 from meshwright.planners._search.problem import Problem
 from meshwright.planners._search.tensor_costs import ALONE
 from meshwright.runtime.launch.workers import Workers
@@ -107,7 +107,7 @@ def test_copies_of_a_model_on_cores(zero: str, messages: float) -> None:
     found = []
     for cluster in (LOCAL, GPUS):
         problem = Problem(Profile(layers, rows=(1,)), cluster, PlanLimits(), microbatches=None, batch=4)
-        pricer = Pricer(problem, Enumerator(problem))
+        pricer = Pricer(problem, PlanBounds(problem))
         plan = Candidate(families("onef1b")[0], 1, 2, ALONE, 1, 1, 2, zero, False, "copies", (4,), 0.0)
         quick = pricer.quick(plan)
         _, uses = pricer.engine(pricer.price(plan))
