@@ -9,9 +9,6 @@ from meshwright.planners._limits import MOST_MICROBATCHES, Asked, SplitRows
 from meshwright.planners._search.families import FAMILIES, families
 from meshwright.planners._search.problem import Problem
 
-_NOT_PLANNED = {"shifted": "the search does not know its recompute actions"}
-"""Why schedules with a flush are not searched."""
-
 
 def refuse_contradictions(planner: str, asked: Asked) -> None:
     """Raises if no plan can be what was asked for, whatever the memory."""
@@ -26,7 +23,7 @@ def refuse_contradictions(planner: str, asked: Asked) -> None:
     _refuse_long_batch(asked)
     if limits.schedule is not None and not families(limits.schedule):
         raise MeshwrightError(
-            f"{limits.schedule} is not planned: {_NOT_PLANNED.get(limits.schedule, 'it trains with delayed parameters')}",
+            f"{limits.schedule} is not planned: it trains with delayed parameters",
             fix=", ".join(sorted({family.schedule for family in FAMILIES})),
         )
     if limits.pp is not None and limits.pp > layers:

@@ -116,7 +116,7 @@ class WideSearch:
         most = TRIALS if problem.devices > FEW else max(TRIALS, 8 * TRIALS // len(wide_plans.steps_of(problem)))
         last = self.pricer.simulated + most
         tried: set[Stages] = set()
-        starts = [(wide_plans.with_recompute(stages, 0.0), step) for stages, step in self.pool.best_stages(6)]
+        starts = [(wide_plans.without_recompute(stages), step) for stages, step in self.pool.best_stages(6)]
         if problem.devices <= FEW and not self.tries_all:
             for lowest in {len(each): each for each in reversed(plans)}.values():
                 found = wide_plans.descended(problem, lowest, microbatches, rows)
@@ -164,13 +164,13 @@ class WideSearch:
     def _try_schedules(self, stages: Stages, microbatches: int, rows: int | None, source: str, below_s: float) -> float:
         """Simulates stages under each schedule that may be faster than `below_s`; returns the best time, or infinity.
 
-        Stages that do not fit are tried again with recompute.
+        Stages that do not fit are tried again with recompute, and so are all if that is part of the only schedule.
         """
         plans = wide_plans.as_plans(self.problem, stages, microbatches, rows, source, below_s)
         found = {each.family: self.try_plan(each) for each in plans}
-        if None in found.values() and self.problem.is_limited:
-            again = wide_plans.with_recompute(stages, 1.0)
-            for each in wide_plans.as_plans(self.problem, again, microbatches, rows, source, below_s):
-                if found.get(each.family, 0) is None:
+        misses = None in found.values() and self.problem.is_limited
+        if misses or all(family.early for family in wide_plans.line_families(self.problem)):
+            for each in wide_plans.as_plans(self.problem, stages, microbatches, rows, source, below_s, recompute=True):
+                if each.family.early or found.get(each.family, 0) is None:
                     found[each.family] = self.try_plan(each)
         return min((priced.step_s for priced in found.values() if priced is not None), default=INF)

@@ -206,7 +206,7 @@ def eight(tmp_path: Path) -> str:
         (["--pp", "4", "--dp", "4"], "pp 4 x dp 4 needs 16 devices", "--dp 2"),
         (["--schedule", "chimera", "--pp", "3"], "chimera does not run with pp 3, 16 microbatches on 8 devices", "--pp 8"),
         (["--schedule", "pipedream"], "delayed parameters", "onef1b"),
-        (["--schedule", "shifted"], "shifted is not planned: the search does not know its recompute actions", "onef1b"),
+        (["--schedule", "shifted", "--pp", "1"], "shifted does not run with pp 1, 16 microbatches on 8 devices", "--pp 8"),
         (["--planner", "spp", "--schedule", "chimera"], "it takes no --schedule chimera", "--planner search"),
         (["--planner", "spp", "--pp", "2"], "it takes no --pp 2", "--planner search"),
         (["--split-rows", "odd"], "one of even, uneven, ignore, got 'odd'", "--split-rows uneven"),

@@ -71,7 +71,7 @@ def _variants(search: Search, plain: Candidate) -> Iterator[Candidate]:
         if stages > LAYERS:
             continue
         modes = ("replicated", "zero-1", "zero-2") if dp * family.replicas > 1 else ("replicated",)
-        for recompute in (False, True):
+        for recompute in (True,) if family.early else (False, True):
             sums = search.pricer.bounds.timed(plain.rows, plain.share, plain.tensor).sums["again" if recompute else "work"]
             ends = even_cuts(sums, [1.0] * stages)
             for zero in ("zero-3",) if family is ZERO_3 else modes:

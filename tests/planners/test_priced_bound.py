@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -22,13 +23,13 @@ from meshwright.simulate.quick_sweep import QuickProgram
 from tests.support.plans import cluster_of, random_rates
 
 
-def random_costs(choose: random.Random, stages: int, *, again: bool) -> list[StageCost]:
+def random_costs(choose: random.Random, shares: Sequence[float]) -> list[StageCost]:
     found = []
-    for stage in range(stages):
-        size = choose.random() if stage < stages - 1 else 0.0
+    for stage, share in enumerate(shares):
+        size = choose.random() if stage < len(shares) - 1 else 0.0
         cost = StageCost(choose.random(), choose.random(), choose.random(), output_bytes=size, gradient_bytes=size / 2)
         sync = choose.choice((0.0, 5.0)) * choose.random()
-        found.append(replace(cost, sync_s=sync, recompute_s=cost.forward_s if again else 0.0))
+        found.append(replace(cost, sync_s=sync, recompute_s=share * cost.forward_s))
     return found
 
 
@@ -41,7 +42,8 @@ def test_no_order_is_shorter(family: Family) -> None:
         workers, microbatches = 2 * choose.randint(1, 4), 2 * choose.randint(1, 10)
         if not family.fits(workers, microbatches):
             continue
-        costs = random_costs(choose, workers * family.chunks, again=seed % 5 == 0)
+        shares = family.recompute_shares(workers * family.chunks, seed % 5 == 0 or (family.early and seed % 5 < 4))
+        costs = random_costs(choose, shares)
         slow = choose.choice((0.0, 0.3, 3.0))
         ends = [(a, b) for b in range(workers) for a in range(b)]
         pairs = {pair: Link(slow * choose.random(), 1 / (slow * choose.random() + 1e-9)) for pair in ends}
@@ -51,7 +53,7 @@ def test_no_order_is_shorter(family: Family) -> None:
         assert schedule.placement == family.placement(workers)
         schedule = replace(schedule, sharding=choose.choice((Sharding.NONE, Sharding.STATE, Sharding.GRADIENTS)))
         most = [(family.most or family.live)(w, workers, microbatches) for w in range(workers)]
-        bound = priced_bound_s(schedule.placement, costs, links, microbatches, split=family.split, most=most)
+        bound = priced_bound_s(schedule.placement, costs, links, microbatches, split=family.split, early=family.early, most=most)
         step = QuickProgram(schedule).makespan_s(costs, links)
         assert bound <= step * (1 + 1e-9), seed
         tried, tight = tried + 1, tight + (bound > 0.8 * step)

@@ -45,12 +45,14 @@ def _refuse_recompute(stages: Sequence[Mapping[str, Any]], parallel: Parallel) -
     mode = parallel.recompute
     if mode not in (None, "none", "inline", "early") or parallel.order is not None:
         return  # budgets and shares are settled where costs are known
-    recomputes = mode in ("inline", "early")
-    for number, stage in enumerate(stages):
-        if bool(stage.get("recompute", recomputes)) != recomputes:
+    again: list[bool | None] = [mode in ("inline", "early")] * len(stages)
+    if mode is None and len(parallel.costs) == len(stages):  # a schedule may place its own recompute; costs say where
+        again = [cost.recompute_s > 0 if cost.forward_s else None for cost in parallel.costs]
+    for number, (stage, recomputes) in enumerate(zip(stages, again, strict=True)):
+        if recomputes is not None and bool(stage.get("recompute", recomputes)) != recomputes:
             raise MeshwrightError(
                 f"stage {number} of a plan file recomputes a share of {stage['recompute']:g}, but its 'parallel' has recompute "
-                f"{mode!r}",
+                f"{mode!r}" + (f" and {parallel.costs[number].recompute_s:g} s for it" if parallel.costs else ""),
                 fix=FIX,
             )
 

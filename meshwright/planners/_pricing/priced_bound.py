@@ -40,16 +40,18 @@ def priced_bound_s(
     microbatches: int,
     *,
     split: bool,
+    early: bool = False,
     most: Sequence[float],
 ) -> float:
     """No order of so many microbatches is faster, updates not included.
 
     Replicas of the pipeline run equally many microbatches, or one of them one more. With `split`, weight halves may wait until
-    other workers have what they need. Worker w holds at most `most[w]` activations at once; others wait until one is released.
+    other workers have what they need; with `early`, recompute does not wait for gradients. Worker w holds at most `most[w]`
+    activations at once; others wait until one is released.
     """
     each = microbatches // placement.replicas
     forward = [cost.forward_s for cost in costs]
-    back = [cost.input_s + cost.recompute_s + (0.0 if split else cost.weight_s) for cost in costs]
+    back = [cost.input_s + (0.0 if early else cost.recompute_s) + (0.0 if split else cost.weight_s) for cost in costs]
     work = [cost.forward_s + cost.input_s + cost.recompute_s + cost.weight_s for cost in costs]
     heads: dict[int, float] = defaultdict(lambda: INF)
     tails: dict[int, float] = defaultdict(lambda: INF)

@@ -63,7 +63,13 @@ class Pricer:
         most = self.bounds.alive(plan.family, plan.pp, plan.microbatches)[1]
         placement = placement_of(plan.family, plan.pp)
         bound = priced_bound_s(
-            placement, priced.costs, priced.links, plan.microbatches, split=plan.family.split, most=most.tolist()
+            placement,
+            priced.costs,
+            priced.links,
+            plan.microbatches,
+            split=plan.family.split,
+            early=plan.family.early,
+            most=most.tolist(),
         )
         found = replace(plan, bound_s=max(plan.bound_s, bound + priced.update_s), sharp=True)
         if priced.actions <= SMALL:
@@ -173,7 +179,7 @@ class Pricer:
             "forward_s": forward,
             "input_s": slow * (sums["input"][end] - sums["input"][first]) + call,
             "weight_s": slow * (sums["weight"][end] - sums["weight"][first]),
-            "recompute_s": forward if plan.recompute else 0.0 * forward,
+            "recompute_s": forward * plan.family.recompute_shares(len(end), plan.recompute),
             **{name: np.array(column) for name, column in zip(SumCost._fields, zip(*added, strict=True), strict=True)},
             "activation_bytes": sums["saved"][end] - sums["saved"][first],
             "output_bytes": output,
@@ -204,7 +210,7 @@ class Pricer:
             plan.microbatches * max(sum(tensor_s[s] for s in of) for of in held) / plan.family.replicas,
             Sharding.NONE if plan.zero == "replicated" else Sharding(plan.zero),
             plan.dp,
-            lambda: (grid_stages(found, placement, plan.ends, float(plan.recompute)), _keywords(plan, found.ranks)),
+            lambda: (grid_stages(found, placement, plan), _keywords(plan, found.ranks)),
         )
 
     def _price_wide(self, plan: WidePlan) -> Priced:
@@ -242,7 +248,7 @@ def _keywords(plan: Candidate, ranks: tuple[int, ...]) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         **({"options": dict(plan.family.options)} if plan.family.options else {}),
         **({"dp_mode": plan.zero} if plan.zero != "replicated" else {}),
-        **({"recompute": "inline"} if plan.recompute else {}),
+        **({"recompute": "inline"} if plan.recompute and not plan.family.early else {}),
         **plan.tensor.keywords(),
         "stages": list(plan.ends[:-1]),
         "ranks": list(ranks),
@@ -255,7 +261,7 @@ def _wide_keywords(plan: WidePlan, stages: tuple[PlanStage, ...]) -> dict[str, A
         "schedule": plan.family.schedule,
         "microbatches": plan.microbatches,
         **({"options": dict(plan.family.options)} if plan.family.options else {}),
-        **({"recompute": "inline"} if plan.recompute else {}),
+        **({"recompute": "inline"} if plan.recompute and not plan.family.early else {}),
         **({"width": [stage.width for stage in stages]} if any(stage.width > 1 for stage in stages) else {}),
         "stages": [stage.first for stage in stages[1:]],
         "ranks": [device for stage in stages for device in stage.devices],

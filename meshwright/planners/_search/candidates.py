@@ -46,15 +46,17 @@ class Enumerator:
                 continue
             for rows, share, count in self.problem.splits(dp)[: 1 if few else None]:
                 tensors = self.tensors(tp, rows)[: 1 if few else None]
+                crowded = False  # whether a schedule does not fit easily
                 for family in islice(self._families(pp, dp, tp, count), 1 if few else None):
-                    tight = False
-                    for tensor, recompute in product(tensors, (False, True)):
+                    tight = family.early and (crowded or self.problem.limits.schedule is not None)
+                    for tensor, recompute in product(tensors, (True,) if family.early else (False, True)):
                         if recompute and not tight:
                             continue  # a plan that fits without it is faster
                         for found in self._variants(family, pp, dp, tensor, (rows, share, count), recompute):
                             bounded += 1
                             tight = tight or found.about_bytes > -ROOMY * self.least_memory
                             (misfit if found.over_bytes > 0 else fit).append(found)
+                    crowded = crowded or (tight and not family.early)
         fit.sort(key=lambda candidate: candidate.key)
         return Enumeration(fit, misfit, bounded)
 
@@ -84,7 +86,7 @@ class Enumerator:
         """The schedules that run with these degrees. zero-3 runs without pipelines and tensor ranks."""
         wanted = self.problem.limits.schedule
         if pp == 1:
-            single = [family for family in families(wanted) if family.has_line][:1]
+            single = [family for family in families(wanted) if family.has_line and family.fits(1, count)][:1]
             yield from single
             enough = self.problem.layers >= ZERO_3.chunks
             if dp > 1 and tp == 1 and wanted in (None, "interleaved") and enough and self.problem.limits.zero:

@@ -26,6 +26,7 @@ class Family:
         chunks: Stages of a worker.
         replicas: Copies of the pipeline inside the schedule.
         split: Whether backwards are split, so that no worker waits for weight halves.
+        early: Whether it recomputes by actions of its own while it waits for gradients, on all stages but the last.
         placement: Which worker has which stage, by the number of workers.
         fits: Whether it accepts these numbers of workers and microbatches.
         live: The least activations that are alive on worker w of D with N microbatches.
@@ -38,6 +39,7 @@ class Family:
     chunks: int = 1
     replicas: int = 1
     split: bool = False
+    early: bool = False
     fits: Callable[[int, int], bool] = lambda D, N: True
     live: Callable[[int, int, int], int] = lambda w, D, N: 1
     most: Callable[[int, int, int], int] | None = None
@@ -52,6 +54,10 @@ class Family:
     def has_line(self) -> bool:
         """Whether each stage has one worker of its own, so that stages can have several devices."""
         return self.chunks == 1 and self.replicas == 1
+
+    def recompute_shares(self, stages: int, recompute: bool) -> tuple[float, ...]:
+        """Returns which share of each stage is recomputed in a plan that recomputes or does not."""
+        return (float(recompute),) * (stages - 1) + (float(recompute and not self.early),)
 
 
 def _whole_units(D: int, N: int) -> bool:
@@ -91,6 +97,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("onef1b", Placement.line, live=lambda w, D, N: min(N, D - w)),
     Family("onef1b", Placement.line, {"warmup": 2}, live=lambda w, D, N: min(N, 2 * (D - 1 - w) + 1)),
     Family("gpipe", Placement.line, live=lambda w, D, N: N),
+    Family(
+        "shifted",
+        Placement.line,
+        early=True,
+        fits=lambda D, N: D > 1,
+        live=lambda w, D, N: min(N, D - w),
+        most=lambda w, D, N: min(N, max(D - w, 3 if w == D - 2 else 0)),
+    ),
     Family("zero_bubble", Placement.line, {"variant": "h1"}, split=True, live=lambda w, D, N: min(N, D - w)),
     Family("zero_bubble", Placement.line, {"variant": "h2"}, split=True, live=lambda w, D, N: min(N, 2 * (D - 1 - w) + 1)),
     Family("listed", Placement.line, live=lambda w, D, N: min(N, max(1, 4 * (D - 1 - w)))),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from meshwright.ir.cluster import Cluster, Link
 from meshwright.ir.placement import Placement
 from meshwright.ir.plan.chosen_plan import PlanStage
+from meshwright.planners._search.candidate_plans import Candidate
 from meshwright.planners._search.problem import Problem
 
 Ints = NDArray[np.int64]
@@ -87,10 +88,11 @@ def worker_table(placement: Placement) -> Ints:
     return np.array([[teams[0][0] for teams in replica] for replica in placement.teams], np.int64)
 
 
-def grid_stages(found: DeviceGrid, placement: Placement, ends: Sequence[int], recompute: float) -> tuple[PlanStage, ...]:
-    """The stages of a plan that end at these layers, each with its devices in all copies."""
+def grid_stages(found: DeviceGrid, placement: Placement, plan: Candidate) -> tuple[PlanStage, ...]:
+    """The stages of a plan, each with its devices in all copies."""
     holders = [np.unique(workers) for workers in worker_table(placement).T]
+    shares = plan.family.recompute_shares(len(plan.ends), plan.recompute)
     return tuple(
-        PlanStage(first, end - 1, tuple(found.devices[workers].ravel().tolist()), recompute)
-        for first, end, workers in zip((0, *ends[:-1]), ends, holders, strict=True)
+        PlanStage(first, end - 1, tuple(found.devices[workers].ravel().tolist()), share)
+        for first, end, workers, share in zip((0, *plan.ends[:-1]), plan.ends, holders, shares, strict=True)
     )

@@ -47,7 +47,7 @@ class GroupBounds:
         rows: tuple[int | None, int],
     ) -> None:
         self.ends, self.family, self.slowness = ends, family, np.array(slowness)
-        self.swaps = 1 if recompute and family.split else 0  # what is recomputed takes the place of what was kept
+        shares = np.array(family.recompute_shares(len(ends), recompute))
         self.seats = seats = seats_of(placement)
         at, before = np.array(ends), np.array((0, *ends[:-1]))
         slow = self.slowness
@@ -57,9 +57,10 @@ class GroupBounds:
             return found
 
         forward = stage_sums("forward") * slow
-        backward = (stage_sums("input") + stage_sums("weight")) * slow + (forward if recompute else 0.0)
+        again = forward * shares
+        backward = (stage_sums("input") + stage_sums("weight")) * slow + (0.0 if family.early else again)
         chain = stage_sums("input") * slow if family.split else backward
-        self.stage_work = forward + backward
+        self.stage_work = forward + backward + (again if family.early else 0.0)
         self.parameters = (problem.parameter_sums[at] - problem.parameter_sums[before]) / tensor.tp
         self.first_head = np.concatenate([[0.0], np.cumsum(forward)[:-1]])
         self.head = seats.least(self.first_head)
@@ -70,14 +71,15 @@ class GroupBounds:
         self.stay = seats.total(stay)
         self.trip = float(stay[0])
         self._tp, self._saved, self._recompute = tensor.tp, timed.sums["saved"], recompute
-        self._memory(problem, timed, (before, at), recompute, tensor, rows)
+        self.swaps = self.seats.most(shares) if family.split or family.early else 0.0  # what comes back replaces what was kept
+        self._memory(problem, timed, (before, at), shares, tensor, rows)
 
     def _memory(
         self,
         problem: Problem,
         timed: Timed,
         ends: tuple[Ints, Ints],
-        recompute: bool,
+        shares: Floats,
         tensor: TensorChoice,
         rows: tuple[int | None, int],
     ) -> None:
@@ -86,10 +88,11 @@ class GroupBounds:
         arrays = problem.arrays(*rows)
         scratch = np.maximum.reduceat(arrays.transient, before) / tensor.tp
         self._scratch, self._crossing = float(arrays.transient.max()) / tensor.tp, 0.0
-        if recompute:
-            scratch = scratch + kept
+        if self._recompute:
+            scratch = scratch + shares * kept
             crossing = arrays.output / (1 if tensor.copies_residual else tensor.tp)
-            kept = np.where(before > 0, crossing[np.maximum(before - 1, 0)], 0.0)
+            inputs = np.where(before > 0, crossing[np.maximum(before - 1, 0)], 0.0)
+            kept = np.where(shares > 0, inputs, kept)
             self._crossing = float(crossing.max())
         self.held = np.maximum(self.seats.total_once(self.parameters) - problem.tied / tensor.tp, 0.0)
         self.largest = self.seats.most(self.parameters)

@@ -68,19 +68,22 @@ def bound_s(problem: Problem, stages: Stages, microbatches: int, rows: int | Non
     return min((split if family.split else whole for family in line_families(problem)), default=whole)
 
 
-def bounds_s(problem: Problem, stages: Stages, microbatches: int, rows: int | None) -> tuple[float, float]:
+def bounds_s(
+    problem: Problem, stages: Stages, microbatches: int, rows: int | None, *, early: bool = False
+) -> tuple[float, float]:
     """No order with whole backwards is faster than the first, none with split ones than the second.
 
     Each stage waits for the first forward, does all its work, and adds up its gradients. Its last backward then goes down to
-    the first stage. Of a split one only the first half does; the second may run meanwhile.
+    the first stage. Of a split one only the first half does; the second may run meanwhile, and so may `early` recompute.
     """
     costs = problem.stage_costs(stages, rows)
     links = stage_links(stages, problem.cluster, groups=problem.links)
     head = down = split_down = best = whole = split = 0.0
     half = links.duplex is Duplex.HALF
     for n, cost in enumerate(costs):
-        first = cost.forward_s + cost.recompute_s + cost.input_s
-        work = first + cost.weight_s
+        again = 0.0 if early else cost.recompute_s
+        first = cost.forward_s + again + cost.input_s
+        work = cost.forward_s + cost.recompute_s + cost.backward_s
         best = max(best, head + microbatches * work + cost.sync_s)
         whole = max(whole, head + microbatches * work + down)
         split = max(split, head + microbatches * first + split_down)
@@ -89,8 +92,8 @@ def bounds_s(problem: Problem, stages: Stages, microbatches: int, rows: int | No
             sends, returns = there.busy_s(cost.output_bytes), back.busy_s(cost.gradient_bytes)
             best = max(best, head + microbatches * (sends + returns if half else max(sends, returns)))
             head += cost.forward_s + sends + there.latency_s
-            down += cost.recompute_s + cost.backward_s + returns + back.latency_s
-            split_down += cost.recompute_s + cost.input_s + returns + back.latency_s
+            down += again + cost.backward_s + returns + back.latency_s
+            split_down += again + cost.input_s + returns + back.latency_s
     return max(best, whole), max(best, split)
 
 
@@ -109,9 +112,14 @@ def orders(problem: Problem) -> list[list[int]]:
     return found
 
 
-def with_recompute(stages: Stages, share: float) -> Stages:
-    """Returns the same stages that recompute this share of their layers."""
-    return tuple(replace(stage, recompute=share) for stage in stages)
+def with_recompute(stages: Stages, shares: Sequence[float]) -> Stages:
+    """Returns the same stages that recompute these shares of their layers."""
+    return tuple(replace(stage, recompute=share) for stage, share in zip(stages, shares, strict=True))
+
+
+def without_recompute(stages: Stages) -> Stages:
+    """Returns the same stages; none recomputes."""
+    return with_recompute(stages, [0.0] * len(stages))
 
 
 def recut(problem: Problem, stages: Stages, rows: int | None) -> Stages:
@@ -166,6 +174,8 @@ def unequal_starts(problem: Problem, rows: int | None) -> Iterator[Stages]:
 def polished(stages: Stages, microbatches: int, rows: int | None) -> Iterator[WidePlan]:
     """Yields stages under orders that are made for their costs."""
     made = (("listed", {"strict": False}), ("listed", {"memory": microbatches}), ("onef1b", {"memory": microbatches}))
+    recompute = any(stage.recompute for stage in stages)
+    stages = with_recompute(stages, [float(recompute)] * len(stages))  # these orders recompute inside the backward of every stage
     for schedule, options in made:
         yield WidePlan(stages, Family(schedule, Placement.line, options), microbatches, rows, source="polished")
 
@@ -269,12 +279,24 @@ def _with(stages: Stages, changed: dict[int, PlanStage]) -> Stages:
 
 
 def as_plans(
-    problem: Problem, stages: Stages, microbatches: int, rows: int | None, source: str, below_s: float = INF
+    problem: Problem,
+    stages: Stages,
+    microbatches: int,
+    rows: int | None,
+    source: str,
+    below_s: float = INF,
+    *,
+    recompute: bool = False,
 ) -> Iterator[WidePlan]:
-    """Yields stages under each schedule that runs them and may be faster than `below_s`."""
+    """Yields stages with recompute or without under each schedule that runs them so and may be faster than `below_s`."""
     if not allowed(problem, stages, rows):
         return
-    whole, split = bounds_s(problem, stages, microbatches, rows)
-    for family in line_families(problem):
-        if (split if family.split else whole) < below_s * (1 - 1e-9):
-            yield WidePlan(stages, family, microbatches, rows, source=source)
+    for early in (False, True) if recompute else (False,):
+        same = [family for family in line_families(problem) if family.early is early]
+        if not same or not same[0].fits(len(stages), microbatches):
+            continue
+        cut = with_recompute(stages, same[0].recompute_shares(len(stages), recompute))
+        whole, split = bounds_s(problem, cut, microbatches, rows, early=early)
+        for family in same:
+            if (split if family.split else whole) < below_s * (1 - 1e-9):
+                yield WidePlan(cut, family, microbatches, rows, source=source)
