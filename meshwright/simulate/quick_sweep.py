@@ -3,6 +3,7 @@
     program = QuickProgram(schedule)
     program.makespan_s(costs, cluster)      the same as simulate(schedule, costs, cluster).makespan_s
 
+With `as_run` messages are placed where a run places them, which does not know the links: the time of `proved_with_peaks`.
 It places syncs as `passes/sync.py` does (lazy or eager), orders messages as `passes/messages.py` does, and sweeps once. Laws in
 `tests/simulate/test_quick_sweep.py` hold it equal to the engine on every schedule. What it cannot treat goes to the engine.
 """
@@ -20,6 +21,7 @@ from meshwright.ir.analysis.price import Price
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.schedule import Recompute, Schedule
 from meshwright.ir.stage_cost import StageCost
+from meshwright.passes.lower import lower
 from meshwright.passes.sync import Sync
 from meshwright.simulate import quick_kernels as kernels
 from meshwright.simulate.quick_program import Ints, QuickLists, joined, quick_lists
@@ -41,8 +43,8 @@ class QuickTimes:
 class QuickProgram:
     """A schedule as arrays, for costs that change."""
 
-    def __init__(self, schedule: Schedule, *, sync: Sync | str = Sync.EAGER) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, *, sync: Sync | str = Sync.EAGER, as_run: bool = False) -> None:
+        self.schedule, self.as_run = schedule, as_run
         self.sync = Sync(sync)
         self.lists: QuickLists | None = quick_lists(schedule) if self.sync in (Sync.EAGER, Sync.LAZY) else None
 
@@ -66,7 +68,8 @@ class QuickProgram:
         """Returns how long a step takes, and until when each worker computes."""
         cluster = cluster or Cluster()
         if self.lists is None:
-            timeline = simulate(self.schedule, costs, cluster, sync=self.sync, overlap=overlap)
+            schedule = lower(self.schedule, sync=self.sync, costs=costs) if self.as_run else self.schedule
+            timeline = simulate(schedule, costs, cluster, sync=self.sync, overlap=overlap)
             ends = tuple(spans[-1].end_s if spans else 0.0 for spans in timeline.compute)
             return QuickTimes(timeline.makespan_s, ends)
         return _Sweep(self, self.lists, settled(self.schedule, costs), costs, cluster, overlap).run()
@@ -98,6 +101,7 @@ class _Sweep:
             hidden = Price(schedule, costs, cluster, overlap=overlap)
             self.final = np.array([hidden.entry_s(worker, entry) for worker, entry in lists.examples])
         self.wires = QuickWires(lists, schedule, self.price, cluster)
+        self.free = cluster.free or program.as_run
 
     def run(self) -> QuickTimes:
         """Places syncs, orders all entries, and sweeps."""
@@ -105,10 +109,9 @@ class _Sweep:
         alone = self._durations(rows)
         workers, each = self.schedule.workers, self.lists.microbatches
         first, list_of, duration, reads, writes, event = self._with_channels(rows, alone)
-        free = self.cluster.free
-        delay = np.where((self.wires.source == self.wires.target) | free, 0.0, self.wires.busy + self.wires.latency)
+        delay = np.where((self.wires.source == self.wires.target) | self.free, 0.0, self.wires.busy + self.wires.latency)
         members = np.array([len(event) for event in rows.members], np.int64)
-        late = np.zeros_like(self.wires.latency) if free else self.wires.latency
+        late = np.zeros_like(self.wires.latency) if self.free else self.wires.latency
         sequence = self._sequence(first, reads, writes, duration, event, members, delay, late)
         head, after = kernels.messages(
             sequence,
@@ -174,7 +177,7 @@ class _Sweep:
             none = np.full(len(values), -1, np.int64)
             channels = [np.full(len(v), len(rows.first) - 1 + n) for n, v in enumerate(self.wires.channels)]
             list_of = np.concatenate([list_of, *channels])
-            duration = np.concatenate([duration, self.wires.busy[values // each]])
+            duration = np.concatenate([duration, np.where(self.free, 0.0, self.wires.busy[values // each])])
             reads = np.concatenate([reads, np.stack([values, none], axis=1)])
             writes = np.concatenate([writes, np.stack([values + count, none], axis=1)])
             event = np.concatenate([event, none])

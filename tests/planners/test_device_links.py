@@ -35,8 +35,9 @@ CLUSTERS = {
 CLUSTERS["moved"] = CLUSTERS["cards"].placed((5, 0, 7, 2, 1, 6, 3, 4))
 CLUSTERS["moved matrix"] = CLUSTERS["matrix"].placed((5, 0, 7, 2, 1, 6, 3, 4))
 CLUSTERS["other links"] = replace(CLUSTERS["cards"], links={(0, 5): Link(1e-3, 1e8), (2, 1): Link(0.0, 3e9)})
-
-
+CLUSTERS["whole numbers"] = Cluster(Link(0, 1), {(0, 1): Link(0.9, 2.5)}, devices=(mw.Device(),) * 8)
+CLUSTERS["whole numbers of hosts"] = Cluster(hosts=(Host(4, Link(0.9, 2.5), Link(0, 1)),) * 2)
+CLUSTERS["whole numbers of pairs"] = Cluster(bandwidths=tuple(tuple(1 + (a + b) % 3 for b in range(8)) for a in range(8)))
 CLUSTERS["slow collectives"] = replace(CLUSTERS["hosts"], collective=Link(2e-5, 5e9))
 CLUSTERS["slow collectives of one link"] = replace(CLUSTERS["one link"], collective=Link(2e-5, 5e8))
 

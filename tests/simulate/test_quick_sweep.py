@@ -16,6 +16,7 @@ from meshwright.errors import MeshwrightError  # noqa: E402
 from meshwright.ir.schedule import Sharding  # noqa: E402
 from meshwright.simulate import quick_kernels  # noqa: E402
 from meshwright.simulate.quick_sweep import QuickProgram  # noqa: E402
+from meshwright.simulate.simulator import proved_with_peaks  # noqa: E402
 from tests.support.random_schedules import random_case  # noqa: E402
 
 CLOSE = 1e-9
@@ -64,6 +65,16 @@ def agree(schedule: Schedule, costs: list[StageCost], cluster: Cluster | None, s
     return program.quick
 
 
+def agree_as_run(schedule: Schedule, costs: list[StageCost], cluster: Cluster | None) -> float:
+    """The same for lists that are lowered without links, as a run has them; returns how many times as long a step takes."""
+    found = QuickProgram(schedule, as_run=True).times(costs, cluster)
+    timeline, _ = proved_with_peaks(schedule, costs, cluster)
+    assert found.makespan_s == pytest.approx(timeline.makespan_s, rel=CLOSE, abs=0)
+    ends = [spans[-1].end_s if spans else 0.0 for spans in timeline.compute]
+    assert found.computed_s == pytest.approx(ends, rel=CLOSE, abs=0)
+    return found.makespan_s / QuickProgram(schedule).makespan_s(costs, cluster)
+
+
 def built(rng: Random, name: str, options: dict[str, object]) -> Schedule | None:
     try:
         return schedules.build(name, workers=rng.choice((1, 2, 4, 8)), microbatches=rng.choice((4, 8, 16)), **options)
@@ -85,6 +96,25 @@ def test_every_schedule_by_name(name: str, options: dict[str, object]) -> None:
             assert agree(schedule, costs, cluster, rng.choice(("eager", "lazy")), rng.choice((0.0, 0.5))) != (name in SLOW)
             seen += 1
     assert seen >= 3 or name in SLOW
+
+
+@pytest.mark.parametrize(("name", "options"), NAMED, ids=str)
+def test_every_schedule_as_it_runs(name: str, options: dict[str, object]) -> None:
+    """Messages are placed without links, but take their time. The engine that a planner proves with does the same."""
+    ratios = []
+    for seed in range(16):
+        rng = Random(seed)
+        if (schedule := built(rng, name, options)) is not None and schedule.flush:
+            schedule = replace(schedule, sharding=rng.choice((Sharding.NONE, Sharding.STATE, Sharding.GRADIENTS)))
+            ratios.append(agree_as_run(schedule, costs_of(rng, schedule), cluster_of(rng, schedule.workers)))
+    assert len(ratios) >= 3 or name in SLOW
+
+
+def test_places_of_messages_depend_on_links() -> None:
+    """Otherwise the test above could not tell the two apart: a step is shorter or longer if a run places its messages."""
+    schedule = schedules.build("listed", workers=4, microbatches=8)
+    ratios = [agree_as_run(schedule, costs_of(Random(seed), schedule), cluster_of(Random(seed), 4)) for seed in range(30)]
+    assert min(ratios) < 0.999 and max(ratios) > 1.001
 
 
 @settings(max_examples=60, deadline=None)

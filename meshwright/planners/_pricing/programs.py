@@ -28,7 +28,7 @@ class Programs:
     def of(self, priced: Priced) -> QuickProgram:
         """Returns the lists of a plan."""
         if shaped_by_links(priced.family):
-            return QuickProgram(_built(_shape(priced), costs=priced.costs, cluster=priced.links))
+            return QuickProgram(_built(_shape(priced), costs=priced.costs, cluster=priced.links), as_run=True)
         key = (_shape(priced), _compute_times(priced.costs) if shaped_by_costs(priced.family) else None)
         if priced.actions <= LARGE:
             return _kept.of(key, priced.actions)
@@ -79,7 +79,7 @@ def _built(shape: Shape, **more: Any) -> Schedule:
 def _program(shape: Shape, times: ComputeTimes | None) -> QuickProgram:
     """The lists of a schedule that does not depend on links."""
     more = {} if times is None else {"costs": tuple(StageCost(*of_stage) for of_stage in times)}
-    return QuickProgram(_built(shape, **more))
+    return QuickProgram(_built(shape, **more), as_run=True)
 
 
 _kept = KeptPrograms(KEPT)

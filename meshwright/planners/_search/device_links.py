@@ -185,14 +185,15 @@ def _tables(cluster: Cluster) -> tuple[Ints, Floats, Floats]:
     count = cluster.size
     if cluster.bandwidths:
         order = np.array(cluster.order or range(count), np.int64)
-        rate = np.array(cluster.bandwidths)[np.ix_(order, order)]
-        known = np.array(cluster.latencies)[np.ix_(order, order)] if cluster.latencies else cluster.link.latency_s
+        rate = np.array(cluster.bandwidths, np.float64)[np.ix_(order, order)]
+        known = np.array(cluster.latencies or cluster.link.latency_s, np.float64)
+        known = known[np.ix_(order, order)] if cluster.latencies else known
         seat, latency = np.arange(count), np.broadcast_to(known, rate.shape).copy()
     elif cluster.hosts:
         seat, hosts = np.array(cluster.host_of, np.int64), cluster.hosts
         cards, inside = ([getattr(host, name) for host in hosts] for name in ("card", "inside"))
-        latency = np.maximum.outer(*[np.array([link.latency_s for link in cards])] * 2)
-        rate = np.minimum.outer(*[np.array([link.bytes_per_s for link in cards])] * 2)
+        latency = np.maximum.outer(*[np.array([link.latency_s for link in cards], np.float64)] * 2)
+        rate = np.minimum.outer(*[np.array([link.bytes_per_s for link in cards], np.float64)] * 2)
         if cluster.spine is not None:
             racks = np.array([host.rack for host in hosts])
             far = racks[:, None] != racks
@@ -202,7 +203,7 @@ def _tables(cluster: Cluster) -> tuple[Ints, Floats, Floats]:
         np.fill_diagonal(rate, [link.bytes_per_s for link in inside])
     else:
         seat = np.zeros(count, np.int64)
-        latency, rate = np.array([[cluster.link.latency_s]]), np.array([[cluster.link.bytes_per_s]])
+        latency, rate = (np.full((1, 1), value, np.float64) for value in (cluster.link.latency_s, cluster.link.bytes_per_s))
     if cluster.links:
         latency, rate, seat = latency[np.ix_(seat, seat)], rate[np.ix_(seat, seat)], np.arange(count)
         for a, b in [(a, b) for pair in cluster.links for a, b in (pair, pair[::-1]) if max(pair) < count]:
