@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.cli._parts import cost_flags, inputs, outputs
 from meshwright.errors import MeshwrightError
-from meshwright.ir.input_limits import file_text
 
 if TYPE_CHECKING:
     from meshwright.ir.cluster import Cluster
-    from meshwright.ir.profile import Profile
     from meshwright.planners import NothingFitsError
     from meshwright.planners._limits import Refusal
 
@@ -81,9 +78,9 @@ def plan(
         raise MeshwrightError("a plan needs a cluster", fix="--cluster cluster.toml")
     from meshwright import planners
     from meshwright.cli._parts.next_commands import Planned, next_commands
+    from meshwright.cli._parts.request_layers import request_layers
     from meshwright.ir.files.cluster_file import read_cluster
     from meshwright.planners._planned_text import planned_text
-    from meshwright.planners._profile_fit import refuse_other_device
     from meshwright.report.plan_text import plan_text
     from meshwright.report.prediction_log import with_earlier_errors
     from meshwright.report.progress import SearchBar
@@ -95,30 +92,30 @@ def plan(
     step, rows_given = batch, rows is not None
     if microbatches is not None and batch is not None:
         rows, batch = _rows(batch, microbatches, rows), None
-    if profile is not None:
-        layers, refusal = _given_layers(profile, model, length, batch_function, precision), None
-        refuse_other_device(layers, machine, str(cluster))
-    else:
-        layers, refusal = _profiled_layers(model, machine, length, batch_function, precision, batch, rows)
     searched = step is not None or any((schedule, pp, dp, no_tensor, no_zero, seconds is not None, explain))
     planner, usual_s = _usual_answer(planner, searched, as_json=as_json)
+    asked: dict[str, Any] = {
+        "microbatches": microbatches,
+        "batch": batch,
+        "rows": rows,
+        "split_rows": split_rows,
+        "schedule": schedule,
+        "pp": pp,
+        "dp": dp,
+        "seconds": float("inf") if seconds is None else seconds,
+    }
     try:
+        source = (model, length, batch_function, precision)
+        layers, refusal = request_layers(profile, *source, machine, str(cluster), planner, asked)
         with SearchBar(quiet=as_json) as bar:
             found = planners.plan(
                 layers,
                 machine,
-                microbatches=microbatches,
-                batch=batch,
-                rows=rows,
                 planner=planner,
-                split_rows=split_rows,
                 memory_free=memory_free,
-                schedule=schedule,
-                pp=pp,
-                dp=dp,
                 tensor=not no_tensor,
                 zero=not no_zero,
-                seconds=float("inf") if seconds is None else seconds,
+                **asked,
                 explain=usual_s if explain is None else explain,
                 refusal=refusal,
                 progress=bar.at,
@@ -197,7 +194,7 @@ def _about(path: Path, cluster: Cluster) -> str:
 
     is_preset = not path.suffix and any(name in path.name for name in preset_names()) and not path.exists()
     how = "a preset: data sheets and assumed shares of them, not measured" if is_preset else "speeds and links as the file says"
-    return f"cluster: {path}, {cluster.size} devices ({how})"
+    return f"cluster: {path}, {cluster.size} device{'s' * (cluster.size != 1)} ({how})"
 
 
 def _rows(batch: int, microbatches: int, rows: int | None) -> int:
@@ -210,53 +207,10 @@ def _rows(batch: int, microbatches: int, rows: int | None) -> int:
     return batch // microbatches
 
 
-def _given_layers(
-    path: Path, model: str | None, length: int | None, batch_function: str | None, precision: str | None
-) -> Profile:
-    """Returns the layers of a profile."""
-    if model is not None:
-        raise _either()
-    layers = _profile(path)
-    own = (("--length", length is not None), ("--batch-function", batch_function is not None))
-    for flag, is_given in (*own, ("--precision", precision not in (None, layers.precision))):
-        if is_given:
-            raise MeshwrightError(
-                f"{flag} is for a MODEL: a profile is made for one {flag[2:]}",
-                fix=f"profile it again: meshwright profile MODEL {flag} ...",
-            )
-    return layers
-
-
-def _profiled_layers(
-    model: str | None,
-    cluster: Cluster,
-    length: int | None,
-    batch_function: str | None,
-    precision: str | None,
-    batch: int | None,
-    rows: int | None,
-) -> tuple[Profile, Refusal]:
-    """Returns the layers of a model, profiled for this cluster and for the rows of a plan, and why plans cannot run the model."""
-    if model is None:
-        raise _either()
-    from meshwright.train.auto.plan_refusal import PlanRefusal
-    from meshwright.train.models.named_layers import named_model
-    from meshwright.train.profiling.profile_model import profile_model
-    from meshwright.train.profiling.profile_rows import rows_to_profile
-
-    gc.enable()  # a trace leaves reference cycles
-    built, example = named_model(model, length=length, batch=batch_function)
-    counts = rows_to_profile(cluster, batch=batch, rows=rows)
-    layers = profile_model(built, example, rows=counts, cluster=cluster, precision=precision or "fp32")
-    return layers, PlanRefusal(built, example)
-
-
-def _either() -> MeshwrightError:
-    return MeshwrightError("a plan needs either MODEL or --profile", fix="meshwright plan gpt-small --cluster laptop --batch 32")
-
-
 def _draws(refusal: Refusal | None) -> bool:
     """Whether the model that a plan was made for draws random numbers; true if only its profile is known."""
+    if refusal is None:
+        return True
     from meshwright.train.auto.plan_refusal import PlanRefusal
 
     return refusal.draws if isinstance(refusal, PlanRefusal) else True
@@ -264,20 +218,14 @@ def _draws(refusal: Refusal | None) -> bool:
 
 def _dataset(model: str | None, refusal: Refusal | None) -> str | None:
     """Returns what `train --dataset` has to say for this model; None if nothing."""
+    if model is None:
+        return None
     from meshwright.cli._parts.next_commands import PLACEHOLDER
     from meshwright.train.auto.plan_refusal import PlanRefusal
     from meshwright.train.models.example_batches import dataset_for
     from meshwright.train.models.model_names import resolve_model
 
-    if model is None or resolve_model(model).dataset is not None:
+    if resolve_model(model).dataset is not None:
         return None
     assert isinstance(refusal, PlanRefusal), "the model was built for its profile"
     return dataset_for(refusal.model) or PLACEHOLDER
-
-
-def _profile(path: Path) -> Profile:
-    from meshwright.ir.files.profile_json import profile_from_json
-    from meshwright.ir.files.profile_text import profile_from_text
-
-    text = file_text(path, "the profile", fix="meshwright profile MODEL -o profile.json, or a published text profile")
-    return profile_from_json(text) if path.suffix == ".json" else profile_from_text(text)

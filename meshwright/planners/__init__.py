@@ -93,15 +93,9 @@ def plan(
         (2,)
     """
     sizes = {"microbatches": microbatches, "batch": batch, "pp": pp, "dp": dp, "rows": rows}
-    _refuse_values(planner, sizes, schedule, split_rows, seconds)
-    if cluster.size < 1:
-        raise MeshwrightError(
-            "this cluster has links but no devices", fix="a TOML file with [[nodes]], or a matrix of bandwidths"
-        )
-    if profile.rows and rows is None and batch is None:
-        raise MeshwrightError(
-            "this profile knows its rows, so a plan needs the rows of a microbatch", fix="--rows 8, or --batch 64"
-        )
+    refuse_values(planner, cluster, sizes, schedule=schedule, split_rows=split_rows, seconds=seconds)
+    if profile.rows:
+        _refuse_no_rows(rows, batch)
     chosen = SplitRows(split_rows or (SplitRows.UNEVEN if profile.rows else SplitRows.IGNORE))
     limits = PlanLimits(rows, chosen, memory_free, schedule, pp, dp, tensor, zero, seconds, refusal, progress)
     try:
@@ -121,16 +115,53 @@ def plan(
         with no_collection():
             best = answered(module.plan, asked)
     except NothingFitsError as error:
-        raise with_nearest_fit(error, module.plan, asked) from None
+        search = importlib.import_module(f"{__name__}.search")
+        raise with_nearest_fit(error, module.plan, search.plan, asked) from None
     best = replace(best, planning_s=perf_counter() - start, notes=(*best.notes, *profile_notes(asked)))
     asked = replace(asked, limits=replace(limits, progress=None))
     return with_flips(module.plan, best, asked, float("inf") if explain is True else explain) if explain else best
 
 
-def _refuse_values(
-    planner: str, sizes: Mapping[str, int | None], schedule: str | None, split_rows: str | None, seconds: float
+def refuse_for_any_model(
+    planner: str,
+    cluster: Cluster,
+    *,
+    microbatches: int | None,
+    batch: int | None,
+    rows: int | None,
+    split_rows: SplitRows | str | None,
+    schedule: str | None,
+    pp: int | None,
+    dp: int | None,
+    seconds: float,
 ) -> None:
-    """Raises if a single value is not possible."""
+    """Raises what `plan` raises for every model whose profile has rows, so that none is profiled for nothing."""
+    from meshwright.planners._refused_requests import refuse_requests
+
+    sizes = {"microbatches": microbatches, "batch": batch, "pp": pp, "dp": dp, "rows": rows}
+    refuse_values(planner, cluster, sizes, schedule=schedule, split_rows=split_rows, seconds=seconds)
+    _refuse_no_rows(rows, batch)
+    limits = PlanLimits(rows, SplitRows(split_rows or SplitRows.UNEVEN), schedule=schedule, pp=pp, dp=dp)
+    refuse_requests(planner, limits, cluster.size, microbatches=microbatches, batch=batch)
+
+
+def _refuse_no_rows(rows: int | None, batch: int | None) -> None:
+    if rows is None and batch is None:
+        raise MeshwrightError(
+            "this profile knows its rows, so a plan needs the rows of a microbatch", fix="--rows 8, or --batch 64"
+        )
+
+
+def refuse_values(
+    planner: str,
+    cluster: Cluster,
+    sizes: Mapping[str, int | None],
+    *,
+    schedule: str | None,
+    split_rows: str | None,
+    seconds: float,
+) -> None:
+    """Raises if a single value is not possible, or if there are no devices."""
     if planner not in names():
         raise MeshwrightError(f"there is no planner '{planner}'{did_you_mean(planner, names())}", fix=", ".join(names()))
     for what, count in sizes.items():
@@ -148,3 +179,7 @@ def _refuse_values(
         raise MeshwrightError(f"split_rows is one of {', '.join(SplitRows)}, got {split_rows!r}", fix="--split-rows uneven")
     if not seconds >= 0:
         raise MeshwrightError(f"a search cannot take {seconds} seconds", fix="--seconds 5")
+    if cluster.size < 1:
+        raise MeshwrightError(
+            "this cluster has links but no devices", fix="a TOML file with [[nodes]], or a matrix of bandwidths"
+        )

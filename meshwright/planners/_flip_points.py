@@ -24,6 +24,12 @@ FARTHEST = (2.0, 4.0)
 """How many times as much, or what part, is looked at."""
 ISLANDS = 3
 """How often a search goes on where an answer is given only by a narrow range of values."""
+IN_WORDS = {
+    "links": ("faster links", "slower links"),
+    "memory": ("more memory", "less memory"),
+    "batch": ("a larger batch", "a smaller batch"),
+    "microbatches": ("more microbatches", "fewer microbatches"),
+}
 SIGNATURE = ("schedule", "options", "pp", "dp", "tp", "tensor", "sequence", "box", "dp_mode", "recompute", "width")
 
 
@@ -41,7 +47,7 @@ def with_flips(planner: Planner, plan: Plan, asked: Asked, seconds: float) -> Pl
             try:
                 value = _flip(answers, more=more)
             except OutOfTimeError:
-                left.append(f"{'more' if more else 'less'} {scale.what}{answers.seen(more=more)}")
+                left.append(f"{IN_WORDS[scale.what][not more]}{answers.seen(more=more)}")
                 continue
             if value is not None:
                 words = {"direction": "more" if more else "less", "factor": value / scale.start, "plan": answers.words[value]}

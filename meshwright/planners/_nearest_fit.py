@@ -3,6 +3,7 @@
 memory      raise the memory of smaller devices to a common size
 batch       halve the batch, the rows of a microbatch, or the number of microbatches if rows are not known, until a plan fits
 requests    leave out one thing that was asked for: a schedule, a degree, --no-tensor, --no-zero, --rows of a batch
+planner     take `search`, which knows recompute and ZeRO, if another one was asked
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ def answered(planner: Planner, asked: Asked) -> Plan:
     return best
 
 
-def with_nearest_fit(error: NothingFitsError, planner: Planner, asked: Asked) -> NothingFitsError:
-    """Returns the error with the changes that let a plan fit."""
+def with_nearest_fit(error: NothingFitsError, planner: Planner, search: Planner, asked: Asked) -> NothingFitsError:
+    """Returns the error with the changes that let a plan fit. `search` is the planner that knows the most plans."""
     asked = replace(asked, limits=replace(asked.limits, seconds=min(asked.limits.seconds, FIX_S)))
     needed = _enough_memory(error.needed_bytes, planner, asked)
     changes: list[tuple[str, dict[str, Any]]] = []
+    if planner is not search and _fits(search, asked):
+        changes.append(("--planner search", {"planner": "search"}))
     changes += [(f"without {flag}", {"without": flag}) for flag, other in _dropped(asked) if _fits(planner, other)]
     sizes = [size for size in _halved(asked) if _is_possible(planner, size[2])]
     if sizes and _fits(planner, sizes[-1][2]):

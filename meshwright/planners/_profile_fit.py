@@ -10,7 +10,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster, Device
 from meshwright.ir.links.machines import same_kind
 from meshwright.ir.profile import Profile, ProfileSource
-from meshwright.planners._limits import MOST_ROWS, Asked
+from meshwright.planners._limits import MOST_ROWS, Asked, SplitRows
 
 
 def refuse_other_device(profile: Profile, cluster: Cluster, name: str = "CLUSTER") -> None:
@@ -59,7 +59,9 @@ def _row_notes(asked: Asked) -> tuple[str, ...]:
     """Says if a request would need times for more rows than the profile has."""
     known, rows, batch = asked.profile.rows, asked.limits.rows, asked.batch
     if not known:
-        return ()
+        ignored = rows is not None and asked.limits.split_rows is SplitRows.IGNORE
+        said = "the profile does not say how times depend on rows: --rows changes nothing without --split-rows even or uneven"
+        return (said,) if ignored else ()
     has = f"the profile has times for {', '.join(map(str, known))} rows"
     if rows is not None and rows > known[-1]:
         return (f"{has}: times for up to {rows} rows are extrapolated and may be too short ({_again(known, rows)})",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from meshwright.errors import MeshwrightError
-from meshwright.planners._limits import MOST_MICROBATCHES, Asked, SplitRows
+from meshwright.planners._limits import MOST_MICROBATCHES, Asked, PlanLimits, SplitRows
 from meshwright.planners._search.families import FAMILIES, families
 from meshwright.planners._search.problem import Problem
 
@@ -13,50 +13,63 @@ from meshwright.planners._search.problem import Problem
 def refuse_contradictions(planner: str, asked: Asked) -> None:
     """Raises if no plan can be what was asked for, whatever the memory."""
     limits, devices, layers = asked.limits, asked.cluster.size, len(asked.profile.layers)
-    if planner == "spp":
-        _refuse_of_spp(asked)
-    if (asked.microbatches or 0) > MOST_MICROBATCHES:
-        raise MeshwrightError(
-            f"a step of {asked.microbatches} microbatches is too long to simulate: at most {MOST_MICROBATCHES}",
-            fix="fewer and larger microbatches",
-        )
-    _refuse_long_batch(asked)
-    if limits.schedule is not None and not families(limits.schedule):
-        raise MeshwrightError(
-            f"{limits.schedule} is not planned: it trains with delayed parameters",
-            fix=", ".join(sorted({family.schedule for family in FAMILIES})),
-        )
     if limits.pp is not None and limits.pp > layers:
         most = max(1, min(layers, devices // (limits.dp or 1)))
         raise MeshwrightError(
             f"a pipeline of {limits.pp} workers needs as many layers, the model has {layers}", fix=f"--pp {most}"
         )
+    refuse_requests(planner, limits, devices, microbatches=asked.microbatches, batch=asked.batch)
+    _refuse_long_batch(asked)
+
+
+def refuse_requests(planner: str, limits: PlanLimits, devices: int, *, microbatches: int | None, batch: int | None) -> None:
+    """Raises if a request contradicts itself or the number of devices, whatever the model."""
+    if planner == "spp":
+        _refuse_of_spp(limits)
+    if (microbatches or 0) > MOST_MICROBATCHES:
+        raise MeshwrightError(
+            f"a step of {microbatches} microbatches is too long to simulate: at most {MOST_MICROBATCHES}",
+            fix="fewer and larger microbatches",
+        )
+    if limits.schedule is not None and not families(limits.schedule):
+        raise MeshwrightError(
+            f"{limits.schedule} is not planned: it trains with delayed parameters",
+            fix=", ".join(sorted({family.schedule for family in FAMILIES})),
+        )
     needed = (limits.pp or 1) * (limits.dp or 1)
     if needed > devices:
         flags = " x ".join(f"{name} {n}" for name, n in (("pp", limits.pp), ("dp", limits.dp)) if n)
-        raise MeshwrightError(f"{flags} needs {needed} devices, the cluster has {devices}", fix=_fewer(asked))
-    if asked.batch is not None and limits.dp is not None and asked.batch % limits.dp:
-        up = -(-asked.batch // limits.dp) * limits.dp
-        raise MeshwrightError(f"{asked.batch} rows cannot be shared equally by {limits.dp} copies", fix=f"--batch {up}")
-    if asked.batch is not None and limits.rows is not None and asked.batch % limits.rows:
-        raise MeshwrightError(
-            f"{asked.batch} rows cannot be cut into microbatches of {limits.rows}",
-            fix=f"--batch {-(-asked.batch // limits.rows) * limits.rows}",
-        )
-    copies, rows = limits.dp or 1, limits.rows or 1
-    if asked.batch is not None and asked.batch % (copies * rows):
-        raise MeshwrightError(
-            f"{asked.batch // copies} rows of each of {copies} copies cannot be cut into microbatches of {rows}",
-            fix=f"--batch {-(-asked.batch // (copies * rows)) * copies * rows}, or --rows {gcd(asked.batch // copies, rows)}",
-        )
-    if limits.split_rows is not SplitRows.IGNORE and asked.batch is None and limits.rows is None:
+        fix = _fewer(limits, devices, batch)
+        raise MeshwrightError(f"{flags} needs {needed} devices, the cluster has {devices}", fix=fix)
+    if batch is not None:
+        _refuse_cut(batch, limits)
+        return
+    if limits.split_rows is not SplitRows.IGNORE and limits.rows is None:
         raise MeshwrightError(
             f"--split-rows {limits.split_rows} looks at the rows of a microbatch, which are not known", fix="--rows 4"
         )
-    if asked.batch is None and limits.dp is not None and not limits.allows(limits.dp, limits.rows):
+    if limits.dp is not None and not limits.allows(limits.dp, limits.rows):
         raise MeshwrightError(
             f"{limits.dp} copies cannot share the {limits.rows} rows of a microbatch (--split-rows {limits.split_rows})",
             fix=f"--rows {limits.dp}",
+        )
+
+
+def _refuse_cut(batch: int, limits: PlanLimits) -> None:
+    """Raises if a batch cannot be divided among the copies, or into the microbatches, that were asked for."""
+    if limits.dp is not None and batch % limits.dp:
+        up = -(-batch // limits.dp) * limits.dp
+        raise MeshwrightError(f"{batch} rows cannot be shared equally by {limits.dp} copies", fix=f"--batch {up}")
+    if limits.rows is not None and batch % limits.rows:
+        raise MeshwrightError(
+            f"{batch} rows cannot be cut into microbatches of {limits.rows}",
+            fix=f"--batch {-(-batch // limits.rows) * limits.rows}",
+        )
+    copies, rows = limits.dp or 1, limits.rows or 1
+    if batch % (copies * rows):
+        raise MeshwrightError(
+            f"{batch // copies} rows of each of {copies} copies cannot be cut into microbatches of {rows}",
+            fix=f"--batch {-(-batch // (copies * rows)) * copies * rows}, or --rows {gcd(batch // copies, rows)}",
         )
 
 
@@ -74,8 +87,7 @@ def _refuse_long_batch(asked: Asked) -> None:
         )
 
 
-def _refuse_of_spp(asked: Asked) -> None:
-    limits = asked.limits
+def _refuse_of_spp(limits: PlanLimits) -> None:
     other = limits.schedule if limits.schedule not in (None, "listed") else None
     for flag, value in (("--schedule", other), ("--dp", limits.dp), ("--pp", limits.pp)):
         if value is not None:
@@ -85,12 +97,11 @@ def _refuse_of_spp(asked: Asked) -> None:
             )
 
 
-def _fewer(asked: Asked) -> str:
+def _fewer(limits: PlanLimits, devices: int, batch: int | None) -> str:
     """Returns a flag that fits on the devices."""
-    limits, devices = asked.limits, asked.cluster.size
     if limits.dp is not None and (limits.pp or 1) <= devices:
         most = devices // (limits.pp or 1)
-        return f"--dp {next(n for n in range(most, 0, -1) if (asked.batch or 0) % n == 0)}"
+        return f"--dp {next(n for n in range(most, 0, -1) if (batch or 0) % n == 0)}"
     return f"--pp {devices}"
 
 

@@ -116,7 +116,7 @@ class WideSearch:
         most = TRIALS if problem.devices > FEW else max(TRIALS, 8 * TRIALS // len(wide_plans.steps_of(problem)))
         last = self.pricer.simulated + most
         tried: set[Stages] = set()
-        starts = [(wide_plans.without_recompute(stages), step) for stages, step in self.pool.best_stages(6)]
+        starts = [(wide_plans.with_recompute(stages, [0.0] * len(stages)), step) for stages, step in self.pool.best_stages(6)]
         if problem.devices <= FEW and not self.tries_all:
             for lowest in {len(each): each for each in reversed(plans)}.values():
                 found = wide_plans.descended(problem, lowest, microbatches, rows)

@@ -137,7 +137,7 @@ def _first_that_fits(
         least = min(least, max(own) / (1.0 - RESERVE))
     raise NothingFitsError(
         f"none of the {len(ranked)} plans of spp fits: the smallest needs {1.01 * least / 1e9:.4g} GB on a device",
-        fix="--planner search, which knows recompute and ZeRO",
+        fix="--planner search",
         needed_bytes=1.01 * least,
     )
 

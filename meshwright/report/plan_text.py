@@ -48,10 +48,10 @@ def _assumed(plan: Plan) -> Iterator[str]:
 
 def _searched(plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from _assumed(plan)
-    counts = plan.counts
+    counts, plural = plan.counts, "s" * (cluster.size != 1)
     yield (
-        f"searched: {counts.get('bounded', 0)} plans on {cluster.size} devices, {counts.get('died_by_memory', 0)} do not fit, "
-        f"{counts.get('simulated', 0)} simulated, {counts.get('proved', 0)} proved"
+        f"searched: {counts.get('bounded', 0)} plans on {cluster.size} device{plural}, "
+        f"{counts.get('died_by_memory', 0)} do not fit, {counts.get('simulated', 0)} simulated, {counts.get('proved', 0)} proved"
     )
 
 

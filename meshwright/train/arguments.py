@@ -23,7 +23,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.plan_file import asked, auto_cluster, is_auto, is_plan_path, plan_table
 from meshwright.ir.plan.plan_order import refers
-from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, planned_file
+from meshwright.ir.plan.planned_file import PlannedFile, planned_file
 from meshwright.ir.reader import LARGEST
 from meshwright.runtime.stage.objective import LossKind
 from meshwright.runtime.stage.precision import Precision
@@ -217,11 +217,11 @@ class TrainingArguments(transformers.TrainingArguments):
         return settled(plan, accumulation=steps if isinstance(steps, int) and 0 < steps < LARGEST else 1).given()
 
     def _note_other_inputs(self, given: Any) -> None:
-        """Warns if a plan file was made for another batch or precision: it runs, but its prediction is for something else."""
+        """Warns if a plan file was edited, or made for another batch or precision: it runs, but its prediction does not hold."""
         if self.planned is None or self.process_index:
             return
         now = {"batch": self.rows.step, "precision": self.precision.compute}
-        for change in changed_inputs(self.planned.made_for or {}, now):
+        for change in self.planned.changes(now):
             _log.warning("the plan %s was made for other inputs, so its prediction does not hold: %s", given, change)
 
     def _refuse_numbers(self) -> None:

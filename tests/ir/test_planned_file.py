@@ -27,7 +27,7 @@ from meshwright import (
 )
 from meshwright.ir.cluster import Link
 from meshwright.ir.plan.plan_file import asked
-from meshwright.ir.plan.planned_file import changed_inputs, digest_of, is_plan_file
+from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, digest_of, is_plan_file, parallel_input
 
 COSTS = tuple(StageCost(f, i, w) for f, i, w in ((1.0, 2.0, 0.5), (0.3, 1.4, 1.1), (2.0, 0.7, 0.9), (0.4, 0.4, 2.0)))
 STAGES = (
@@ -204,7 +204,19 @@ def test_stages_that_leave_out_layers_do_not_run() -> None:
             runnable(Plan("spp", stages, 4, step_s=1.0, lower_bound_s=1.0, peak_bytes=(0.0, 0.0)))
 
 
+def test_a_plan_that_was_edited_says_so() -> None:
+    """Other microbatches, cuts, costs or options than the planner wrote; another form of the same file is no edit."""
+    text = plan_file_json(PLAN, stages=STAGES, predicted=PREDICTED, made_for={**MADE_FOR, "parallel": parallel_input(PLAN)})
+    assert PlannedFile.of(json.loads(text)).changes({}) == ()
+    data = json.loads(json.dumps(json.loads(text), indent=4, sort_keys=True))
+    assert PlannedFile.of(data).changes({"batch": 32}) == ("batch was 64, is 32",)
+    data["parallel"]["microbatches"] = 7
+    assert PlannedFile.of(data).changes({}) == ("parallel was 'as planned', is 'edited'",)
+
+
 def test_inputs_that_changed_are_named() -> None:
     now = {"profile": {"digest": "ab"}, "cluster": {"digest": "xy"}, "batch": 32, "length": 5}
     assert changed_inputs(MADE_FOR, now) == ("batch was 64, is 32", "cluster was 'cd', is 'xy'")
+    same = [{"cluster": {"digest": digest, "text": "2 devices"}} for digest in ("ab", "cd")]
+    assert changed_inputs(*same) == ("cluster is another one, although both are described as '2 devices'",)
     assert digest_of({"a": 1, "b": [2.5]}) == digest_of('{"b": [2.5], "a": 1}') != digest_of({"a": 1, "b": [2.6]})

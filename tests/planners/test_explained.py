@@ -225,6 +225,41 @@ def test_contradictions_are_refused_with_numbers(eight: str, flags: list[str], w
     assert code == 2 and what in error and fix in error.split("try:")[1], error
 
 
+def test_a_planner_without_memory_modes_names_the_search(tmp_path: Path) -> None:
+    """`spp` is the default for microbatches. If its plans do not fit, the first change is the planner that has others."""
+    (tmp_path / "c.toml").write_text(
+        'schema = 1\n[device.v100]\nmemory = "1.0 GB"\n[[nodes]]\ncount = 2\nper_node = 4\ndevice = "v100"\n'
+        "inside = {bytes_per_s = 25e9}\ncard = {bytes_per_s = 3e9}\n"
+    )
+    asked = ["--profile", TEXT, "--cluster", str(tmp_path / "c.toml"), "-n", "8", "--json"]
+    code, out, _ = run(*asked)
+    found = json.loads(out)
+    assert (
+        code == 3
+        and found["fix"].startswith("--planner search, or devices with")
+        and found["changes"][0] == {"planner": "search"}
+    )
+    assert run(*asked, "--planner", "search")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--batch", "0"], ["--planner", "foo"], ["--schedule", "pipedream"], ["--pp", "64"], ["--batch", "7", "--dp", "2"], []],
+)
+def test_requests_are_refused_before_a_model_is_profiled(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    monkeypatch.setattr("meshwright.cli._parts.request_layers._profiled_layers", lambda *_: pytest.fail("profiled"))
+    batch = [] if not flags or "--batch" in flags else ["--batch", "8"]
+    assert run("gpt-tiny", "--cluster", "laptop", *flags, *batch)[0] == 2
+
+
+def test_rows_that_change_nothing_are_noted() -> None:
+    """A published profile does not say how times depend on rows."""
+    asked = ["--profile", TEXT, "--cluster", "2xdgx-a100", "-n", "4", "--planner", "even", "--rows", "2", "--json"]
+    note = "--rows changes nothing without --split-rows even or uneven"
+    for more, is_said in (([], True), (["--split-rows", "uneven"], False)):
+        assert any(note in each for each in json.loads(run(*asked, *more)[1])["notes"]) is is_said
+
+
 def test_a_precision_is_refused_that_a_profile_has_not(tmp_path: Path) -> None:
     """Also the one that is the default for a model; the precision of the profile itself is not refused."""
     profile, cluster, _ = problem(0)

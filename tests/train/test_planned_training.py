@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright import MeshwrightError, Parallel, StageCost, plan_file_json, schedules
 from meshwright.ir.action import actions
+from meshwright.ir.plan.planned_file import parallel_input
 from meshwright.ir.timeline import Lane
 from meshwright.planners._planned_text import planned_text
 from meshwright.report.prediction_log import earlier_errors
@@ -125,9 +126,13 @@ def test_a_plan_for_another_batch_is_noted(tmp_path: Path, caplog: pytest.LogCap
 
 
 def made(tmp_path: Path, name: str = "plan.json", **made_for: Any) -> str:
-    """A plan for one worker with a prediction, as a file."""
-    path = tmp_path / name
-    path.write_text(plan_file_json(Parallel(microbatches=2), predicted={"step_s": 0.5, "error": 0.25}, made_for=made_for))
+    """A plan for one worker with a prediction, as a file. The digest of `parallel` is its own, or that of another one."""
+    path, plan = tmp_path / name, Parallel(microbatches=2)
+    if made_for.get("parallel", "edited") != "edited":
+        made_for["parallel"] = parallel_input(plan)
+    elif "parallel" in made_for:
+        made_for["parallel"] = parallel_input(Parallel(microbatches=4))
+    path.write_text(plan_file_json(plan, predicted={"step_s": 0.5, "error": 0.25}, made_for=made_for))
     return str(path)
 
 
@@ -146,7 +151,7 @@ def test_a_run_of_a_plan_file_is_compared_with_its_prediction(
     """Kept for the band if the file fits the run, and if not, it is said why."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fits = facts()
-    assert {"batch", "length", "model", "precision"} <= set(fits), "what a run can compare"
+    assert {"batch", "length", "model", "parallel", "precision"} <= set(fits), "what a run can compare"
 
     def trained(**changed: Any) -> mw.Trainer:
         path = made(tmp_path, **{**fits, **changed})
@@ -167,6 +172,10 @@ def test_a_run_of_a_plan_file_is_compared_with_its_prediction(
         trainer = trained(**{name: value})
         assert "predicted_step_time" not in metrics[0] and said in trainer.other_inputs[0]
         assert f"the plan was made for other inputs, so its prediction does not hold: {said}" in caplog.text
+    caplog.clear()
+    trainer = trained(parallel="edited")
+    assert "predicted_step_time" not in metrics[0] and trainer.other_inputs == ("parallel was 'as planned', is 'edited'",)
+    assert "its prediction does not hold: parallel was 'as planned', is 'edited'" in caplog.text
     assert len(earlier_errors("core")) == 1 and not earlier_errors("a100"), "only what fits is kept"
 
 
@@ -262,6 +271,36 @@ def test_simulate_says_that_a_plan_was_made_for_another_cluster(tmp_path: Path) 
     done = run("simulate", str(path), "--cluster", str(cluster))
     assert done.exit_code == 0 and "note: priced again: cluster was '0123', is '" in done.output
     assert run("simulate", str(path)).output.count("priced again") == 0
+
+
+def test_simulate_says_that_a_plan_was_edited(tmp_path: Path) -> None:
+    """Its costs are those of the plan before: a moved cut or another recompute would seem to take the same time."""
+    path, plan = tmp_path / "plan.json", Parallel(pp=3, microbatches=4, costs=COSTS)
+    path.write_text(plan_file_json(plan, predicted={"step_s": 0.4}, made_for={"parallel": parallel_input(plan)}))
+    notes = json.loads(run("simulate", str(path), "--json").output)["plan"]["notes"]
+    assert not any("edited" in note for note in notes)
+    data = json.loads(path.read_text())
+    data["parallel"]["recompute"] = "inline"
+    path.write_text(json.dumps(data))
+    notes = json.loads(run("simulate", str(path), "--json").output)["plan"]["notes"]
+    assert "its prediction and its costs are those of another plan: parallel was 'as planned', is 'edited'" in notes
+
+
+def test_simulate_says_that_devices_are_too_small(tmp_path: Path) -> None:
+    """On another cluster than that of the plan, each worker on its own devices."""
+    path, cluster = tmp_path / "plan.json", tmp_path / "cluster.json"
+    plan = Parallel(pp=2, microbatches=4, costs=COSTS[:2], ranks=(2, 0))
+    path.write_text(plan_file_json(plan, predicted={"step_s": 0.4, "needed_bytes": [3e9, 1e9]}))
+    for memory, said in (
+        ((2e9, 1.0, 4e9), []),
+        ((2e9, 1.0, 3.05e9), ["worker 0 needs 3 GB and a reserve"]),
+        ((9e8, 1, 4e9), ["worker 1"]),
+    ):
+        links = {"memory_bytes": memory, "bytes_per_s": [[1e9] * 3] * 3, "latency_s": 0.0}
+        cluster.write_text(json.dumps(links))
+        notes = json.loads(run("simulate", str(path), "--cluster", str(cluster), "--json").output)["plan"]["notes"]
+        found = [note for note in notes if "needs" in note]
+        assert len(found) == len(said) and all(a.startswith(b) for a, b in zip(found, said, strict=True)), notes
 
 
 def test_a_plan_for_more_devices_than_the_cluster_has_is_refused(tmp_path: Path) -> None:

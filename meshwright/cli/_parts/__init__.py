@@ -7,6 +7,7 @@ cost_flags           times, links and files of costs
 outputs              files and terminal output
 running              progress and summary of a run
 emulation            `simulate --emulate`
+request_layers       the layers that `plan` is about
 next_commands        what to run after `plan`
 planned_schedule     `simulate plan.json`
 comparison_table     the answer of `compare`

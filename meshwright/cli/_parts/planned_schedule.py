@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli._parts import cost_flags, outputs
+from meshwright.costs.memory.memory_classes import reserve_bytes
 from meshwright.costs.placed_plan import placed_costs, placed_links
 from meshwright.errors import MeshwrightError
 from meshwright.ir.cluster import Cluster
 from meshwright.ir.input_limits import shown
 from meshwright.ir.links.machines import same_kind
-from meshwright.ir.plan.planned_file import PlannedFile, changed_inputs, cluster_input, is_plan_file, planned_file
+from meshwright.ir.plan.plan_stages import homes_of
+from meshwright.ir.plan.planned_file import PlannedFile, cluster_input, is_plan_file, planned_file
 from meshwright.ir.schedule import Schedule
 from meshwright.ir.stage_cost import StageCost, rows_for
 from meshwright.ir.timeline import Timeline
@@ -78,6 +80,20 @@ def workers_of(file: PlannedFile) -> tuple[int, ...]:
     return plan.ranks[: plan.workers * plan.tp : plan.tp]
 
 
+def _memory_notes(file: PlannedFile, cluster: Cluster) -> list[str]:
+    """Says which workers of a plan need more memory than the devices of this cluster have."""
+    plan, notes = file.parallel, list[str]()
+    needs = (file.predicted or {}).get("needed_bytes") or ()
+    homes = homes_of(plan, plan.ranks or tuple(range(plan.processes))) if cluster.devices and needs else []
+    for worker, (need, home) in enumerate(zip(needs, homes, strict=False)):
+        least = min((cluster.devices[device].memory_bytes for device in home if device < cluster.size), default=float("inf"))
+        if need + reserve_bytes(least) > least:
+            notes.append(
+                f"worker {worker} needs {need / 1e9:.4g} GB and a reserve, a device of this cluster has {least / 1e9:.4g} GB"
+            )
+    return notes
+
+
 def planned_run(name: str, *, flags: cost_flags.CostFlags, refused: Sequence[str]) -> PlannedRun | None:
     """Returns what a plan file asks to simulate; None if the name is something else, for example a schedule.
 
@@ -96,7 +112,7 @@ def planned_run(name: str, *, flags: cost_flags.CostFlags, refused: Sequence[str
             fix=f"leave out {times[0]}, or --costs FILE",
         )
     schedule = lists_for(plan, steps=1)
-    notes = []
+    notes = [f"its prediction and its costs are those of another plan: {change}" for change in file.changes({})]
     if plan.costs and flags.file is None:
         costs: Sequence[StageCost] = rows_for(plan.costs, schedule.stages)
     else:
@@ -107,7 +123,8 @@ def planned_run(name: str, *, flags: cost_flags.CostFlags, refused: Sequence[str
     cluster = flags.cluster or Cluster()
     if flags.cluster_file is not None:
         now = {"cluster": cluster_input(cluster)}
-        notes += [f"priced again: {change}" for change in changed_inputs(file.made_for or {}, now)]
+        notes += [f"priced again: {change}" for change in file.changes(now) if change.startswith("cluster")]
+        notes += _memory_notes(file, cluster)
         costs = placed_costs(plan, schedule, costs, cluster) if plan.costs and flags.file is None else costs
         named = [device.kind for device in cluster.devices if device.kind]
         if file.device and named and not any(same_kind(file.device, kind) for kind in named):

@@ -134,7 +134,9 @@ def matrix(value: Any, least: float = -1.0) -> tuple[tuple[float, ...], ...]:
 
     given = (enumerate(rows(row)) for row in rows(value))
     found = tuple(tuple(0.0 if a == b else rate_of(one) for b, one in row) for a, row in enumerate(given))
-    if not 1 <= len(found) <= DEVICES or any(len(row) != len(found) for row in found):
+    if not found:
+        raise MeshwrightError("it has no rows: a cluster needs at least one device", fix="one row for each device")
+    if len(found) > DEVICES or any(len(row) != len(found) for row in found):
         raise MeshwrightError(f"it must be a square matrix, got {len(found)} rows", fix="one row for each device")
     if any(one <= least for a, row in enumerate(found) for b, one in enumerate(row) if a != b):
         raise MeshwrightError(f"it must be above {least:g} between two devices", fix="a small number for a slow link")

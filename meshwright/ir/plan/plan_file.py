@@ -176,8 +176,9 @@ def checked_prediction(value: Any) -> Mapping[str, Any]:
     found = as_table(value)
     for name in ("step_s", "lower_bound_s", "update_s", "error"):
         number(found.get(name, 0.0))
-    for size in rows(found.get("peak_bytes", [])):
-        number(size)
+    for name in ("peak_bytes", "needed_bytes"):
+        for size in rows(found.get(name, [])):
+            number(size)
     return found
 
 

@@ -15,6 +15,7 @@ from meshwright.ir.input_limits import shown
 from meshwright.ir.plan.plan import Parallel
 from meshwright.ir.plan.unset_values import Unset
 
+RECOMPUTES = ("none", "inline", "early")
 FIX = "change 'parallel' and 'stages' together, or leave 'stages' out"
 
 
@@ -43,9 +44,11 @@ def refuse_other_stages(stages: Sequence[Mapping[str, Any]], parallel: Parallel)
 
 def _refuse_recompute(stages: Sequence[Mapping[str, Any]], parallel: Parallel) -> None:
     mode = parallel.recompute
-    if mode not in (None, "none", "inline", "early") or parallel.order is not None:
-        return  # budgets and shares are settled where costs are known
+    if isinstance(mode, float) or (isinstance(mode, str) and mode not in RECOMPUTES) or parallel.order is not None:
+        return  # budgets are settled where costs are known
     again: list[bool | None] = [mode in ("inline", "early")] * len(stages)
+    if not isinstance(mode, str | None):
+        again = [share > 0 for share in mode] if len(mode) == len(stages) else [None] * len(stages)
     if mode is None and len(parallel.costs) == len(stages):  # a schedule may place its own recompute; costs say where
         again = [cost.recompute_s > 0 if cost.forward_s else None for cost in parallel.costs]
     for number, (stage, recomputes) in enumerate(zip(stages, again, strict=True)):
@@ -65,7 +68,7 @@ def _refuse_devices(stages: Sequence[Mapping[str, Any]], parallel: Parallel) -> 
             f"the stages of a plan file run on the devices {shown(sorted(named))}, but its ranks are {shown(sorted(ranks))}",
             fix=FIX,
         )
-    homes = _homes(parallel, ranks)
+    homes = homes_of(parallel, ranks)
     for number, stage in enumerate(stages):
         devices = set(stage["devices"])
         if any(devices & home and not home <= devices for home in homes):
@@ -82,7 +85,7 @@ def _refuse_devices(stages: Sequence[Mapping[str, Any]], parallel: Parallel) -> 
             )
 
 
-def _homes(parallel: Parallel, ranks: Sequence[int]) -> list[set[int]]:
+def homes_of(parallel: Parallel, ranks: Sequence[int]) -> list[set[int]]:
     """Returns the devices of each worker, or of each team of workers that shares a stage, in all data-parallel copies."""
     teams = list(accumulate(parallel.width or (1,) * parallel.workers, initial=0))
     size = parallel.workers * parallel.tp

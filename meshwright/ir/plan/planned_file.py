@@ -6,8 +6,10 @@
      "stages": [{"layers": [0, 3], "devices": [3], "width": 1, "recompute": 0.0}, ...],
      "predicted": {"step_s": 0.31, "lower_bound_s": 0.3, "peak_bytes": [2.1e9, 1.9e9]},
      "made_for": {"profile": {"digest": "...", "device": "a100"}, "cluster": {"digest": "..."}, "batch": 64, "precision": "bf16",
-                  "length": 2048, "model": {"digest": "...", "text": "66 layers with 26950 MB of parameters"}}}
+                  "length": 2048, "model": {"digest": "...", "text": "66 layers with 26950 MB of parameters"},
+                  "parallel": {"digest": "...", "text": "as planned"}}}
 
+The digest of `parallel` tells whether it was edited since: then the prediction, and the costs in it, are those of another plan.
 `order` is the schedule itself, if its lists depend on costs, so that exactly the planned schedule runs. Any code that reads a
 plan file reads this one too, and uses its `parallel` and `order`.
 """
@@ -48,6 +50,12 @@ class PlannedFile:
         profile = (self.made_for or {}).get("profile")
         return str(profile.get("device") or "") if isinstance(profile, Mapping) else ""
 
+    def changes(self, now: Mapping[str, Any]) -> tuple[str, ...]:
+        """Describes the inputs that differ from those that the plan was made for, and whether the plan was edited since."""
+        made_for = self.made_for or {}
+        edited = {"parallel": {**parallel_input(self.parallel), "text": "edited"}} if "parallel" in made_for else {}
+        return changed_inputs(made_for, {**now, **edited})
+
     @classmethod
     def of(cls, data: Any) -> PlannedFile:
         """Returns the checked content of a plan file."""
@@ -69,7 +77,8 @@ def plan_file_json(
         parallel: What to run. Its `order` is kept.
         stages: For each stage `layers` (first and last), `devices`, `width` and `recompute`.
         predicted: The prediction: `step_s`, `lower_bound_s`, `peak_bytes`, and any other JSON values.
-        made_for: The inputs: `profile` and `cluster` with their digests (`digest_of`), `batch`, `precision`, `length`, `model`.
+        made_for: The inputs: `profile` and `cluster` with their digests (`digest_of`), `batch`, `precision`, `length`, `model`,
+            and the digest of `parallel`.
 
     Returns:
         JSON text.
@@ -124,12 +133,12 @@ def planned_file(path: str | Path) -> PlannedFile:
 
 
 def is_plan_file(text: str) -> bool:
-    """Returns whether a text looks like a plan file: an object with a table `parallel`, and no schedule or timeline."""
+    """Returns whether a text looks like a plan file: an object that says so, or one with a table `parallel`."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and "parallel" in found and found.get("kind", "plan") == "plan"
+    return isinstance(found, dict) and found.get("kind", "plan" if "parallel" in found else None) == "plan"
 
 
 def digest_of(value: str | Mapping[str, Any] | Sequence[Any]) -> str:
@@ -150,7 +159,7 @@ def cluster_digest(cluster: Cluster) -> str:
 def cluster_input(cluster: Cluster) -> dict[str, Any]:
     """Returns what identifies a cluster in `made_for`."""
     kinds = ", ".join(dict.fromkeys(device.kind for device in cluster.devices if device.kind))
-    text = f"{cluster.size} devices" + (f" ({kinds})" if kinds else "")
+    text = f"{cluster.size} device{'s' * (cluster.size != 1)}" + (f" ({kinds})" if kinds else "")
     return {"digest": cluster_digest(cluster), "devices": cluster.size, "text": text}
 
 
@@ -158,6 +167,11 @@ def model_input(parameter_bytes: Sequence[float]) -> dict[str, str]:
     """Returns what identifies a model in `made_for`, from the bytes of the parameters of its layers."""
     sizes = [int(size) for size in parameter_bytes]
     return {"digest": digest_of(sizes), "text": f"{len(sizes)} layers with {sum(sizes) / 1e6:.4g} MB of parameters"}
+
+
+def parallel_input(parallel: Parallel) -> dict[str, str]:
+    """Returns what identifies a plan itself in `made_for`."""
+    return {"digest": digest_of(plan_table(parallel)), "text": "as planned"}
 
 
 def changed_inputs(made_for: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
@@ -169,7 +183,9 @@ def changed_inputs(made_for: Mapping[str, Any], now: Mapping[str, Any]) -> tuple
         if before == after:
             continue
         words = [side["text"] if isinstance(side, Mapping) and isinstance(side.get("text"), str) else None for side in sides]
-        if None not in words and words[0] != words[1]:
-            before, after = words
+        if None not in words and words[0] == words[1]:
+            found.append(f"{name} is another one, although both are described as {shown(words[0])}")
+            continue
+        before, after = (before, after) if None in words else words
         found.append(f"{name} was {shown(before)}, is {shown(after)}")
     return tuple(found)

@@ -117,11 +117,6 @@ def with_recompute(stages: Stages, shares: Sequence[float]) -> Stages:
     return tuple(replace(stage, recompute=share) for stage, share in zip(stages, shares, strict=True))
 
 
-def without_recompute(stages: Stages) -> Stages:
-    """Returns the same stages; none recomputes."""
-    return with_recompute(stages, [0.0] * len(stages))
-
-
 def recut(problem: Problem, stages: Stages, rows: int | None) -> Stages:
     """Returns the same devices with layers cut by their speeds."""
     if len(stages) == 1:

@@ -18,13 +18,13 @@ from meshwright.capture.model_graph import line_of, parameter_bytes
 from meshwright.capture.trace.graph import Flat, NodeKind
 from meshwright.ir.input_limits import shown
 from meshwright.ir.links.machines import same_kind
-from meshwright.ir.plan.planned_file import changed_inputs, model_input
+from meshwright.ir.plan.planned_file import model_input
 from meshwright.train.arguments import TrainingArguments
 from meshwright.train.profiling.profile_request import device_name
 
 _log = logging.getLogger(__name__)
 
-SAID_BEFORE = ("batch", "precision")
+SAID_BEFORE = ("batch", "precision", "parallel")
 """Inputs that the training arguments compare when they are made."""
 
 
@@ -42,7 +42,7 @@ def other_inputs(args: TrainingArguments, model: nn.Module, flat: Flat | None) -
     if flat is not None and "model" in made_for:
         line = line_of(model, flat)
         now["model"] = model_input(parameter_bytes(model, line, LayerChain(line).starts))
-    found = changed_inputs(made_for, now)
+    found = args.planned.changes(now)
     crowd = _crowd(args, args.planned.parallel.processes)
     return (*found, *_other_recompute(args), *_other_device(args, args.planned.device), *crowd)
 
