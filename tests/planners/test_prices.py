@@ -243,17 +243,21 @@ def test_zero_3_has_no_tensor_ranks() -> None:
     assert any(each.tensor.tp > 1 for each in (*listed.fit, *listed.misfit))
 
 
-def test_stages_of_several_devices_recompute() -> None:
+@pytest.mark.parametrize(("asked", "shares"), [({"schedule": "onef1b"}, [1.0, 1.0]), ({}, [1.0, 0.0])])
+def test_stages_of_several_devices_recompute(asked: dict[str, Any], shares: list[float]) -> None:
     """Two devices share the first layer. A microbatch of 400 bytes does not fit twice on them; with recompute it is there once.
 
-    The first stage then takes 1 + 1 + 2 seconds for each of six microbatches on each of its devices.
+    The first stage then takes 1 + 1 + 2 seconds for each of six microbatches on each of its devices. Under the shifted critical
+    path, which is the fastest, the last stage recomputes nothing.
     """
     first = layer("first", seconds=2.0, output_bytes=2.0, saved_bytes=400.0, parameter_bytes=4.0)
     last = layer("last", output_bytes=2.0, saved_bytes=20.0, parameter_bytes=40.0)
     profile = Profile((first, last))
-    roomy, tight = (searched(profile, devices(*[size] * 3, rate=2.0), microbatches=6) for size in (600.0, 400.0))
+    roomy = searched(profile, devices(*[600.0] * 3, rate=2.0), microbatches=6)
+    tight = searched(profile, devices(*[400.0] * 3, rate=2.0), microbatches=6, **asked)
+    assert tight.parallel["schedule"] == asked.get("schedule", "shifted")
     assert [stage.recompute for stage in roomy.stages] == [0.0, 0.0] and [stage.width for stage in roomy.stages] == [2, 1]
-    assert [stage.recompute for stage in tight.stages] == [1.0, 1.0] and [stage.width for stage in tight.stages] == [2, 1]
+    assert [stage.recompute for stage in tight.stages] == shares and [stage.width for stage in tight.stages] == [2, 1]
     assert roomy.step_s < 6 * (1 + 1 + 2) < tight.step_s
     parallel = mw.runnable(tight)
     lists = lists_for(settled(parallel))
