@@ -114,7 +114,8 @@ class PlanBounds:
         alive = self.alive(plan.family, plan.pp, plan.microbatches)[0]
         room = group.room(self.problem, plan.zero, plan.dp, alive, self._capacity(found))
         timed = self.timed(plan.rows, plan.share, plan.tensor)
-        ends = capped_cuts(timed.sums["again" if plan.recompute else "work"], group.slowness, room)
+        work, slowness = _cut_costs(plan.family, timed, tuple(group.slowness.tolist()), plan.recompute)
+        ends = capped_cuts(work, np.array(slowness), room)
         return None if ends is None or ends == group.ends else self.recut(plan, ends)
 
     def recut(self, plan: Candidate, ends: tuple[int, ...]) -> Candidate:
@@ -166,9 +167,10 @@ class PlanBounds:
         placement = placement_of(family, pp)
         stages = slow * placement.stages if problem.uniform else tuple(stage_slowness(placement, workers).tolist())
         timed = self.timed(*rows, tensor)
-        cut_key = (rows, tensor, recompute, stages)
+        work, slowness = _cut_costs(family, timed, stages, recompute)
+        cut_key = (rows, tensor, recompute, slowness)
         if not ends and cut_key not in self._cuts:
-            self._cuts[cut_key] = even_cuts(timed.sums["again" if recompute else "work"], stages)
+            self._cuts[cut_key] = even_cuts(work, slowness)
         group = GroupBounds(problem, family, placement, timed, ends or self._cuts[cut_key], stages, recompute, tensor, rows)
         if not ends:  # others are used once
             self._groups[key] = group
@@ -194,3 +196,14 @@ class PlanBounds:
         sizes = np.maximum(group.parameters - self.problem.tied / tp, 0.0)  # tied ones are added up once
         least: Floats = gathers * (count - 1) / count * sizes / rates
         return least
+
+
+def _cut_costs(family: Family, timed: Timed, slowness: tuple[float, ...], recompute: bool) -> tuple[Floats, tuple[float, ...]]:
+    """Returns sums over the work of layers, and how slow each stage does it: cuts are even by both.
+
+    A last stage that recomputes nothing counts as faster, by the share that recompute has in all work.
+    """
+    work = timed.sums["again" if recompute else "work"]
+    if not family.early or not work[-1]:
+        return work, slowness
+    return work, (*slowness[:-1], slowness[-1] * float(timed.sums["work"][-1] / work[-1]))
