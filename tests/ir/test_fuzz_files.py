@@ -44,7 +44,7 @@ READ_BY = {
 }
 """Every file that parses something, with the forms that go through it here."""
 WRITES = {
-    "cli/plan.py",
+    "cli/_parts/request_layers.py",
     "cli/_parts/profile_costs.py",
     "planners/_pricing/pricing.py",
     "report/prediction_log.py",
